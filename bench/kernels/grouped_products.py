@@ -52,15 +52,20 @@ def main() -> None:
     if not (products.has_loop(BF16) and products.has_loop(torch.uint8)):
         raise FlexgenError("no loop is compiled for this CPU (kernels/products.py)")
     wait_for_quiet(args.quiet_wait)
+    if args.one_thread:
+        torch.set_num_threads(1)
     found = []
     with torch.inference_mode(), BackgroundLoad() as seen:
         for model in args.models:
             experts = Experts(*SHAPES[model])
             for rows in args.rows:
-                found.append({"model": model, "rows": rows, **_measure(experts, rows, args.repeats, args.patience)})
+                found.append({"model": model, "rows": rows, **_measure(experts, rows, args)})
                 _show(found[-1])
     print(f"\n# other processes took {seen.others:.0%} of the cores")
-    finish({"benchmark": "grouped_products", "products": found, "neighbours": seen.others}, args.output)
+    finish(
+        {"benchmark": "grouped_products", "one_thread": args.one_thread, "products": found, "neighbours": seen.others},
+        args.output,
+    )
 
 
 def _parse() -> argparse.Namespace:
@@ -68,6 +73,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=7, help="rounds (7)")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES), help="of these experts (all)")
     parser.add_argument("--rows", nargs="+", type=positive, default=ROWS, help="of an expert (8 16 32 64 128)")
+    parser.add_argument("--one-thread", action="store_true", help="by its CPU time: for cores that others use too")
     parser.add_argument(
         "--patience",
         type=seconds,
@@ -171,31 +177,32 @@ def _emit_peak(e: Any, steps: Any, out: Any) -> None:
     e.store(total, out)
 
 
-def _seconds(call: Call) -> float:
+def _seconds(call: Call, clock: Callable[[], float]) -> float:
     """Of one call, as many of them as take LEAST_S."""
-    start, count = time.perf_counter(), 0
-    while not count or time.perf_counter() - start < LEAST_S:
+    start, count = clock(), 0
+    while not count or clock() - start < LEAST_S:
         call()
         count += 1
-    return (time.perf_counter() - start) / count
+    return (clock() - start) / count
 
 
-def _round(calls: dict[str, Call], number: int) -> dict[str, float]:
+def _round(calls: dict[str, Call], number: int, clock: Callable[[], float]) -> dict[str, float]:
     """Seconds of each, in another order each time."""
-    return {name: _seconds(calls[name]) for name in (list(calls) if number % 2 else reversed(calls))}
+    return {name: _seconds(calls[name], clock) for name in (list(calls) if number % 2 else reversed(calls))}
 
 
-def _measure(experts: Experts, rows: int, repeats: int, patience: float) -> dict[str, Any]:
+def _measure(experts: Experts, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    repeats, clock = args.repeats, time.thread_time if args.one_thread else time.perf_counter
     words = [rows.view(torch.int64) for rows in experts.rows.values()]
     calls = {"peak": _peak(), "memory": lambda: [w.sum() for w in words], **experts.calls(rows)}
     rounds: list[tuple[float, dict[str, float]]] = []
-    until = time.monotonic() + patience
-    _round(calls, 0)
+    until = time.monotonic() + args.patience
+    _round(calls, 0, clock)
     while len(rounds) < repeats or (
         time.monotonic() < until and sorted(rounds, key=itemgetter(0))[repeats - 1][0] > BUSY
     ):
         with BackgroundLoad() as seen:
-            spent = _round(calls, len(rounds))
+            spent = _round(calls, len(rounds), clock)
         rounds.append((seen.others, spent))
     kept = sorted(rounds, key=itemgetter(0))[:repeats]
     each = {name: [spent[name] for _, spent in kept] for name in calls}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -24,9 +24,6 @@ from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import RowPart, block_words
 from flexgen_h2o.kernels.packed import unpack_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows
-
-if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.products import Job
 
 ZERO = 128  # what is added to the inputs' codes for the compiled loop, which takes them as uint8
 _LEVELS = 127.0
@@ -108,7 +105,7 @@ class Int8Rows(RowPart):
             quantise_rows(some, codes.view(torch.int8), scales)
             yield rows, _Inputs(codes, scales)
 
-    def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> Job | None:
+    def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         is_taken = is_compiled(out) and self.columns <= _MOST_COLUMNS
         if not (is_taken and products.takes(inputs.codes, self.columns)):
             return None

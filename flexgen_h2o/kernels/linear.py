@@ -13,15 +13,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
 from flexgen_h2o.kernels import products
-
-if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.products import Job
 
 
 class RowPart(ABC):
@@ -38,7 +35,7 @@ class RowPart(ABC):
         yield slice(0, len(x)), x
 
     @abstractmethod
-    def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> Job | None:
+    def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         """`multiply` as a job of the compiled loop, which goes by address; None where that does not take it."""
 
     def multiply(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
@@ -62,7 +59,7 @@ class DenseRows(RowPart):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> Job | None:
+    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         if not products.takes(inputs, self.rows.shape[1]) or self.rows.stride(1) != 1:
             return None
         rows = self.rows
@@ -206,7 +203,7 @@ class BlockedRows(RowPart):
     def __len__(self) -> int:
         return len(self.memory)
 
-    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> Job:
+    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job:
         assert inputs.dtype == self.memory.dtype and inputs.shape[1] == self.memory.shape[1]
         return products.job_of(inputs, (self.memory.data_ptr(), 0, len(self)), bias, out)
 

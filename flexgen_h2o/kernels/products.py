@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from flexgen_h2o.core.units import BLOCK_ROWS
-from flexgen_h2o.kernels.workspace import cpu_has, element_of, parallel_rows
-
-if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.products import Job
+from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, parallel_rows
 
 _NEEDED = {torch.bfloat16: ("avx512bf16", "amx-bf16"), torch.uint8: ("avx512vnni", "amx-int8")}
 _WORD = 4  # bytes: two columns in bf16, four in int8
@@ -38,20 +35,53 @@ def takes(x: torch.Tensor, columns: int) -> bool:
     return x.device.type == "cpu" and nbytes % _WORD == 0 and nbytes >= _LEAST and has_loop(x.dtype)
 
 
+class Job(NamedTuple):
+    """A product of some input rows with some rows of a weight. Addresses and bytes.
+
+    first: panels of the jobs before it; tokens: input rows; rows: of the weight; words: of a row.
+    row_step: from a row of the weight to the next; 0: it is blocked. bias: 0 where there is none.
+    In int8 alone: the scales of the inputs, of the rows, and the sums of these; with inputs around 128, `zero` times a
+    row's sum is added to its products.
+    """
+
+    first: int
+    tokens: int
+    x: int
+    x_step: int
+    weight: int
+    row_step: int
+    rows: int
+    words: int
+    bias: int
+    out: int
+    out_step: int
+    x_scales: int = 0
+    scales: int = 0
+    scale_step: int = 0
+    row_sums: int = 0
+    sum_step: int = 0
+    zero: int = 0
+
+
 def job_of(
     x: torch.Tensor, weight: tuple[int, int, int], bias: torch.Tensor | None, out: torch.Tensor, **in_int8: int
 ) -> Job:
     """x: (rows, columns), which `takes` has let pass; weight: address, bytes from a row to the next (0: blocked), rows;
     bias: (n,), out: (rows, n), of one dtype. in_int8: the other fields of a Job.
     """
-    from flexgen_h2o.kernels.compiled.products import Job
-
-    assert x.stride(1) == out.stride(1) == 1 and out.shape == (len(x), weight[2])
-    assert bias is None or (bias.dtype == out.dtype and bias.shape == (weight[2],) and bias.stride(0) == 1)
+    (tokens, columns), (x_step, x_one), (out_step, out_one) = x.shape, x.stride(), out.stride()
     start, row_step, rows = weight
+    biases = 0
+    if bias is not None:
+        biases = bias.data_ptr()
+        if bias.dtype != out.dtype or bias.shape != (rows,) or bias.stride() != (1,):
+            raise mismatch("products: bias and out", bias, out)
+    if x_one != 1 or out_one != 1 or out.shape != (tokens, rows):
+        raise mismatch(f"products: x, {rows} rows and out", x, out)
+    itemsize = x.itemsize
     return Job(
-        0, len(x), x.data_ptr(), x.stride(0) * x.itemsize, start, row_step, rows, x.shape[1] * x.itemsize // _WORD,
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0) * out.itemsize, **in_int8,
+        0, tokens, x.data_ptr(), x_step * itemsize, start, row_step, rows, columns * itemsize // _WORD, biases,
+        out.data_ptr(), out_step * out.itemsize, **in_int8,
     )  # fmt: skip
 
 

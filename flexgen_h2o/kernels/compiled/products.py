@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
-from flexgen_h2o.kernels.compiled.vectors import F32, I32, I64, Emitter, cgutils, emitted, emitted_by_type
+from flexgen_h2o.kernels.compiled.vectors import F32, I32, I64, Emitter, cgutils, emitted, emitted_by_type, prefetch
 from flexgen_h2o.kernels.jit import (
     floats_at,
     ints_at,
@@ -33,6 +33,7 @@ from flexgen_h2o.kernels.jit import (
     rounded,
     set_number,
 )
+from flexgen_h2o.kernels.products import Job
 
 LANES = 16
 _TILE = 6  # input rows by 4 vectors: 24 sums, of 32 registers
@@ -44,34 +45,6 @@ _STEP = 4 * PANEL  # bytes of a word of each row of a panel
 _LAY_SHARES = 1  # of what is asked for, while a panel is laid out: as if it were as many tiles
 _NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
-
-
-class Job(NamedTuple):
-    """A product of some input rows with some rows of a weight. Addresses and bytes.
-
-    first: panels of the jobs before it; tokens: input rows; rows: of the weight; words: of a row.
-    row_step: from a row of the weight to the next; 0: it is blocked. bias: 0 where there is none.
-    In int8 alone: the scales of the inputs, of the rows, and the sums of these; with inputs around 128, `zero` times a
-    row's sum is added to its products.
-    """
-
-    first: int
-    tokens: int
-    x: int
-    x_step: int
-    weight: int
-    row_step: int
-    rows: int
-    words: int
-    bias: int
-    out: int
-    out_step: int
-    x_scales: int = 0
-    scales: int = 0
-    scale_step: int = 0
-    row_sums: int = 0
-    sum_step: int = 0
-    zero: int = 0
 
 
 _FIELDS = len(Job._fields)
@@ -176,6 +149,8 @@ def _multiply_panel(kind, element, job, ending, panel, come, rooms):  # type: ig
                 rows = tokens * (t + 1) // tiles - tokens * t // tiles
                 x = job.x + (token + done) * job.x_step + 4 * word
                 to_come = lines, ahead, step, run, asked
+                if number + 1 == chunks:
+                    _ask_for_results(job, token + done, rows, size * panel * PANEL, size * PANEL)
                 tile(kind, (rows, words, here, x, job.x_step, sums + done * _STEP, number, *to_come))
                 done += rows
                 asked += blocks * lines
@@ -188,6 +163,15 @@ def _multiply_panel(kind, element, job, ending, panel, come, rooms):  # type: ig
             else:
                 scale = floats_at(job.x_scales)[token + t]
                 _finish_int8(element, job, ending, panel * PANEL, sums + t * _STEP, (scale, ends, out))
+
+
+@jit
+def _ask_for_results(job, token, tokens, place, nbytes):  # type: ignore[no-untyped-def]
+    """The lines that a tile's rows of a panel end in, which the next products would wait for."""
+    for t in range(token, token + tokens):
+        at = job.out + t * job.out_step + place
+        for line in range(at, at + nbytes, _LINE):
+            prefetch((line,))
 
 
 @jit
