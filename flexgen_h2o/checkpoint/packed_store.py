@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
-from flexgen_h2o.checkpoint.formats import Held, PackedFormat, TensorLayout, checkpoint_format
+from flexgen_h2o.checkpoint.formats import Held, PackedFormat, TensorLayout, checkpoint_format, warm_up
 from flexgen_h2o.checkpoint.safetensors import (
     AGAIN,
     FROM_ENGINE,
@@ -97,6 +97,8 @@ def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, 
             from flexgen_h2o.kernels.warm_up import compile_subprocess
 
             compile_subprocess(form.encode, torch.zeros(1, GROUP))
+            if (source := checkpoint_format(spec)).decodes:
+                compile_subprocess(warm_up, source, torch.device("cpu"), torch.float32)
             write_new(temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n")
             title = f"{form.name} weights {spec.name}"
             write_shards(temp, shards, title, progress)

@@ -18,6 +18,7 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
     asks_for_int8,
+    names_of,
     patterns_of,
     read_group,
     refused,
@@ -47,17 +48,17 @@ class Awq(Quantised):
     group: int = 128
     name = "awq"
     by_columns = True
+    in_blocks_only = True
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), words = tensor.shape, self.multiple(tensor, 0, _PER_WORD)
-        base, index = tensor.name.removesuffix(".weight"), tensor.index
-        each = self.group or columns
+        index, each = tensor.index, self.group or columns
         groups = -(-columns // each)
         return (
-            StoredRows((f"{base}.qweight",), (columns, words), ("I32",), 4 * words, index=index),
-            StoredRows((f"{base}.qzeros",), (groups, words), ("I32",), 4 * words, each, index=index,
+            StoredRows(names_of(tensor, "qweight"), (columns, words), ("I32",), 4 * words, index=index),
+            StoredRows(names_of(tensor, "qzeros"), (groups, words), ("I32",), 4 * words, each, index=index,
                        random=_RANDOM_ZEROS),
-            StoredRows((f"{base}.scales",), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, each,
+            StoredRows(names_of(tensor, "scales"), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, each,
                        in_float32=True, index=index, random=_RANDOM_SCALES),
         )  # fmt: skip
 

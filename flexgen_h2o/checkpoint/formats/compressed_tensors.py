@@ -23,6 +23,7 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     Rules,
     asks_for_int8,
     check_key,
+    names_of,
     patterns_of,
     read_group,
     refused,
@@ -77,20 +78,26 @@ class CompressedTensors(Quantised):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), index = tensor.shape, tensor.index
-        base, groups = tensor.name.removesuffix(".weight"), -(-columns // (self.group or columns))
+        groups = -(-columns // (self.group or columns))
         words = -(-columns * self.bits // _WORD_BITS)
-        codes = StoredRows((f"{base}.weight_packed",), (rows, words), ("I32",), 4 * words, index=index)
+        codes = StoredRows(names_of(tensor, "weight_packed"), (rows, words), ("I32",), 4 * words, index=index)
         if self.whole:
-            codes = StoredRows((f"{base}.weight",), (rows, columns), ("I8",), columns, index=index)
+            codes = StoredRows(names_of(tensor, "weight"), (rows, columns), ("I8",), columns, index=index)
         bits = struct.unpack("<I", struct.pack("<f", 0.02 / _RANDOM_STD[self.bits]))[0]
         scale = (b"\x0f\0", struct.pack("<H", bits >> 16))  # in bf16
         dtypes = ("bfloat16", *(dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"))
         scales = StoredRows(
-            (f"{base}.weight_scale",), (rows, groups), dtypes, 4 * groups, in_float32=True, index=index, random=scale
+            names_of(tensor, "weight_scale"),
+            (rows, groups),
+            dtypes,
+            4 * groups,
+            in_float32=True,
+            index=index,
+            random=scale,
         )
         if self.symmetric:
             return codes, scales
-        per_word, name = _WORD_BITS // self.bits, (f"{base}.weight_zero_point",)
+        per_word, name = _WORD_BITS // self.bits, names_of(tensor, "weight_zero_point")
         middle = (b"\0", b"\x88" if self.bits == 4 else b"\x80")
         shape = (-(-rows // per_word), groups)
         return codes, scales, StoredRows(name, shape, ("I32",), 4 * groups, per_word, index=index, random=middle)
@@ -98,18 +105,20 @@ class CompressedTensors(Quantised):
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         import torch
 
-        from flexgen_h2o.kernels.quantised import Groups, unpack_integers
+        from flexgen_h2o.kernels.quantised import Groups, row_slices, unpack_integers
 
         columns, groups = layout.shape[1], layout.stored[1].shape[1]
-        scales = pieces[1].view(torch.float32).view(-1, groups)
-        zeros = None
-        if not self.symmetric:
-            rows = torch.arange(part.start, part.end, device=out.device)
-            per_word = _WORD_BITS // self.bits
-            words = pieces[2].view(torch.int32).view(-1, groups)[rows // per_word - part.start // per_word]
-            zeros = (words >> (self.bits * (rows % per_word)).unsqueeze(1)).bitwise_and_((1 << self.bits) - 1).float()
-        of_columns = Groups(self.group or columns)
-        unpack_integers(pieces[0].view(part.rows, -1), self.bits, scales, zeros, of_columns, out, self.whole)
+        codes, scales = pieces[0].view(part.rows, -1), pieces[1].view(torch.float32).view(-1, groups)
+        of_columns, per_word = Groups(self.group or columns), _WORD_BITS // self.bits
+        if self.symmetric:
+            unpack_integers(codes, self.bits, scales, None, of_columns, out, self.whole)
+            return
+        words = pieces[2].view(torch.int32).view(-1, groups)
+        for some in row_slices(part.rows, columns):
+            rows = torch.arange(part.start + some.start, part.start + some.stop, device=out.device)
+            shifts = (self.bits * (rows % per_word)).unsqueeze(1)
+            zeros = (words[rows // per_word - part.start // per_word] >> shifts).bitwise_and_((1 << self.bits) - 1)
+            unpack_integers(codes[some], self.bits, scales[some], zeros.float(), of_columns, out[some])
 
 
 @lru_cache(maxsize=2**16)

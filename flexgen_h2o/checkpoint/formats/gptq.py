@@ -20,6 +20,7 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
     asks_for_int8,
+    names_of,
     patterns_of,
     read_group,
     refused,
@@ -60,10 +61,11 @@ class Gptq(Quantised):
     more: int = 1
     name = "gptq"
     by_columns = True
+    in_blocks_only = True
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), per_word = tensor.shape, _WORD_BITS // self.bits
-        base, index = tensor.name.removesuffix(".weight"), tensor.index
+        index = tensor.index
         groups, group = (-(-columns // self.group), self.group) if self.group else (1, columns)
         words, zeros = self.multiple(tensor, 1, per_word), self.multiple(tensor, 0, per_word)
         middle = (1 << (self.bits - 1)) - self.more
@@ -71,11 +73,11 @@ class Gptq(Quantised):
         scale = (b"\x0f\0", struct.pack("<e", _RANDOM_SCALES[self.bits]))
         in_order = (b"\0", _in_order(columns, group))
         return (
-            StoredRows((f"{base}.qweight",), (words, rows), ("I32",), 4 * rows, per_word, index=index),
-            StoredRows((f"{base}.qzeros",), (groups, zeros), ("I32",), 4 * zeros, 0, index=index, random=zero),
-            StoredRows((f"{base}.scales",), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, 0,
+            StoredRows(names_of(tensor, "qweight"), (words, rows), ("I32",), 4 * rows, per_word, index=index),
+            StoredRows(names_of(tensor, "qzeros"), (groups, zeros), ("I32",), 4 * zeros, 0, index=index, random=zero),
+            StoredRows(names_of(tensor, "scales"), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, 0,
                        in_float32=True, index=index, random=scale),
-            StoredRows((f"{base}.g_idx",), (columns,), ("I32",), 4, index=index, random=in_order),
+            StoredRows(names_of(tensor, "g_idx"), (columns,), ("I32",), 4, index=index, random=in_order),
         )  # fmt: skip
 
     def decode_columns(

@@ -45,12 +45,12 @@ class Mxfp4(Quantised):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, groups = tensor.shape[0], self.multiple(tensor, 1, _BLOCK)
-        codes, name = _BLOCK // 2, tensor.name
+        codes, index, names = _BLOCK // 2, tensor.index, (tensor.name, *tensor.aliases)
+        blocks, scales = (tuple(f"{name}_{kind}" for name in names) for kind in ("blocks", "scales"))
         return (
-            StoredRows((f"{name}_blocks",), (rows, groups, codes), ("uint8",), groups * codes, index=tensor.index),
-            StoredRows((f"{name}_scales",), (rows, groups), ("uint8",), groups, index=tensor.index,
-                       random=_RANDOM_SCALES),
-        )  # fmt: skip
+            StoredRows(blocks, (rows, groups, codes), ("uint8",), groups * codes, index=index),
+            StoredRows(scales, (rows, groups), ("uint8",), groups, index=index, random=_RANDOM_SCALES),
+        )
 
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         from flexgen_h2o.kernels.quantised import unpack_mxfp4

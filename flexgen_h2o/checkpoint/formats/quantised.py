@@ -43,6 +43,7 @@ class Quantised(WeightFormat):
     to_int8: bool = False
     decodes = True
     by_columns: ClassVar[bool] = False
+    in_blocks_only: ClassVar[bool] = False  # what its quantisers convert: modules of transformer blocks
     name: ClassVar[str]
     sample_name: ClassVar[str] = "model.layers.0.mlp.up_proj.weight"
 
@@ -54,6 +55,8 @@ class Quantised(WeightFormat):
         """Is it quantised?"""
         module = tensor.name.removesuffix(".weight")
         is_linear = len(tensor.shape) == 2 and module != tensor.name and _EMBEDDING not in module
+        if self.in_blocks_only:
+            is_linear = is_linear and any(part.isdecimal() for part in module.split("."))
         return is_linear and module.split(".")[-1] not in _PLAIN_MODULES and not is_left_out(module, self.left_out)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
@@ -70,8 +73,11 @@ class Quantised(WeightFormat):
     def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
         if not self.by_columns:
             return super().decode_range(layout, held, first, out)
-        for part, pieces in held:
-            self.decode_columns(layout, part, pieces, first, out[:, part.start : part.end])
+        from flexgen_h2o.kernels.quantised import row_slices
+
+        for some in row_slices(len(out), layout.shape[1]):  # what is made on the way takes little memory
+            for part, pieces in held:
+                self.decode_columns(layout, part, pieces, first + some.start, out[some, part.start : part.end])
         return out
 
     def decode_columns(
@@ -107,6 +113,11 @@ class Quantised(WeightFormat):
         for some in some_rows:
             here = self.decode_range(layout, held, some.start, values[: some.stop - some.start])
             fill_int8_rows(here, some.start, parts)
+
+
+def names_of(tensor: TensorSpec, kind: str) -> tuple[str, ...]:
+    """What is stored of a matrix `base`.weight as `base`.kind."""
+    return tuple(f"{name.removesuffix('.weight')}.{kind}" for name in (tensor.name, *tensor.aliases))
 
 
 def settings_of(quantization: Mapping[str, Any] | None, method: str, rules: Rules) -> Mapping[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels.jit import (
     HIGH,
     bits_to_float,
@@ -281,3 +282,31 @@ def _shifted(element, at, shift, zero, scale, out, count):  # type: ignore[no-un
         _store_pair(element, out, i, _number(low, zero, scale), _number(high, zero, scale))
     if count % 2 == 1:
         set_number(element, out, count - 1, _number((words[count - 1] >> shift) & np.uint32(15), zero, scale))
+
+
+@jit
+def sum_rows(codes, columns, sums, first, end):  # type: ignore[no-untyped-def]
+    """Of int8, of rows first..end-1."""
+    for row in range(first, end):
+        at, total = bytes_at(codes + row * columns), np.int32(0)
+        for i in range(columns):  # a byte less 256 where its sign is set
+            total += np.int32(at[i]) - ((np.int32(at[i]) & np.int32(128)) << np.int32(1))
+        ints_at(sums)[row] = total
+
+
+_LINE_WORDS = 16
+
+
+@jit
+def block_rows(codes, columns, out, first, end):  # type: ignore[no-untyped-def]
+    """Blocks first..end-1 of int8 rows: of BLOCK_ROWS rows together 4 columns in turn (kernels/int8.py). A cache line
+    of each row at a time: where rows are a power of two of bytes apart, few of their lines stay in the cache."""
+    words = columns // 4
+    for block in range(first, end):
+        start = BLOCK_ROWS * block * columns
+        for begin in range(0, words, _LINE_WORDS):
+            to = words_at(out + start + 4 * begin * BLOCK_ROWS)
+            for row in range(BLOCK_ROWS):
+                line = words_at(codes + start + row * columns + 4 * begin)
+                for i in range(_LINE_WORDS):
+                    to[i * BLOCK_ROWS + row] = line[i]

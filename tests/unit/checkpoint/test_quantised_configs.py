@@ -113,6 +113,11 @@ def test_routers_and_embeddings_are_plain(spec) -> None:
     for name in ("model.layers.0.mlp.gate.weight", "model.embed_tokens.weight", "lm_head.weight"):
         assert not form.layout(TensorSpec("", name, (128, 64))).decoded_row_bytes
     assert form.layout(TensorSpec("", "model.layers.0.mlp.experts.3.up_proj.weight", (128, 64))).decoded_row_bytes
+    outside = TensorSpec("", "model.decoder.project_in.weight", (128, 64))  # of OPT-350m
+    assert form.layout(outside).decoded_row_bytes
+    for config in (GPTQ, AWQ):
+        form = weight_format(replace(spec, quantization=config), Policy(), 2)
+        assert not form.layout(outside).decoded_row_bytes
 
 
 @pytest.mark.parametrize("name", ["fp8", "4 bits, groups with zeros", "gptq", "awq"])
