@@ -23,7 +23,8 @@ from bench import common
 from flexgen_h2o.checkpoint.formats import Held, weight_format
 from flexgen_h2o.checkpoint.writing import any_bytes
 from flexgen_h2o.cli_common import positive
-from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.tiers.stream import Part

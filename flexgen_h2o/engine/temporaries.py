@@ -124,8 +124,9 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
         prefill += columns * copies * spec.head_dim * itemsize
         prefill += columns * RANK_BYTES if shape.record else 0
         prefill += MASK_ROWS * shape.sharing * itemsize  # the mask of own queries
-    if spec.windows:
-        prefill += MASK_ROWS * (MASK_ROWS + max(w or 0 for w in spec.windows)) * itemsize
+    if spec.windows:  # the mask of some queries within a window
+        seen = min(max(shape.sharing, shape.tokens), MASK_ROWS + max(w or 0 for w in spec.windows))
+        prefill += MASK_ROWS * seen * itemsize
     if policy.attn_sparsity < 1:  # a thread's estimates, shares, places, and the columns that it gathered
         group = spec.num_heads // spec.num_kv_heads
         decode += THREADS * shape.most_slots * (12 * group + 2 * itemsize * spec.head_dim)
