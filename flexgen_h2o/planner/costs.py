@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from flexgen_h2o.core.model import Layer, LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.core.model import Layer, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS
 from flexgen_h2o.engine.memory_plan import expert_group, waits_for_router
@@ -107,32 +107,39 @@ class Costs:
         return {}
 
     @cached_property
+    def _dequantised(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
     def waits(self) -> bool:
         """Are groups of experts loaded only if they are chosen?"""
         return waits_for_router(self.at.spec, self.at.policy)
 
     @cached_property
-    def _layer_of(self) -> dict[int, Layer]:
-        return {layer.unit: layer for layer in self.layers.layers}
+    def _kind_of(self) -> dict[int, int]:
+        """Of each weight unit the first layer that costs the same as a layer of it."""
+        return {layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)}
 
     def weight_load(self, unit: int, tokens: int) -> tuple[TransferCost, ...]:
         """One load of a weight unit, or what is expected of it in a sweep of a block that feeds so many tokens."""
-        key = unit, tokens if self.waits else 0
+        key = self._kind_of[unit], tokens if self.waits else 0
         if key not in self._weight_loads:
-            share = needed_share(self.at, self._layer_of[unit], tokens) if self.waits else 1.0
+            share = needed_share(self.at, self.layers.layers[key[0]], tokens) if self.waits else 1.0
             moves = weight_moves(self.at, self.layers.units[unit])
-            scaled = (replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share) for m in moves)
-            self._weight_loads[key] = self._priced(moves if share == 1 else tuple(scaled))
+            self._weight_loads[key] = self._priced([_scaled(move, share) for move in moves])
         return self._weight_loads[key]
 
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
         if not self.at.form.decodes:
             return 0.0
-        rates = self.profile.rates(self.dtype)
-        faster = rates.requantise_speedup if self.at.form.in_int8 else 1.0
-        nbytes = _matrix_elements(self.layers.units[unit]) * self.at.itemsize
-        return nbytes / (rates.device_dequantise_bytes_per_s * faster)
+        kind = self._kind_of[unit]
+        if kind not in self._dequantised:
+            rates = self.profile.rates(self.dtype)
+            faster = rates.requantise_speedup if self.at.form.in_int8 else 1.0
+            nbytes = sum(t.numel for t in self.layers.units[unit].tensors if len(t.shape) == 2) * self.at.itemsize
+            self._dequantised[kind] = nbytes / (rates.device_dequantise_bytes_per_s * faster)
+        return self._dequantised[kind]
 
     def step(self, layer_index: int, batch: Batch, sweep: int) -> StepCost:
         key = (self.kinds[layer_index], batch, sweep)
@@ -144,8 +151,8 @@ class Costs:
         at, p = self.at, self.profile
         work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep)
         device_s, host_s = self.compute_seconds(work)
-        issue_s = p.step_s
-        issue_s *= needed_share(at, layer, tokens_of(batch, sweep))
+        share = needed_share(at, layer, tokens_of(batch, sweep))  # the step is left out where no token needs it
+        issue_s = p.step_s * share
         if at.device_is_host and layer.kind != "experts":
             issue_s += p.row_s * batch.rows
         elif at.need.record and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
@@ -157,9 +164,8 @@ class Costs:
             issue_s += p.cache_load_step_s if kv[0] else 0.0
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
-        return StepCost(
-            device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, load, store)),
-        )  # fmt: skip
+        hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
+        return StepCost(device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, *hidden)))
 
     def compute_seconds(self, work: Work) -> tuple[float, float]:
         """Seconds of the device, and of the host while the device waits."""
@@ -330,10 +336,8 @@ def _kinds(spec: ModelSpec, steps: tuple[bool, int], slots: tuple[int, ...], kep
     return tuple(found)
 
 
-@lru_cache(maxsize=256)
-def _matrix_elements(unit: WeightUnit) -> int:
-    """Elements of a unit's matrices."""
-    return sum(t.numel for t in unit.tensors if len(t.shape) == 2)
+def _scaled(move: Transfer, share: float) -> Transfer:
+    return replace(move, nbytes=move.nbytes * share, pieces=move.pieces * share)
 
 
 def _slowed(

@@ -38,7 +38,7 @@ from flexgen_h2o.planner.lp import (
     solve,
     tier_percents,
 )
-from flexgen_h2o.planner.predict import Prediction, predict
+from flexgen_h2o.planner.predict import Prediction, cut_blocks, predict
 from flexgen_h2o.planner.work import disk_read_bytes
 
 FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
@@ -92,11 +92,11 @@ def search(space: SearchSpace) -> Plan:
     DoesNotFitError, with the smallest budget that would do, when nothing fits.
     """
     found: list[Plan] = []
-    steps, layers = 0, len(layers_of(space.spec, space.base).layers)
+    steps = 0
     for i, (candidate, solution) in enumerate(_solved(space)):
         if found and (i >= MOST_SIMULATED or (i >= LEAST_SIMULATED and steps > QUICK_STEPS)):
             break
-        steps += layers * candidate.policy.num_gpu_batches * min(space.need.gen_len, 8)
+        steps += _layers_walked(space, candidate.policy) * candidate.policy.num_gpu_batches * min(space.need.gen_len, 8)
         found += _simulated(space, candidate, solution)
     if not found:
         # One row at a time, where budgets leave room for little more.
@@ -112,6 +112,12 @@ def search(space: SearchSpace) -> Plan:
         (plan for plan in found if plan.seconds <= EQUAL * fastest),
         key=lambda plan: (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), plan.seconds),
     )
+
+
+def _layers_walked(space: SearchSpace, policy: Policy) -> int:
+    """Of a simulation: as many as the model has, or three times those of the cut one."""
+    depth, layers = space.spec.num_blocks, len(layers_of(space.spec, policy).layers)
+    return layers * min(depth, 3 * cut_blocks(depth, layers)) // depth
 
 
 def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
