@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -13,7 +14,7 @@ from bench.common import storage_read_bytes
 from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.engine.memory_plan import tier_shares
+from flexgen_h2o.engine.memory_plan import layers_of, tier_shares
 from flexgen_h2o.engine.resources import LANE_THREADS
 from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
@@ -33,7 +34,7 @@ class Reader:
     def __init__(self, model: Model, policy: Policy, dtype: str, offload_dir: Path, ring_bytes: int) -> None:
         self._lanes = Lanes(LANE_THREADS, Timeline())
         checkpoint = find_checkpoint(model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, False)
-        layers = model.spec.layers(policy.sep_layer)
+        layers = layers_of(model.spec, policy)
         shares = tier_shares(policy.weight_shares, device_is_host=True)
         mover = Mover(HostDevice(), self._lanes)
         workspace = Workspace(torch.empty(0, dtype=torch.uint8), {}, getattr(torch, dtype))
@@ -51,11 +52,13 @@ class Reader:
         self._lanes.close()
         self._store.close()
 
-    def read(self, sweeps: int) -> tuple[int, float]:
-        """Bytes and seconds of so many sweeps' reads."""
+    def read(self, sweeps: int, most: float = math.inf) -> tuple[int, float]:
+        """Bytes and seconds of so many sweeps' reads, which end after `most` bytes."""
         before, start = storage_read_bytes(), time.perf_counter()
         under_way: deque[tuple[Region, list[Done]]] = deque()
         for unit in self._units * sweeps:
+            if storage_read_bytes() - before >= most:
+                break
             while (region := self._ring.take(self._store.nbytes(unit))) is None:
                 self._end(*under_way.popleft())
             under_way.append((region, self._store.load(unit, region)))

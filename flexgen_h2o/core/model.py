@@ -182,23 +182,22 @@ class ModelSpec:
     def option(self, key: str) -> Any:
         return dict(self.options)[key]
 
-    def stage(self, blocks: range) -> ModelSpec:
-        """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
-        the head if they are its last ones."""
-        return replace(
-            self.of_blocks(blocks),
-            embedding=self.embedding if blocks.start == 0 else (),
-            head=self.head if blocks.stop == self.num_blocks else (),
-        )
-
     def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
-        """The model with some of its transformer blocks."""
+        """The model with these transformer blocks alone."""
         return replace(
             self,
             num_blocks=len(chosen),
             attention=tuple(self.attention[i] for i in chosen),
             mlp=tuple(self.mlp[i] for i in chosen),
             experts=self.experts and self.experts.of_blocks(chosen),
+        )
+
+    def stage(self, blocks: range) -> ModelSpec:
+        """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
+        the head if they are its last ones."""
+        embedding, head = blocks.start == 0, blocks.stop == self.num_blocks
+        return replace(
+            self.of_blocks(blocks), embedding=self.embedding if embedding else (), head=self.head if head else ()
         )
 
     @property

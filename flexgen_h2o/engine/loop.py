@@ -76,44 +76,36 @@ def _sweeps(number: int | None) -> Iterable[int]:
 Opened = TypeVar("Opened")
 
 
-class BaseWeightStream(ABC, Generic[Opened]):
-    """The open weight unit, and the loads ahead of it. It is the source of its stream, whose keys are (n, unit): the
-    n-th time that the sweeps name the unit.
+class WeightUnits(Protocol):
+    """Where weight units come from. decodes: units are decoded once they are open."""
 
-    sweeps: of `layers`; None for any number. ahead: loads besides the one in use. decodes: units are decoded once they
-    are open. waits: groups of experts are loaded once their block's router has chosen, those that it has chosen;
-    otherwise they are loaded ahead.
-    """
+    @property
+    def decodes(self) -> bool: ...
 
-    def __init__(
-        self, ring: Ring | None, layers: Sequence[Layer], sweeps: int | None, ahead: int, decodes: bool,
-        waits: bool = False,
-    ) -> None:  # fmt: skip
-        units = tuple(layer.unit for layer in layers)
-        keys, self._to_open = tee(_numbered(weight_sequence(sweeps, units)))
-        keys = streamed_keys(keys, ((1, unit) for unit in units), self)
-        self._stream: Stream[WeightKey] = Stream(ring, keys, self, ahead)
-        self._groups, self._waits = {layer.unit: layer for layer in layers if layer.kind == "experts"}, waits
-        self._chosen: dict[int, tuple[int, frozenset[int]]] = {}  # by block: for which n, and which experts
-        self._region: Region | None = None
-        self.decodes = decodes
-        self._number, self.unit = 0, -1
-        self.opened: Opened
-
-    @abstractmethod
-    def nbytes(self, key: WeightKey) -> int:
+    def nbytes(self, unit: int) -> int:
         """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
 
-    @abstractmethod
-    def load(self, key: WeightKey, region: Region) -> list[Done]: ...
+    def load(self, unit: int, region: Region) -> list[Done]:
+        """Start filling the region."""
 
-    @abstractmethod
-    def _open(self, unit: int, region: Region | None) -> Opened:
-        """What compute uses of a unit that is loaded: its streamed bytes are in the region."""
 
-    @abstractmethod
-    def _decode(self, unit: int, region: Region | None) -> tuple[Opened, bool]:
-        """The same, decoded; and whether compute still uses the region."""
+class _Loads:
+    """The source of a stream of weight units, whose keys are (n, unit): the n-th time that the sweeps name the unit.
+
+    Groups of experts that their block's router has not chosen are not needed. waits: they are loaded once it has
+    chosen; otherwise ahead of it.
+    """
+
+    def __init__(self, units: WeightUnits, layers: Sequence[Layer], waits: bool) -> None:
+        self._units, self._waits = units, waits
+        self._groups = {layer.unit: layer for layer in layers if layer.kind == "experts"}
+        self.chosen: dict[int, tuple[int, frozenset[int]]] = {}  # by block: for which n, and which experts
+
+    def nbytes(self, key: WeightKey) -> int:
+        return self._units.nbytes(key[1])
+
+    def load(self, key: WeightKey, region: Region) -> list[Done]:
+        return self._units.load(key[1], region)
 
     def is_ready(self, key: WeightKey) -> bool:
         layer = self._groups.get(key[1]) if self._waits else None
@@ -126,12 +118,42 @@ class BaseWeightStream(ABC, Generic[Opened]):
 
     def _chosen_for(self, number: int, layer: Layer) -> frozenset[int] | None:
         """The experts of the layer's block that are used this time; None where its router has not chosen yet."""
-        found = self._chosen.get(layer.block)
+        found = self.chosen.get(layer.block)
         return found[1] if found is not None and found[0] == number else None
+
+
+class BaseWeightStream(ABC, Generic[Opened]):
+    """The open weight unit, and the loads ahead of it.
+
+    sweeps: of `layers`; None for any number. ahead: loads besides the one in use. waits: groups of experts are loaded
+    once their block's router has chosen, those that it has chosen; otherwise they are loaded ahead.
+    """
+
+    def __init__(
+        self, units: WeightUnits, ring: Ring | None, layers: Sequence[Layer], sweeps: int | None, ahead: int,
+        waits: bool = False,
+    ) -> None:  # fmt: skip
+        used = tuple(layer.unit for layer in layers)
+        keys, self._to_open = tee(_numbered(weight_sequence(sweeps, used)))
+        self._loads = _Loads(units, layers, waits)
+        keys = streamed_keys(keys, ((1, unit) for unit in used), self._loads)
+        self._stream: Stream[WeightKey] = Stream(ring, keys, self._loads, ahead)
+        self._region: Region | None = None
+        self.decodes = units.decodes
+        self._number, self.unit = 0, -1
+        self.opened: Opened
+
+    @abstractmethod
+    def _open(self, unit: int, region: Region | None) -> Opened:
+        """What compute uses of a unit that is loaded: its streamed bytes are in the region."""
+
+    @abstractmethod
+    def _decode(self, unit: int, region: Region | None) -> tuple[Opened, bool]:
+        """The same, decoded; and whether compute still uses the region."""
 
     def choose(self, block: int, experts: Iterable[int]) -> None:
         """The router of the block, whose attention unit is open, has chosen these for all micro-batches."""
-        self._chosen[block] = self._number, frozenset(experts)
+        self._loads.chosen[block] = self._number, frozenset(experts)
 
     def prefetch(self) -> None:
         """Start every load that may start now."""

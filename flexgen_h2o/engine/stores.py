@@ -22,7 +22,7 @@ from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
-from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, WeightKey
+from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey
 from flexgen_h2o.engine.memory_plan import (
     hidden_home_bytes,
     hidden_is_streamed,
@@ -241,14 +241,8 @@ class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
     def __init__(
         self, store: WeightStore, ring: Ring | None, sweeps: int | None, ahead: int, waits: bool = False
     ) -> None:
+        super().__init__(store, ring, store.plan.layers, sweeps, ahead, waits)
         self._store = store
-        super().__init__(ring, store.plan.layers, sweeps, ahead, store.decodes, waits)
-
-    def nbytes(self, key: WeightKey) -> int:
-        return self._store.nbytes(key[1])
-
-    def load(self, key: WeightKey, region: Region) -> list[Done]:
-        return self._store.load(key[1], region)
 
     def _open(self, unit: int, region: Region | None) -> Mapping[str, RowParts]:
         return self._store.open_unit(unit, region)

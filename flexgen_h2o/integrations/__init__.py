@@ -26,7 +26,7 @@ from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling, priced
 
 ATTENTION = "flexgen_h2o"  # the name of our attention implementation
-MODEL_TYPES = ("opt", "llama", "mistral", "qwen3", "gpt_neox")
+MODEL_TYPES = ("opt", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gpt_neox")
 LEAST_TRANSFORMERS = "5.20"  # the oldest that was tried; the engine itself runs with older ones
 
 __all__ = ["EvictingCache", "disable_eviction", "disable_h2o", "enable_eviction", "enable_h2o"]

@@ -1,4 +1,5 @@
-"""SiLU gates (Shazeer 2020, SwiGLU without its products), RMS norms (Zhang and Sennrich 2019) and rotary embeddings.
+"""SiLU gates (Shazeer 2020, SwiGLU without its products), RMS norms (Zhang and Sennrich 2019), rotary embeddings, and
+weighted sums of experts' outputs.
 
 Rounded where transformers' LLaMA rounds. On the CPU, fp32 and bf16 go through compiled loops.
 """
@@ -69,6 +70,32 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, out: t
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         into.copy_(wide * scale).mul_(weight)
     return out
+
+
+def add_weighted(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """out[tokens[i]] += x[i] weights[i], one row after the other; product and sum are rounded to the dtype of x.
+
+    x: (rows, width), contiguous; tokens: (rows,) int32; weights: (rows,) fp32; out: (tokens, width), contiguous, of the
+    dtype of x.
+    """
+    if not is_compiled(x):
+        add_weighted_reference(x, tokens, weights, out)
+        return
+    ok = x.shape == (*tokens.shape, out.shape[1]) and tokens.shape == weights.shape and x.dtype == out.dtype
+    ok &= tokens.dtype == torch.int32 and weights.dtype == torch.float32
+    if not ok or not all(t.is_contiguous() for t in (x, tokens, weights, out)):
+        raise mismatch("add_weighted: x, tokens, weights and out", x, tokens, weights, out)
+    from flexgen_h2o.kernels.compiled import rows as row_loops
+
+    job = row_loops.Weighted(*x.shape, *(t.data_ptr() for t in (x, tokens, weights, out)))
+    loop = partial(row_loops.add_weighted_columns, element_of(x.dtype), job)
+    # Each thread has some columns of all rows, so that no two add to one number.
+    parallel_rows(loop, -(-x.shape[1] // row_loops.COLUMNS), 3 * len(x) * row_loops.COLUMNS * x.itemsize)
+
+
+def add_weighted_reference(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """`add_weighted` in torch operations."""
+    out.index_add_(0, tokens, (x * weights.unsqueeze(1)).to(x.dtype))
 
 
 class Rotation:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import Rotary, TensorSpec
 from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
-from flexgen_h2o.kernels.elementwise import silu_gated
+from flexgen_h2o.kernels.elementwise import add_weighted, silu_gated
 from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, Weights
@@ -160,8 +160,7 @@ def mix_experts(
         inputs = normed(torch.index_select(hidden.x, 0, tokens, out=x))
         for expert, a, b in runs:
             compute(group[expert], inputs[a:b], x[a:b])
-        x.copy_(x * weights.view(-1)[places].unsqueeze(1))
-        mixed.index_add_(0, tokens, x)
+        add_weighted(x, tokens.int(), weights.view(-1)[places], mixed)
 
 
 def _expert_chunks(counts: Sequence[int]) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:

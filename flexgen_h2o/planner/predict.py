@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk, WeightKey
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import MemoryPlan, hidden_row_bytes
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
 from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, StepCost, TransferCost
@@ -131,7 +131,7 @@ def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | No
     cut = cut_blocks(depth, len(costs.layers.layers))
     if 2 * cut >= depth or on_span is not None:
         return _walk(costs, plan, block, on_span)
-    few, more = (_walk(replace(costs, at=_cut(costs.at, n)), plan, block, None) for n in (cut, 2 * cut))
+    few, more = (_walk(replace(costs, at=costs.at.cut(n)), plan, block, None) for n in (cut, 2 * cut))
     times = depth / cut - 2
     return {
         phase: {name: full + max(0.0, full - few[phase][name]) * times for name, full in more[phase].items()}
@@ -142,14 +142,6 @@ def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | No
 def cut_blocks(depth: int, layers: int) -> int:
     """Of a model so deep, with so many layers, the fewer blocks that are walked."""
     return max(LEAST_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers))
-
-
-def _cut(at: CostContext, depth: int) -> CostContext:
-    """The same with `depth` transformer blocks, evenly taken from all."""
-    spec, need = at.spec, at.need
-    chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
-    slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
-    return replace(at, spec=spec.of_blocks(chosen), need=replace(need, slots=slots, kept=kept))
 
 
 def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
@@ -382,24 +374,32 @@ class _Simulation:
         return len(self.ends) == self._sweeps
 
 
+class _WeightUnits:
+    """Weights of which only the sizes and seconds count."""
+
+    def __init__(self, sim: _Simulation) -> None:
+        at = sim.costs[0].at
+        self._sim, self.decodes = sim, at.form.decodes
+        self._nbytes = [weight_ring_bytes(at, unit) for unit in sim.costs[0].layers.units]
+
+    def nbytes(self, unit: int) -> int:
+        return self._nbytes[unit]
+
+    def load(self, unit: int, region: Region) -> list[Done]:
+        cost = self._sim.costs_now.weight_load(unit, self._sim.tokens_now)
+        return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
+
+
 class _WeightStream(BaseWeightStream[None]):
-    """Weights of which only the seconds count; a source of its own."""
+    """Of which only the time of decoding counts."""
 
     def __init__(self, sim: _Simulation, sweeps: int) -> None:
-        at, layers = sim.costs[0].at, sim.costs[0].layers
-        self._sim, self._nbytes = sim, [weight_ring_bytes(at, unit) for unit in layers.units]
-        ahead = len(layers.layers) if at.policy.overlap else 0
+        costs = sim.costs[0]
+        layers, ring = costs.layers.layers, sim.ring("weight ring")
+        ahead = len(layers) if costs.at.policy.overlap else 0
         # Other sweeps, and the next block, follow: the engine loads ahead for them.
-        super().__init__(
-            sim.ring("weight ring"), layers.layers, sweeps + 1, ahead, at.form.decodes, sim.costs[0].waits
-        )  # fmt: skip
-
-    def nbytes(self, key: WeightKey) -> int:
-        return self._nbytes[key[1]]
-
-    def load(self, key: WeightKey, region: Region) -> list[Done]:
-        cost = self._sim.costs_now.weight_load(key[1], self._sim.tokens_now)
-        return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
+        super().__init__(_WeightUnits(sim), ring, layers, sweeps + 1, ahead, costs.waits)
+        self._sim = sim
 
     def _open(self, unit: int, region: Region | None) -> None:
         pass

@@ -119,6 +119,13 @@ class CostContext:
     def hidden_shares(self) -> Shares:
         return tier_shares(self.policy.hidden_shares, self.device_is_host)
 
+    def cut(self, depth: int) -> CostContext:
+        """The same with `depth` transformer blocks, evenly taken from all."""
+        spec, need = self.spec, self.need
+        chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
+        slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
+        return replace(self, spec=spec.of_blocks(chosen), need=replace(need, slots=slots, kept=kept))
+
     @cached_property
     def _layouts(self) -> dict[tuple[int, int], UnitLayout]:
         return {}

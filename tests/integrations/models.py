@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, own heads": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16},
     "mistral": {"model_type": "mistral", "num_attention_heads": 4, "head_dim": 12, "intermediate_size": 96},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "intermediate_size": 96, "tie_word_embeddings": True},
+    "olmoe": {"model_type": "olmoe", "num_attention_heads": 4, "intermediate_size": 16},
     "neox": {**_NEOX, "rotary_pct": 0.5},
     "neox, sequential": {**_NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
 }  # fmt: skip

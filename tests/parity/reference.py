@@ -40,6 +40,22 @@ def random_model(seed: int = 0, std: float = 0.2, model_type: str = "opt", **sha
     return model
 
 
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's parameters as checkpoints have them: experts, which transformers holds together, one by one."""
+    found = dict[str, torch.Tensor]()
+    of_mixtral = model.config.model_type == "mixtral"
+    names = ("w1", "w3", "w2") if of_mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, value in model.named_parameters(remove_duplicate=False):
+        stored = name.replace(".mlp.", ".block_sparse_moe.") if of_mixtral else name
+        if "experts" not in name:
+            found[stored] = value
+            continue
+        for i, expert in enumerate(value):
+            own = zip(names[:2], expert.chunk(2), strict=True) if "gate_up" in name else ((names[2], expert),)
+            found |= {f"{stored.rpartition('.')[0]}.{i}.{kind}.weight": part for kind, part in own}
+    return found
+
+
 def greedy(model: PreTrainedModel, prompt: Sequence[int], max_new: int, eos: int | None = None) -> list[int]:
     """transformers' tokens for a single prompt, without padding."""
     ids = torch.tensor([prompt])

@@ -99,6 +99,7 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         run_of(llama, Policy(2, 1, disk), eviction="h2o:positions=rolling", keeping={"heavy_size": 2}),
         run_of(three_blocks, Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8)),
         run_of(llama, Policy(2, 1, disk, int8_compute=True)),
+        run_of(reference("olmoe"), Policy(1, 3, disk), in_flight=2),
         run_of(three_blocks, Policy(2, 1), sampling={"temperature": 1.0, "seed": 3}),
         Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(2, 1).to_json()),
         Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(1, 3, disk).to_json(), in_flight=3),
@@ -108,7 +109,7 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         alone = run.do(None, str(tmp_path / "offload"))
         assert answer["tokens"] == alone["tokens"], run
     assert found[0]["tokens"] == llama.tokens
-    assert found[10]["tokens"] == found[11]["tokens"] == ended.tokens
+    assert found[11]["tokens"] == found[12]["tokens"] == ended.tokens
     assert len({len(row) for row in ended.tokens}) > 2  # rows do end in the middle
 
 

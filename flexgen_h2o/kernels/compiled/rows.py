@@ -63,6 +63,33 @@ def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-
         set_number(element, gate, i, active * number_at(element, up, i))
 
 
+class Weighted(NamedTuple):
+    """Addresses: x of (rows, width), tokens (rows,) int32, weights (rows,) fp32, out of (tokens, width)."""
+
+    rows: int
+    width: int
+    x: int
+    tokens: int
+    weights: int
+    out: int
+
+
+COLUMNS = 64  # that a thread takes at a time
+
+
+@jit
+def add_weighted_columns(element, job, first, end):  # type: ignore[no-untyped-def]
+    """`add_weighted` of columns first * COLUMNS..end * COLUMNS - 1."""
+    size = 4 // planes(element)
+    start, stop = first * COLUMNS, min(end * COLUMNS, job.width)
+    tokens, weights = ints_at(job.tokens), floats_at(job.weights)
+    for row in range(job.rows):
+        x, out = job.x + size * (row * job.width + start), job.out + size * (tokens[row] * job.width + start)
+        for i in range(stop - start):
+            weighed = rounded(element, number_at(element, x, i) * weights[row])
+            set_number(element, out, i, number_at(element, out, i) + weighed)
+
+
 class RotaryJob(NamedTuple):
     """Addresses: keys, out of (rows, slots, width); ranks of (rows, slots) int32; cos, sin of (slots, pairs) fp32."""
 

@@ -10,7 +10,15 @@ from transformers import GPTNeoXConfig, LlamaConfig
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
-from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, rms_norm_reference, silu_gated, silu_gated_reference
+from flexgen_h2o.kernels.elementwise import (
+    Rotation,
+    add_weighted,
+    add_weighted_reference,
+    rms_norm,
+    rms_norm_reference,
+    silu_gated,
+    silu_gated_reference,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -67,6 +75,23 @@ def test_the_compiled_gate_is_the_reference(values: Callable[[torch.Tensor], tor
     found = silu_gated(gate, up)
     assert found.data_ptr() == gate.data_ptr()
     assert_rounded_alike(found, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 3), (9, 64), (300, 130)])
+def test_the_compiled_weighted_sum_is_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Several rows of one token are added in their order."""
+    x, out = torch.randn(rows, width).to(dtype), torch.randn(5, width).to(dtype)
+    tokens, weights = torch.randint(0, 5, (rows,), dtype=torch.int32), torch.rand(rows)
+    want = out.clone()
+    for i, token in enumerate(tokens.tolist()):
+        want[token] += (x[i] * weights[i]).to(dtype)
+    reference = out.clone()
+    add_weighted_reference(x, tokens, weights, reference)
+    add_weighted(x, tokens, weights, out)
+    assert torch.equal(reference, want) and torch.allclose(out.float(), want.float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="add_weighted: "):
+        add_weighted(x, tokens.long(), weights, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,9 +18,9 @@ from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.prefill_attention import causal_attention
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import family_of, llama, spec_from_config
+from flexgen_h2o.models import Hidden, family_of, llama, spec_from_config
 from tests.parity.cases import FAMILY_SHAPES
-from tests.parity.reference import random_model
+from tests.parity.reference import random_model, stored_tensors
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "ffn_dim": 40, "max_position_embeddings": 32,
@@ -64,10 +64,19 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
 
     x = torch.empty(n, spec.hidden_size)
     family.embed(spec, roles(spec.embedding), ids, torch.arange(n), x, ws)
-    for attention, mlp in zip(spec.attention, spec.mlp, strict=True):
+    for i, (attention, mlp) in enumerate(zip(spec.attention, spec.mlp, strict=True)):
         family.attention(spec, roles(attention), x, attend, ws)
         if mlp:
             family.mlp(spec, roles(mlp), x, ws)
+        elif spec.experts_of(i):
+            assert spec.experts is not None
+            size = (n, spec.experts.per_token)
+            hidden = Hidden(x, torch.zeros_like(x), torch.empty(size, dtype=torch.int32), torch.empty(size))
+            family.route(spec, roles(attention), hidden, ws)
+            for group in (range(2), range(2, spec.experts.count)):
+                tensors_of_group = spec.experts.inputs[i] + tuple(t for e in group for t in spec.experts_of(i)[e])
+                family.experts(spec, roles(tensors_of_group), group, hidden, ws)
+            x += hidden.mixed
     before = x.clone()
     logits = family.head(spec, roles(spec.embedding + spec.head), x, ws).clone()
     assert torch.equal(x, before)  # the head leaves the hidden states as they are
@@ -112,7 +121,6 @@ def assert_logits(model: PreTrainedModel, split: Split, monkeypatch: pytest.Monk
     ids = torch.randint(0, 50, (11,))
     expected = model(ids[None]).logits[0]
     spec = spec_from_config("m", model.config.to_dict(), "here")
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    actual = logits_of(spec, tensors, ids, split)
+    actual = logits_of(spec, stored_tensors(model), ids, split)
     assert (actual - expected).abs().max() < 1e-4
     assert expected.std() > 0.1

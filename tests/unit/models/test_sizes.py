@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from flexgen_h2o.checkpoint.writing import tensors_of
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from tests.parity.cases import BASES, FAMILY_SHAPES
+from tests.parity.reference import stored_tensors
 
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "ffn_dim": 24, "max_position_embeddings": 20,
@@ -52,8 +54,10 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 def test_every_tensor_of_transformers_is_there_once(config: dict[str, Any]) -> None:
     theirs = on_meta(AutoConfig.for_model(**deepcopy(config)))
     spec = spec_from_config("m", theirs.config.to_dict(), "here")
-    shapes = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
-    tensors = [t for unit in spec.layers(sep_layer=True).units for t in unit.tensors]
+    shapes = {name: tuple(p.shape) for name, p in stored_tensors(theirs).items()}
+    if theirs.config.tie_word_embeddings:
+        shapes.pop(next(name for name in ("lm_head.weight", "embed_out.weight") if name in shapes))
+    tensors = tensors_of(spec)
     assert {next(n for n in (t.name, *t.aliases) if n in shapes): t.shape for t in tensors} == shapes
     assert len(tensors) == len(shapes) and spec.num_weights == sum(p.numel() for p in theirs.parameters())
 
