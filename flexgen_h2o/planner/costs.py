@@ -129,6 +129,14 @@ class Costs:
             self._weight_loads[key] = self._priced([_scaled(move, share) for move in moves])
         return self._weight_loads[key]
 
+    def weights_s(self, tokens: int) -> float:
+        """Seconds that loads of weights take of the busiest lane in a sweep that feeds a block so many tokens."""
+        lanes = dict.fromkeys(LANES, 0.0)
+        for index, count in self.loaded_kinds.items():
+            for load in self.weight_load(self.layers.layers[index].unit, tokens):
+                lanes[load.lane] += count * load.seconds
+        return max(lanes.values())
+
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
         if not self.at.form.decodes:

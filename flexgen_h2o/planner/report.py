@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
+from flexgen_h2o.engine.memory_plan import prices_of
 from flexgen_h2o.engine.report import MEASURED_BUSY
+from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.predict import PHASES
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ RESOURCES = {
 }  # fmt: skip
 LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
+FEW_COLUMNS, FEW_FLAGS = 0.2, "--kv-budget 0.2 --compress-cache"  # that hold KV of more rows
 LEAST_GAIN = 1e-4  # of the whole time; less is called nothing
 SMALL_GAIN = 1e-3  # less is said with two digits after the point
 
@@ -103,6 +106,8 @@ def _details(answer: Answer) -> dict[str, Any]:
         "look_ahead": asdict(plan.memory.depth),
         "disk_read_bytes": answer.disk_read_bytes,
         "worth_more": None if answer.more is None else asdict(answer.more),
+        "balanced_rows": balanced_rows(space, plan.policy),
+        "active_weights": space.spec.num_active,
         "buffers": [asdict(buffer) for buffer in plan.memory.buffers],
     }
 
@@ -116,7 +121,8 @@ def to_text(answer: Answer, plan: Plan, flags: str, command: str) -> str:
         f"throughput: {three_digits(plan.prediction.tokens_per_s)} new tokens a second",
         f"time for all prompts: {format_seconds(plan.prediction.total_s)}",
     ]
-    return "\n".join([*_about(answer), "", *policy, "", *_memory(answer, plan), "", *_seconds(plan), "", *end])
+    seconds = [*_seconds(plan), *_experts(answer, plan)]
+    return "\n".join([*_about(answer), "", *policy, "", *_memory(answer, plan), "", *seconds, "", *end])
 
 
 def _about(answer: Answer) -> Iterator[str]:
@@ -168,6 +174,37 @@ def _seconds(plan: Plan) -> Iterator[str]:
     rows.append(["phase", *(cell for phase in PHASES for cell in (three_digits(total[phase]), ""))])
     yield from aligned(rows, right=True)
     yield "bound: " + "; ".join(f"{phase} by {RESOURCES[found.binds(phase)]}" for phase in PHASES if total[phase])
+
+
+def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
+    """Rows of a block whose decode sweeps compute for as long as they load: weights once, KV and hidden states of each
+    row. None where KV of a row takes longer than computing it."""
+    block = space.need.block((policy.gpu_batch_size,) * policy.num_gpu_batches)
+    costs = space.machine.costs(space.spec, policy, space.need)
+    busy, weights_s = costs.busy(block, max(1, space.need.gen_len // 2)), costs.weights_s(policy.block_size)
+    compute_s = busy["device_compute"] + busy["host_compute"]
+    others_s = max(0.0, max(busy[lane] for lane in LANES) - weights_s)
+    return policy.block_size * weights_s / (compute_s - others_s) if compute_s > others_s else None
+
+
+def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
+    """Of a mixture of experts: how much of it a token uses, and whether blocks have the rows that pay for its loads."""
+    space, policy, spec, need = answer.space, plan.policy, answer.space.spec, answer.space.need
+    if spec.experts is None:
+        return
+    used = f"{spec.experts.per_token} of {spec.experts.count} experts"
+    yield f"a token uses {used} of a layer, {spec.num_active / 1e9:.3g} of {spec.num_weights / 1e9:.3g} billion weights"
+    balanced, rows = balanced_rows(space, policy), policy.block_size
+    if balanced is None or balanced <= rows:
+        return
+    beside = sum(plan.memory.size(name) for name in ("hidden", "workspace")) / rows
+    held = f"{format_bytes(plan.memory.size('cache') / rows)} of KV and {format_bytes(beside)} for prefill"
+    yield f"blocks have {rows} rows, each {held}; with {balanced:.0f} computing takes as long as loading weights"
+    if not need.record and not policy.compress_cache:
+        prices = prices_of(spec, replace(policy, compress_cache=True))
+        slots = int(FEW_COLUMNS * (need.prompt_len + need.gen_len)) + 1
+        few = spec.num_blocks * spec.num_kv_heads * prices.nbytes(slots)
+        yield f"{FEW_FLAGS} would hold a row's KV in {format_bytes(few)} (docs/eviction.md)"
 
 
 def _gains(answer: Answer, plan: Plan) -> Iterator[str]:

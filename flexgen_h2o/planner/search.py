@@ -23,7 +23,6 @@ from flexgen_h2o.engine.workload import even_blocks, shape_of
 from flexgen_h2o.planner.lp import (
     BATCHES,
     LOOK_AHEADS,
-    MOST_MICRO_BATCH,
     NOTHING,
     Budgets,
     Percent,
@@ -234,7 +233,7 @@ def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
         (gbs + 1, batches), (gbs - 1, batches), (gbs, batches + 1), (gbs // 2, 2 * batches), (2 * gbs, batches // 2),
     ]  # fmt: skip
     most = min(space.need.rows, MOST_ROWS)
-    allowed = [(a, b) for a, b in dict.fromkeys(sizes) if 1 <= a <= MOST_MICRO_BATCH and b >= 1 and a * b <= most]
+    allowed = [(a, b) for a, b in dict.fromkeys(sizes) if 1 <= a <= space.most_micro_batch and b >= 1 and a * b <= most]
     tried = (bounded(space, p) for a, b in allowed if (a, b) != (gbs, batches) for p in space.policies(a, b))
     return [candidate for candidate in tried if candidate is not None]
 
@@ -260,7 +259,7 @@ def _most_rows(space: SearchSpace, policy: Policy) -> int:
         return _over_memory(space, replace(policy, gpu_batch_size=rows), depth) > 0
 
     batches = policy.num_gpu_batches
-    most = min(-(-space.need.rows // batches), MOST_ROWS // batches, MOST_MICRO_BATCH)
+    most = min(-(-space.need.rows // batches), MOST_ROWS // batches, space.most_micro_batch)
     # The first that does not fit, less one: what is held grows with the rows.
     return bisect_left(range(1, most), True, key=is_over) if is_over(most) else most
 
