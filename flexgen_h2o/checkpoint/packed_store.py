@@ -170,10 +170,14 @@ class _Reader:
         import torch
 
         layout, part = self._form.layout(tensor), Part("host", first, end)
-        if not layout.decoded_row_bytes:
-            source = self._tensors[layout.stored[0].key].rows(first, end)
+        if not layout.decoded_row_bytes and not layout.by_columns:
+            source = self._stored(tensor).rows(first, end)
             return self._read(source).view(getattr(torch, source.dtype)).view(source.shape)
         held = self._whole_of(tensor, layout) if layout.by_columns else self._held(layout, part)
+        if not layout.decoded_row_bytes:
+            source = self._stored(tensor)
+            numbers = held.pieces[0].view(getattr(torch, source.dtype)).view(source.shape)
+            return numbers[:, first:end].t().contiguous()
         return self._form.decode_range(layout, [held], first, torch.empty(end - first, tensor.shape[1]))
 
     def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:

@@ -280,10 +280,12 @@ class RandomValues:
         import torch
 
         layout, part = self._form.layout(tensor), Part("host", first, end)
-        if not layout.decoded_row_bytes:
+        if not layout.decoded_row_bytes and not layout.by_columns:
             values = torch.cat(list(self._of_rows(tensor, layout.stored[0], first, end)))
             return values.view(end - first, *tensor.shape[1:])
         held = self._whole_of(tensor, layout) if layout.by_columns else self._held(tensor, layout, part)
+        if not layout.decoded_row_bytes:
+            return held.pieces[0].view(layout.cut_shape)[:, first:end].t().contiguous()
         return self._form.decode_range(layout, [held], first, torch.empty(end - first, tensor.shape[1]))
 
     def _held(self, tensor: TensorSpec, layout: TensorLayout, part: Part) -> Held:

@@ -28,7 +28,8 @@ class TensorSpec:
 
     aliases: names that some checkpoints have for it. exact: no switch compresses it (a router). index: it is this
     slice, along the first dimension, of what is stored under its name, as an expert is of all experts of a block;
-    `shape` is the slice's. A model has all slices of such a tensor.
+    `shape` is the slice's. A model has all slices of such a tensor. transposed: checkpoints with plain numbers have the
+    matrix as (columns, rows), for x W; `shape` is that of W^T, as of all matrices.
     """
 
     role: str
@@ -37,6 +38,7 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
     exact: bool = False
     index: int | None = None
+    transposed: bool = False
 
     @property
     def key(self) -> str:

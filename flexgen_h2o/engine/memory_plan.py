@@ -190,6 +190,15 @@ def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightFormat, device_
     return _unit_bytes(layouts_of(form, unit.tensors), shares, device_is_host).ring
 
 
+def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Of all weights in the format of the checkpoint, plain numbers in a dtype of `itemsize`."""
+    if spec.quantization is None:
+        return spec.num_weights * itemsize
+    tensors = {t.key: t for unit in spec.layers(sep_layer=False).units for t in unit.tensors}
+    layouts = layouts_of(weight_format(spec, Policy(), itemsize), tuple(tensors.values()))
+    return sum(layout.part_bytes(Part("disk", 0, layout.cut_shape[0])) for layout in layouts)
+
+
 def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
     """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
     tokens = max(shape.tokens, shape.rows)

@@ -17,7 +17,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
-from flexgen_h2o.engine.memory_plan import kv_layout, packing_of, record_in
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, packing_of, record_in
 from flexgen_h2o.engine.workload import WorkloadShape, need_of
 
 if TYPE_CHECKING:
@@ -214,14 +214,15 @@ def joint_report(ranks: Sequence[tuple[RunReport, Sequence[int], int]]) -> RunRe
 
 
 def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: int) -> tuple[int, int, int]:
-    """Bytes of weights, of the full KV cache and of the hidden states of all rows at their longest.
+    """Bytes of weights as the checkpoint has them, plain numbers in the compute dtype; of the full KV cache and of the
+    hidden states of all rows at their longest.
 
     sizes: how many rows there are of each (prompt tokens, most new tokens).
     """
     tokens = sum((prompt + new) * number for (prompt, new), number in sizes.items())
     column = spec.kv_bytes_per_token(itemsize) // spec.num_blocks
     columns = sum(spec.kv_columns(prompt + new) * number for (prompt, new), number in sizes.items())
-    return spec.num_weights * itemsize, columns * column, tokens * spec.hidden_size * itemsize
+    return checkpoint_bytes(spec, itemsize), columns * column, tokens * spec.hidden_size * itemsize
 
 
 def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, int]:

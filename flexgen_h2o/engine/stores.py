@@ -91,10 +91,11 @@ class WeightStore:
 
     def _parts_of(self, tensor: TensorSpec, checkpoint: Checkpoint, shares: Shares) -> list[_HeldPart]:
         found = []
-        for part in weight_parts(self._layouts[tensor.key].cut_shape, shares):
+        layout = self._layouts[tensor.key]
+        for part in weight_parts(layout.cut_shape, shares):
             pieces = [
                 _Piece(stored, checkpoint.tensors[stored.key].rows(*stored.part_rows(part)), stored.part_bytes(part))
-                for stored in self._layouts[tensor.key].stored
+                for stored in layout.stored
             ]
             found.append(_HeldPart(part, pieces, is_streamed(part.tier, self._is_host)))
         return found

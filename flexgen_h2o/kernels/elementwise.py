@@ -1,7 +1,7 @@
-"""SiLU gates (Shazeer 2020, SwiGLU without its products), RMS norms (Zhang and Sennrich 2019), rotary embeddings, and
-weighted sums of experts' outputs.
+"""Gates (Shazeer 2020, SwiGLU without its products; that of gpt-oss), RMS norms (Zhang and Sennrich 2019), rotary
+embeddings, and weighted sums of experts' outputs.
 
-Rounded where transformers' LLaMA rounds. On the CPU, fp32 and bf16 go through compiled loops.
+Rounded where transformers rounds. On the CPU, fp32 and bf16 go through compiled loops.
 """
 
 from __future__ import annotations
@@ -37,6 +37,32 @@ def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_gated_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`silu_gated` in torch operations."""
     return F.silu(gate, inplace=True).mul_(up)
+
+
+def clamped_gate(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> torch.Tensor:
+    """out = (up + 1) x gate x sigmoid(alpha x gate), with gate at most `limit` and up within +-`limit` (gpt-oss; OpenAI
+    2025).
+
+    x: (rows, 2 x width), gate and up in turns; out: (rows, width). Both of one dtype, contiguous.
+    """
+    if not is_compiled(x):
+        return clamped_gate_reference(x, alpha, limit, out)
+    (rows, width), fits = out.shape, x.shape == (len(out), 2 * out.shape[1]) and x.dtype == out.dtype
+    if not fits or not (x.is_contiguous() and out.is_contiguous()):
+        raise mismatch("clamped_gate: x and out", x, out)
+    from flexgen_h2o.kernels.compiled import rows as row_loops
+
+    job = row_loops.Gate(width, x.data_ptr(), out.data_ptr(), np.float32(alpha), np.float32(limit))
+    parallel_rows(partial(row_loops.clamped_gate_rows, element_of(x.dtype), job), rows, 3 * width * x.itemsize)
+    return out
+
+
+def clamped_gate_reference(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> torch.Tensor:
+    """`clamped_gate` in torch operations, NORM_CHUNK rows at a time."""
+    for rows, into in zip(x.split(NORM_CHUNK), out.split(NORM_CHUNK), strict=True):
+        gate, up = rows[:, ::2].clamp(max=limit), rows[:, 1::2].clamp(-limit, limit)
+        into.copy_(up.add_(1).mul_(gate * torch.sigmoid(gate * alpha)))
+    return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:

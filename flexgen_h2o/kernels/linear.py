@@ -1,7 +1,8 @@
 """Linear maps and row look-ups over a matrix that is held in row parts.
 
 A matrix split over tiers arrives as several parts, each a run of its rows; a whole one as a single part. No part is
-ever copied together: each is multiplied where it lies and fills its own columns of the result.
+ever copied together: each is multiplied where it lies and fills its own columns of the result, or, where rows are
+inputs (`InputRows`), adds its share to all of them.
 
 In bf16 on a CPU the compiled loop of kernels/products.py multiplies, where there is one, and torch elsewhere. Rows may
 be in the loop's blocked layout, in which it need not bring them first. They are blocked in place: the bytes are the
@@ -42,12 +43,18 @@ class RowPart(ABC):
         """out = x W^T + bias; adds: to what is there. bias: (n,), out: (rows, n), whose rows need not be adjacent."""
         raise NotImplementedError("is multiplied by the compiled loop alone")
 
+    def product(self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> Product:
+        """What this part, whose rows begin at `start` of the matrix, is to do for out (rows, all of the matrix)."""
+        here = slice(start, start + len(self))
+        return self, inputs, None if bias is None else bias[here], out[:, here], adds
+
     @abstractmethod
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """The rows `ids` (int64, (n,)) into out (n, columns)."""
 
 
 RowParts = tuple[RowPart, ...]
+Product = tuple[RowPart, Any, torch.Tensor | None, torch.Tensor, bool]  # a part, and the arguments of `multiply`
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,26 @@ class DenseRows(RowPart):
         torch.index_select(self.rows, 0, ids, out=out)
 
 
+@dataclass(frozen=True)
+class InputRows(DenseRows):
+    """Rows (n, outputs) of a matrix that is stored for x W: each belongs to an input. The sum over inputs is rounded
+    after each part."""
+
+    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+        DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
+
+    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """The loop takes rows that belong to outputs."""
+
+    def product(
+        self, start: int, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> Product:
+        return self, inputs[:, start : start + len(self)], None if start else bias, out, adds or start > 0
+
+    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        raise NotImplementedError("tables of embeddings are not stored so")
+
+
 def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out = x W^T + bias. x: (rows, in), weight parts: (out_i, in), bias: (out,), out: (rows, sum out_i)."""
     linear_each(x, ((weight, bias, out),))
@@ -102,7 +129,7 @@ def linear_each(
         kinds.setdefault(one[0][0].codes, []).append(one)
     for some in kinds.values():
         for rows, inputs in some[0][0][0].inputs(x):
-            _multiply([p for weight, bias, out in some for p in _products(inputs, weight, bias, out[rows])], adds)
+            _multiply([p for weight, bias, out in some for p in _products(inputs, weight, bias, out[rows], adds)])
 
 
 def grouped_linear(
@@ -129,24 +156,21 @@ def grouped_linear(
         _multiply(found)
 
 
-_Product = tuple[RowPart, Any, torch.Tensor | None, torch.Tensor]  # and what it is multiplied with
-
-
-def _products(inputs: Any, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> list[_Product]:
+def _products(
+    inputs: Any, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
+) -> list[Product]:
     """Of each row part."""
-    if len(weight) == 1:
-        return [(weight[0], inputs, bias, out)]
     found, start = [], 0
     for part in weight:
-        end = start + len(part)
-        found.append((part, inputs, None if bias is None else bias[start:end], out[:, start:end]))
-        start = end
+        found.append(part.product(start, inputs, bias, out, adds))
+        start += len(part)
     return found
 
 
-def _multiply(found: Sequence[_Product], adds: bool = False, relu: bool = False) -> None:
+def _multiply(found: Sequence[Product], relu: bool = False) -> None:
+    """All of them add to what is there, or none of those that the loop takes."""
     jobs = []
-    for part, inputs, bias, out in found:
+    for part, inputs, bias, out, adds in found:
         job = part.job(inputs, bias, out)
         if job is not None:
             jobs.append(job)
@@ -155,7 +179,7 @@ def _multiply(found: Sequence[_Product], adds: bool = False, relu: bool = False)
         if relu:
             torch.relu_(out)
     if jobs:
-        products.run(jobs, found[0][0].codes, found[0][3].dtype, adds, relu)
+        products.run(jobs, found[0][0].codes, found[0][3].dtype, found[0][4], relu)
 
 
 def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
-from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, rms_norm, silu_gated
+from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, clamped_gate, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, empty_sketch, fill_sketch
@@ -115,6 +115,7 @@ def warm_up(
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())
         silu_gated(columns[0, 0], columns[0, 0])
+        clamped_gate(columns[0, 0], 1.0, 1.0, columns[0, 0, :, ::2].clone(memory_format=torch.contiguous_format))
         no_rows = torch.zeros(len(columns[0, 0]))
         add_weighted(columns[0, 0], no_rows.int(), no_rows, columns[0, 0].clone())
     if rolling:

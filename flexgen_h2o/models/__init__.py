@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3_moe": "flexgen_h2o.models.moe",
     "mixtral": "flexgen_h2o.models.moe",
     "olmoe": "flexgen_h2o.models.moe",
+    "gpt_oss": "flexgen_h2o.models.gpt_oss",
 }
 
 MOST_POSITIONS = 2**30  # far beyond any model: a damaged config must not become sizes that no float holds

@@ -70,9 +70,11 @@ def check_heads(hidden: int, heads: int) -> None:
         raise UsageError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
 
 
-def linear_tensors(role: str, name: str, rows: int, columns: int, bias: bool) -> tuple[TensorSpec, ...]:
+def linear_tensors(
+    role: str, name: str, rows: int, columns: int, bias: bool, exact: bool = False
+) -> tuple[TensorSpec, ...]:
     """`role`.weight (rows, columns), and `role`.bias (rows,) where there is one; `name` as in the checkpoint."""
-    weight = TensorSpec(f"{role}.weight", f"{name}.weight", (rows, columns))
+    weight = TensorSpec(f"{role}.weight", f"{name}.weight", (rows, columns), exact=exact)
     return (weight, TensorSpec(f"{role}.bias", f"{name}.bias", (rows,))) if bias else (weight,)
 
 
@@ -167,14 +169,14 @@ def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tupl
     """`ModelSpec.windows` of a config: those of its `layer_types`, or without them of all blocks. A window of all
     positions hides nothing, and is none. UsageError names the field."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
+    if window is None and "sliding_attention" in (kinds or ()):
+        raise UsageError("sliding_window: None, and layer_types has 'sliding_attention'")
     kinds = ["sliding_attention"] * blocks if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != blocks:
         raise UsageError(f"layer_types: {kinds!r:.60} is not a list of {blocks} kinds of attention")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise UsageError(f"layer_types: {kind!r} is not full_attention or sliding_attention")
-    if window is None and config.get("layer_types") and "sliding_attention" in kinds:
-        raise UsageError("layer_types: sliding_attention needs a sliding_window, which is None")
     if window is None or "sliding_attention" not in kinds or check_int("sliding_window", window, low=1) >= positions:
         return ()
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -194,7 +194,8 @@ def embed(
 
 
 def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
-    """x += o_proj(attend(q, k, v)) of the normed x, with q and k normed too where they are. x: (tokens, hidden)."""
+    """x += o_proj(attend(q, k, v)) of the normed x, with q and k normed too where they are, with `sinks` where there
+    are any. x: (tokens, hidden)."""
     tokens, width = len(x), spec.head_dim
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
     qkv = {name: ws.get(name, tokens, count * width) for name, count in heads.items()}
@@ -205,7 +206,8 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
         )
         for name in ("q", "k"):
             norm_heads(spec, w, f"{name}_norm", qkv[name][a:b])
-    attn_out = attend(*(out.view(tokens, heads[name], width) for name, out in qkv.items()))
+    q, k, v = (out.view(tokens, heads[name], width) for name, out in qkv.items())
+    attn_out = attend(q, k, v, sinks=optional_vector(w, "sinks"))
     for a, b in token_chunks(tokens):
         add_linear(x[a:b], attn_out[a:b], w["o_proj.weight"], bias_of(w, "o_proj"))
 

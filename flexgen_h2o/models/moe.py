@@ -86,7 +86,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     if config.get("clip_qkv") is not None:
         raise UsageError(f"clip_qkv: {config['clip_qkv']!r:.40} is not supported; only models without it are")
     hidden, dense_ffn, blocks = found["hidden_size"], found["ffn_size"], range(found["num_blocks"])
-    count, per_token = _counts(config)
+    count, per_token = read_counts(config)
     (ffn,) = read_sizes(config, ("moe_intermediate_size",)) if kind == "qwen3_moe" else (dense_ffn,)
     dense = {i for i in blocks if not _is_sparse(config, i)}
     if len(dense) == len(blocks):
@@ -139,7 +139,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _counts(config: Mapping[str, Any]) -> tuple[int, int]:
+def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Experts of a layer, and those of a token."""
     name = next((n for n in ("num_experts", "num_local_experts") if n in config), "num_experts")
     count = check_int(name, config.get(name), low=1, high=MOST_EXPERTS)

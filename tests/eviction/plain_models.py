@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import OPTForCausalLM, PreTrainedModel
 from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
 from tests.eviction.reference import PlainModel
@@ -114,6 +115,18 @@ class PlainLlama(PlainRotary):
         return self._model.lm_head(self._decoder.norm(x))
 
 
+class PlainGptOss(PlainLlama):
+    apply = staticmethod(modeling_gpt_oss.apply_rotary_pos_emb)
+
+    def sinks(self, layer: int) -> torch.Tensor:
+        return self._decoder.layers[layer].self_attn.sinks.view(self.kv_heads, -1)
+
+    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        block = self._decoder.layers[layer]
+        x = x + block.self_attn.o_proj(mixed)
+        return x + block.mlp(block.post_attention_layernorm(x)[None])[0][0]
+
+
 class PlainNeoX(PlainRotary):
     """GPT-NeoX, with a parallel residual and with a sequential one."""
 
@@ -136,6 +149,7 @@ class PlainNeoX(PlainRotary):
 PLAIN: dict[str, Callable[[PreTrainedModel], PlainModel]] = {
     "opt": PlainOPT, "llama": PlainLlama, "mistral": PlainLlama, "qwen2": PlainLlama,
     "qwen3": PlainLlama, "qwen3_moe": PlainLlama, "mixtral": PlainLlama, "olmoe": PlainLlama, "gpt_neox": PlainNeoX,
+    "gpt_oss": PlainGptOss,
 }  # fmt: skip
 
 

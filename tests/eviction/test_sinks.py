@@ -1,12 +1,12 @@
 """Learned sinks: a logit of each query head that joins the softmax and has no value, everywhere that rows attend.
 
-No family that is there has some, so the engine's LLaMA is given them, and the slow reference the same.
+The engine's LLaMA is given them, and the slow reference the same; tests/parity compares gpt-oss with transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.kernels import select
-from flexgen_h2o.kernels.linear import vector
+from flexgen_h2o.kernels.linear import DenseRows, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights, llama
 from tests.eviction import policies as plain
@@ -52,7 +52,7 @@ def _engine_has_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
         sinks = sinks_of(vector(w["input_norm.weight"]), spec.num_heads)
-        own(spec, w, x, partial(attend, sinks=sinks), ws)
+        own(spec, {**w, "sinks": (DenseRows(sinks),)}, x, attend, ws)
 
     monkeypatch.setattr(llama, "attention", attention)
     monkeypatch.setattr(select, "LEAST_PROMPT", 1)

@@ -33,7 +33,7 @@ from tests.eviction.test_selection import reading
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LOGIT_TOLERANCE, LogitsByRow, greedy, random_prompts, teacher_forced, tokens_of
 
-MIXED, ALL = "qwen2, windows", "mistral, windows"  # 6 and 7 columns
+MIXED, ALL, OTHER = "qwen2, windows", "mistral, windows", "gpt_oss"  # 6, 7 and 8 columns
 # Within a window for good; that leave it while decoding; one column more, a few, and many.
 LENGTHS, NEW_TOKENS = (1, 4, 7, 8, 8, 40), 14
 
@@ -57,7 +57,7 @@ def prompts_of(shape: str, known: Callable[[str], Known]) -> tuple[list[list[int
 # ---- every column that is seen
 
 
-@pytest.mark.parametrize("shape", [MIXED, ALL])
+@pytest.mark.parametrize("shape", [MIXED, ALL, OTHER])
 def test_tokens_and_logits_are_those_of_transformers(shape: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     """tests/parity has the placements. Windows hold what they see; what a row of its own length holds is full."""
     prompts, tokens = prompts_of(shape, known)
@@ -76,7 +76,7 @@ def test_tokens_and_logits_are_those_of_transformers(shape: str, known: Callable
     assert report.cache_bytes == column * (in_windows + others)
 
 
-@pytest.mark.parametrize("shape", [MIXED, ALL])
+@pytest.mark.parametrize("shape", [MIXED, ALL, OTHER])
 def test_rows_that_begin_alike(shape: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     """A prefix longer than the window and one that is shorter, fed once; layers without one hold it in one copy."""
     model, header = known(shape).model, random_prompts((19,), seed=8)[0]
@@ -103,7 +103,7 @@ def test_rows_that_enter_behind_one_copy(known: Callable[[str], Known], tmp_path
     assert ran.report.extra["refilled"] == 7 and ran.report.extra["common_prefix"]["tokens"] == 11
 
 
-@pytest.mark.parametrize("shape", [MIXED, ALL])
+@pytest.mark.parametrize("shape", [MIXED, ALL, OTHER])
 def test_rows_that_enter(shape: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     """Where rows that were longer or shorter have been."""
     prompts, tokens = (3 * found for found in prompts_of(shape, known))

@@ -57,6 +57,20 @@ BASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "rope_theta": 100.0,
     },
+    "gpt_oss": {
+        **_LLAMA,
+        "model_type": "gpt_oss",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "sliding_window": 8,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "gpt_neox": {
         **COMMON,
         "model_type": "gpt_neox",
@@ -135,6 +149,15 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"model_type": "olmoe"},
     "olmoe, biases, normalised": {"model_type": "olmoe", "attention_bias": True, "norm_topk_prob": True},
+    "gpt_oss": {"model_type": "gpt_oss", "swiglu_limit": 1.5},
+    "gpt_oss, one layer, one expert a token, odd sizes": {
+        "model_type": "gpt_oss", "num_hidden_layers": 1, "num_local_experts": 5, "num_experts_per_tok": 1,
+        "hidden_size": 68, "head_dim": 10, "intermediate_size": 19, "num_key_value_heads": 1, "vocab_size": 127,
+    },
+    "gpt_oss, all experts chosen, no biases": {
+        "model_type": "gpt_oss", "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 4,
+        "attention_bias": False, "num_key_value_heads": 6, "rope_scaling": None,
+    },
     "gpt_neox": {"model_type": "gpt_neox"},
     "gpt_neox, one after the other": {
         "model_type": "gpt_neox", "use_parallel_residual": False, "hidden_act": "gelu_fast", "rotary_pct": 1.0,
@@ -213,7 +236,7 @@ def thinned(cases: Iterable[tuple[Any, ...]], one_in: int) -> list[Any]:
 # Shapes that matter to where things lie; with the Latin square below each of them meets every placement.
 LAID_OUT = (
     "normal", "post-norm, narrow embedding (350m)", "odd sizes", "one layer", "untied head", "llama",
-    "llama, one kv-head, odd sizes", "mistral, windows", "qwen3", "gpt_neox", "gpt_neox, one after the other",
+    "llama, one kv-head, odd sizes", "gpt_oss", "qwen3", "gpt_neox", "gpt_neox, one after the other",
 )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 # What is stored besides the name's own `base`, and the numbers in float32.
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
+_LLAMA = {"model_type": "llama", "tie_word_embeddings": False, "intermediate_size": 96}
+
+
 @dataclass(frozen=True)
 class Quantiser:
-    """config: the quantization_config. left_out: ends of the names of linear layers that stay plain."""
+    """config: the quantization_config. left_out: ends of the names of linear layers that stay plain. shape: of the
+    model. dims: of what is quantised; of experts, 3, names go on with "_"."""
 
     config: dict[str, Any]
     quantise: Callable[[torch.Tensor], Stored]
     left_out: tuple[str, ...] = ("lm_head",)
+    shape: Mapping[str, Any] = field(default_factory=lambda: _LLAMA)
+    dims: int = 2
 
 
 def fp8(block: tuple[int, int], scale_dtype: torch.dtype) -> Callable[[torch.Tensor], Stored]:
@@ -77,6 +84,16 @@ def packed(bits: int, group: int | None, symmetric: bool) -> Callable[[torch.Ten
 def int8(weight: torch.Tensor) -> Stored:
     codes, scales, _, numbers = integers(weight, 8, weight.shape[1], True)
     return {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}, numbers
+
+
+def mxfp4(weight: torch.Tensor) -> Stored:
+    """weight: (experts, columns, rows). Numbers are the nearest of those that transformers decodes."""
+    groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    scales = groups.abs().amax(3).log2().floor() - 2  # the largest of 4 bits is 6, between 2^2 and 2^3
+    values = torch.tensor(FP4_VALUES)
+    codes = ((groups / scales.exp2().unsqueeze(3)).unsqueeze(4) - values).abs().argmin(4).to(torch.uint8)
+    stored = {"blocks": codes[..., ::2] | codes[..., 1::2] << 4, "scales": (scales + 127).to(torch.uint8)}
+    return stored, convert_moe_packed_tensors(stored["blocks"], stored["scales"], dtype=torch.float32)
 
 
 def gptq(bits: int, group: int, more: int, order: bool, symmetric: bool = True) -> Callable[[torch.Tensor], Stored]:
@@ -141,6 +158,10 @@ QUANTISERS: dict[str, Quantiser] = {
         compressed("int-quantized", 8, None, input_activations={"num_bits": 8, "dynamic": True, "strategy": "token"}),
         int8,
     ),
+    "mxfp4": Quantiser(
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
+        mxfp4, shape={"model_type": "gpt_oss", "hidden_size": 96, "intermediate_size": 64}, dims=3,
+    ),
     "gptq": Quantiser(GPTQ, gptq(4, 16, 1, False)),
     "gptq, in another order, with zeros": Quantiser(
         GPTQ | {"desc_act": True, "group_size": 24, "sym": False, "checkpoint_format": "gptq_v2",
@@ -158,10 +179,10 @@ def save_quantised(model: PreTrainedModel, folder: Path, quantiser: Quantiser) -
     stored, values = load_file(folder / "model.safetensors"), dict(model.named_parameters())
     for name, value in values.items():
         base = name.removesuffix(".weight")
-        if value.dim() != 2 or "embed" in name or base.endswith(quantiser.left_out):
+        if value.dim() != quantiser.dims or "embed" in name or base.endswith(quantiser.left_out):
             continue
         parts, numbers = quantiser.quantise(stored.pop(name))
-        stored |= {f"{base}.{kind}": part for kind, part in parts.items()}
+        stored |= {f"{base}{'_' if quantiser.dims == 3 else '.'}{kind}": part for kind, part in parts.items()}
         with torch.no_grad():
             value.copy_(numbers)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})

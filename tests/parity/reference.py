@@ -30,7 +30,7 @@ def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
 def random_model(seed: int = 0, std: float = 0.2, model_type: str = "opt", **shape: Any) -> PreTrainedModel:
     """fp32 values large enough that tokens vary: with transformers' own std of 0.02 greedy repeats one token."""
     config = AutoConfig.for_model(**deepcopy({**BASES[model_type], **shape}))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -41,13 +41,14 @@ def random_model(seed: int = 0, std: float = 0.2, model_type: str = "opt", **sha
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A model's parameters as checkpoints have them: experts, which transformers holds together, one by one."""
+    """A model's parameters as checkpoints have them: experts, which transformers holds together, one by one, but for
+    those of gpt-oss."""
     found = dict[str, torch.Tensor]()
     of_mixtral = model.config.model_type == "mixtral"
     names = ("w1", "w3", "w2") if of_mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, value in model.named_parameters(remove_duplicate=False):
         stored = name.replace(".mlp.", ".block_sparse_moe.") if of_mixtral else name
-        if "experts" not in name:
+        if "experts" not in name or model.config.model_type == "gpt_oss":
             found[stored] = value
             continue
         for i, expert in enumerate(value):

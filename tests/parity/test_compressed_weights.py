@@ -26,15 +26,20 @@ from tests.parity.reference import (
     tokens_of,
 )
 
+ROUTERS = (".gate.weight", ".router.weight")
+TRANSPOSED = {"gpt_oss": ("experts.gate_up_proj", "experts.down_proj")}  # stored for x W
+
 
 def unpacked(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """The model with its matrices packed and unpacked again."""
     found = copy.deepcopy(model)
     with torch.no_grad():
         for name, value in found.named_parameters():
-            if value.dim() > 1 and not name.endswith(".gate.weight"):  # a router's
-                rows = value.flatten(0, -2)  # of all experts
-                value.copy_(unpack_rows_reference(pack_rows(rows, bits), bits, torch.empty(rows.shape)).view_as(value))
+            if value.dim() > 1 and not name.endswith((*ROUTERS, "_bias")):
+                stored = value.transpose(1, 2) if name.endswith(TRANSPOSED.get(model.config.model_type, ())) else value
+                rows = stored.flatten(0, -2)  # of all experts
+                unpacked = unpack_rows_reference(pack_rows(rows, bits), bits, torch.empty(rows.shape))
+                stored.copy_(unpacked.view(stored.shape))
     return found
 
 
@@ -68,7 +73,7 @@ CASES = [
     for j in range(3)
 ] + [
     (shape, PLACES[(2 * s + p) % 5], NAMES[(2 * s + 5 * p) % len(NAMES)], 8 - 4 * ((s + p) % 2))
-    for s, shape in enumerate([*list(SHAPES)[1:], "llama", "gpt_neox", "qwen3", "mixtral"])
+    for s, shape in enumerate([*list(SHAPES)[1:], "llama", "gpt_neox", "qwen3", "mixtral", "gpt_oss"])
     for p in range(2)
 ]
 

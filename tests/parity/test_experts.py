@@ -20,11 +20,11 @@ from flexgen_h2o.models.layers import mix_experts
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import Reference, assert_equal, random_prompts, run, tokens_of
 
-SHAPES = ("qwen3_moe", "mixtral", "olmoe", "qwen3_moe, the first layer an MLP, odd sizes")
+SHAPES = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen3_moe, the first layer an MLP, odd sizes")
 GROUPS = (1, 3, 0)
 NAMES = list(CONFIGURATIONS)
 CASES = [
-    (SHAPES[(i + j) % 4], placement, NAMES[(3 * i + j) % len(NAMES)], GROUPS[(i + 2 * j) % 3])
+    (SHAPES[(i + 2 * j) % 5], placement, NAMES[(3 * i + j) % len(NAMES)], GROUPS[(i + 2 * j) % 3])
     for i, placement in enumerate(PLACEMENTS)
     for j in range(2)
 ]
@@ -80,6 +80,15 @@ def chosen_experts(known: Reference, prompts: list[list[int]]) -> dict[int, set[
     for hook in hooks:
         hook.remove()
     return found
+
+
+def test_products_in_int8(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Of matrices that are stored transposed: as near as int8 is, and the same from every tier."""
+    known, params = reference("gpt_oss"), SamplingParams(max_tokens=4)
+    policies = [Policy(2, 2, (*place, 100, 0, 100, 0), int8_compute=True) for place in ((100, 0), (30, 0))]
+    first, other = (tokens_of(run(known.folder, known.prompts, policy, tmp_path, params)) for policy in policies)
+    assert first == other
+    assert (torch.tensor(first) == torch.tensor(known.tokens)[:, :4]).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("tokens", [1, 5, TOKEN_CHUNK + 3])

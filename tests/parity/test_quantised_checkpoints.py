@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from flexgen_h2o import Policy, SamplingParams
 from flexgen_h2o.core.units import ALIGN
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
+from flexgen_h2o.engine.report import sizes_of
 from flexgen_h2o.models import spec_from_folder
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
@@ -27,8 +28,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     @cache
     def made(name: str) -> Reference:
-        model = random_model(2, model_type="llama", tie_word_embeddings=False, intermediate_size=96)
-        folder = tmp_path_factory.mktemp("model")
+        model, folder = random_model(2, **QUANTISERS[name].shape), tmp_path_factory.mktemp("model")
         save_quantised(model, folder, QUANTISERS[name])
         reference = make_reference(model, tmp_path_factory.mktemp("decoded"), random_prompts(LENGTHS), NEW_TOKENS)
         return replace(reference, folder=folder)
@@ -84,3 +84,4 @@ def test_a_plan_counts_the_bytes_of_the_format(quantised: Callable[[str], Refere
     stored = load_file(folder / "model.safetensors").values()
     want = sum(tensor.nbytes * held[tensor.dtype] for tensor in stored)
     assert want <= plan.size("weights") <= want + ALIGN * len(stored)
+    assert sizes_of(spec, {}, 2)[0] == want  # what a report calls the model's size

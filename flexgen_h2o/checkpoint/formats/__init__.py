@@ -132,10 +132,11 @@ def pieces_of(layout: TensorLayout, held: Held, first: int, end: int) -> Iterato
 
 def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     """A tensor whose numbers are stored as they are, in any float dtype, and held in the compute dtype."""
-    row_bytes = itemsize * (tensor.numel // tensor.shape[0])
+    shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
+    row_bytes = itemsize * (tensor.numel // shape[0])
     names = (tensor.name, *tensor.aliases)
-    stored = StoredRows(names, tensor.shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
-    return TensorLayout(tensor.shape, (stored,))
+    stored = StoredRows(names, shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
+    return TensorLayout(tensor.shape, (stored,), by_columns=tensor.transposed)
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,11 @@ class WeightFormat:
     ) -> RowParts:
         """Rows of a tensor that is used as held. pieces: of each stored tensor, uint8. blocks: bring the rows into the
         order that products are fastest with, where they lie."""
-        from flexgen_h2o.kernels.linear import DenseRows, block_rows
+        from flexgen_h2o.kernels.linear import DenseRows, InputRows, block_rows
 
-        rows = pieces[0].view(workspace.dtype).view(-1, *layout.shape[1:])
+        rows = pieces[0].view(workspace.dtype).view(-1, *layout.cut_shape[1:])
+        if layout.by_columns:
+            return (InputRows(rows),)
         return block_rows(rows) if blocks and layout.is_matrix else (DenseRows(rows),)
 
     def decoded_parts(self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace) -> RowParts:

@@ -63,6 +63,29 @@ def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-
         set_number(element, gate, i, active * number_at(element, up, i))
 
 
+class Gate(NamedTuple):
+    """Addresses of x, whose rows are 2 x width numbers, and out; alpha and limit in fp32."""
+
+    width: int
+    x: int
+    out: int
+    alpha: np.float32
+    limit: np.float32
+
+
+@jit
+def clamped_gate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
+    """`clamped_gate` of rows first..end-1."""
+    size, one, width, alpha, limit = 4 // planes(element), np.float32(1), job.width, job.alpha, job.limit
+    x, out = job.x + size * first * 2 * width, job.out + size * first * width
+    for i in range((end - first) * width):
+        gate, up = number_at(element, x, 2 * i), number_at(element, x, 2 * i + 1)
+        gate = limit if gate > limit else gate
+        up = limit if up > limit else (-limit if up < -limit else up)
+        active = rounded(element, one / (one + exp2(-rounded(element, gate * alpha) * LOG2_E)))
+        set_number(element, out, i, rounded(element, up + one) * rounded(element, gate * active))
+
+
 class Weighted(NamedTuple):
     """Addresses: x of (rows, width), tokens (rows,) int32, weights (rows,) fp32, out of (tokens, width)."""
 

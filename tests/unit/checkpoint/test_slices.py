@@ -20,6 +20,7 @@ from flexgen_h2o.checkpoint import (
     write_random_checkpoint,
     writing,
 )
+from flexgen_h2o.checkpoint.formats import Held
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
@@ -33,12 +34,19 @@ EXPERTS = ("model.experts.w1", "model.experts.w2", "model.experts.w1_bias")
 
 @pytest.fixture
 def sliced(spec: ModelSpec) -> ModelSpec:
-    """Three experts in each block: one in the MLP's unit, two in that of the attention."""
+    """Three experts in each block: one in the MLP's unit, two in that of the attention. One matrix of each is stored
+    transposed."""
 
     def experts(block: int, numbers: range) -> tuple[TensorSpec, ...]:
         shapes = ((48, 16), (16, 48), (48,))
         return tuple(
-            TensorSpec(f"{name}.{i}", name.replace("experts", f"layers.{block}.experts"), shape, index=i)
+            TensorSpec(
+                f"{name}.{i}",
+                name.replace("experts", f"layers.{block}.experts"),
+                shape,
+                index=i,
+                transposed=name.endswith("w2"),
+            )
             for i in numbers
             for name, shape in zip(EXPERTS, shapes, strict=True)
         )
@@ -54,7 +62,8 @@ def sliced(spec: ModelSpec) -> ModelSpec:
 def stacked(sliced: ModelSpec) -> dict[str, torch.Tensor]:
     """What a checkpoint of that model stores."""
     tensors = writing.tensors_of(sliced)
-    whole = {t.name: torch.randn(t.shape if t.index is None else (3, *t.shape)) for t in tensors}
+    shapes = {t.name: t.shape[::-1] if t.transposed else t.shape for t in tensors}
+    whole = {t.name: torch.randn(shapes[t.name] if t.index is None else (3, *shapes[t.name])) for t in tensors}
     assert len(whole) == len(tensors) - 2 * 2 * len(EXPERTS)
     return whole
 
@@ -104,15 +113,15 @@ def test_packed_slices_are_tensors_of_their_own(tmp_path: Path, sliced, stacked)
     with opened(sliced, packed, (20, 30), StandInDevice(), torch.float32, form=form) as room:
         for unit, w in unpacked_layers(room, room.stream(2, ahead=1)):
             for t in unit.tensors:
-                rows = want[t.key]
+                rows = want[t.key].t() if t.transposed else want[t.key]
                 if rows.dim() == 2:
-                    rows = torch.empty(rows.shape)
-                    form.decode_rows(form.layout(t), *whole_of(want[t.key], form), rows)
+                    held = [whole_of(rows.contiguous(), form)]
+                    rows = form.decode_range(form.layout(t), held, 0, torch.empty(t.shape))
                 assert torch.equal(values(w[t.role]), rows), t.key
 
 
-def whole_of(rows: torch.Tensor, form: Groupwise):
-    return Part("host", 0, len(rows)), [pack_rows(rows, form.bits).view(-1)]
+def whole_of(rows: torch.Tensor, form: Groupwise) -> Held:
+    return Held(Part("host", 0, len(rows)), [pack_rows(rows, form.bits).view(-1)])
 
 
 def test_random_weights_store_slices_together(tmp_path: Path, sliced, config_json, read, monkeypatch) -> None:

@@ -6,14 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, LlamaConfig
+from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig
 from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
 from flexgen_h2o.kernels.elementwise import (
     Rotation,
     add_weighted,
     add_weighted_reference,
+    clamped_gate,
+    clamped_gate_reference,
     rms_norm,
     rms_norm_reference,
     silu_gated,
@@ -78,6 +81,17 @@ def test_the_compiled_gate_is_the_reference(values: Callable[[torch.Tensor], tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 40], ids=["small", "large"])
+def test_a_clamped_gate_equals_transformers(size: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.kernels.elementwise.NORM_CHUNK", 7)
+    config = GptOssConfig(hidden_size=4, intermediate_size=1003, num_local_experts=1, swiglu_limit=5.0)
+    theirs, x = modeling_gpt_oss.GptOssExperts(config), (size * torch.randn(300, 2006)).to(dtype)
+    want, out = theirs._apply_gate(x), torch.empty(300, 1003, dtype=dtype)
+    assert_rounded_alike(clamped_gate_reference(x, 1.702, 5.0, out), want)
+    assert_rounded_alike(clamped_gate(x, 1.702, 5.0, torch.empty_like(out)), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 3), (9, 64), (300, 130)])
 def test_the_compiled_weighted_sum_is_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
     """Several rows of one token are added in their order."""
@@ -102,6 +116,8 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     assert normed[0].isnan().all() and not normed[1].isnan().any()
     gate = silu_gated(x.clone(), x)
     assert gate[0, 3].isnan() and gate.isnan().sum() == 1
+    gate = clamped_gate(x, 1.7, 7.0, torch.empty(2, 4, dtype=dtype))
+    assert gate[0, 1].isnan() and gate.isnan().sum() == 1
 
 
 def test_what_does_not_go_together_is_refused() -> None:
@@ -112,6 +128,9 @@ def test_what_does_not_go_together_is_refused() -> None:
     for up in (x[:2], x.bfloat16(), x.t().contiguous().t()):
         with pytest.raises(ValueError, match="silu_gated: "):
             silu_gated(x, up)
+    for out in (x, x[:2, :4], x[:, :4].bfloat16(), x[:, :4]):
+        with pytest.raises(ValueError, match="clamped_gate: "):
+            clamped_gate(x, 1.7, 7.0, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,6 +13,7 @@ from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import (
     BlockedRows,
     DenseRows,
+    InputRows,
     RowParts,
     add_linear,
     block_rows,
@@ -25,30 +26,34 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
-def cut(matrix: torch.Tensor, at: tuple[int, int]) -> RowParts:
+def cut(matrix: torch.Tensor, at: tuple[int, int], kind: type[DenseRows] = DenseRows) -> RowParts:
     """Row parts as tiers hold them: tensors of their own, empty ones left out."""
     a, b = sorted(at)
-    return tuple(DenseRows(part.clone()) for part in (matrix[:a], matrix[a:b], matrix[b:]) if len(part))
+    return tuple(kind(part.clone()) for part in (matrix[:a], matrix[a:b], matrix[b:]) if len(part))
 
 
 cuts = st.tuples(st.integers(0, 12), st.integers(0, 12))
 
 
-@given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 12), cuts, st.booleans(), st.sampled_from(DTYPES))
+@given(
+    st.integers(1, 9), st.integers(1, 20), st.integers(1, 12), cuts, st.booleans(), st.booleans(),
+    st.sampled_from(DTYPES),
+)  # fmt: skip
 def test_linear_and_add_linear(
-    n: int, width: int, out_width: int, at: tuple[int, int], has_bias: bool, dtype: torch.dtype
+    n: int, width: int, out_width: int, at: tuple[int, int], has_bias: bool, is_transposed: bool, dtype: torch.dtype
 ) -> None:
+    """Parts are runs of outputs, or of inputs where the matrix is stored transposed."""
     x, weight = torch.randn(n, width).to(dtype), torch.randn(out_width, width).to(dtype)
     bias = torch.randn(out_width).to(dtype) if has_bias else None
     wide = torch.full((n, out_width + 2), float("nan"), dtype=dtype)
     expected = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
-    out = wide[:, 1:-1]
-    assert linear(x, cut(weight, at), bias, out) is out
+    out, parts = wide[:, 1:-1], cut(weight.t(), at, InputRows) if is_transposed else cut(weight, at)
+    assert linear(x, parts, bias, out) is out
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
     assert bool(wide[:, [0, -1]].isnan().all()), "wrote beside its rows"
     before = torch.randn(n, out_width).to(dtype)
     out.copy_(before)
-    add_linear(out, x, cut(weight, at), bias)
+    add_linear(out, x, parts, bias)
     assert (out.double() - expected - before.double()).abs().max() < 2 * TOLERANCE[dtype]
 
 

@@ -24,7 +24,7 @@ from flexgen_h2o.kernels import warm_up as warm_up_module
 from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
 from flexgen_h2o.kernels.compiled import packed_slots, products, prompts, rows, slots
-from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
+from flexgen_h2o.kernels.elementwise import Rotation, clamped_gate, rms_norm, silu_gated
 from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows, requantise_rows
 from flexgen_h2o.kernels.linear import DenseRows, linear_each, linear_relu
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
@@ -62,6 +62,7 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     x = torch.randn(5, 3, 16).to(dtype)
     Rotation(torch.ones(8), 1.0).rotate((x,), torch.arange(5))
     silu_gated(rms_norm(x[:, 0], x[0, 0], 1e-5, x[:, 1].clone()), x[:, 2].contiguous())
+    clamped_gate(x[:, 0].contiguous(), 1.7, 7.0, torch.empty(5, 8, dtype=dtype))
     assert compiled() == before
 
 

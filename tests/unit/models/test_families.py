@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from transformers import AutoConfig, OPTConfig, OPTForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from flexgen_h2o.checkpoint.formats import weight_format
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
@@ -31,6 +34,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt_neox": {
         "vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 20,
         "max_position_embeddings": 64, "num_attention_heads": 2, "rotary_pct": 0.5,
+    },
+    "gpt_oss": {
+        "vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 20, "num_local_experts": 4,
+        "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+        "sliding_window": 8,
     },
 }  # fmt: skip
 
@@ -96,6 +104,8 @@ EXPERTS = {
     "mistralai/Mixtral-8x7B-Instruct-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 32768, 8, 2), 46_702_792_704),
     "mistralai/Mixtral-8x22B-v0.1": ((6144, 56, 48, 8, 128, 16384, 32768, 65536, 8, 2), 140_630_071_296),
     "allenai/OLMoE-1B-7B-0924": ((2048, 16, 16, 16, 128, 1024, 50304, 4096, 64, 8), 6_919_161_856),
+    "openai/gpt-oss-20b": ((2880, 24, 64, 8, 64, 2880, 201088, 131072, 32, 4), 20_914_757_184),
+    "openai/gpt-oss-120b": ((2880, 36, 64, 8, 64, 2880, 201088, 131072, 128, 4), 116_829_156_672),
     "allenai/OLMoE-1B-7B-0924-Instruct": ((2048, 16, 16, 16, 128, 1024, 50304, 4096, 64, 8), 6_919_161_856),
 }
 TIED = re.compile(r"Llama-3\.2|Qwen3-(0\.6|1\.7|4)B")
@@ -148,6 +158,17 @@ def test_public_shapes_with_experts() -> None:
         experts = (spec.experts.count, spec.experts.per_token)
         assert (*found, spec.experts.ffn_size, spec.vocab_size, spec.max_positions, *experts) == sizes
         assert spec.num_weights == weights
+
+
+def test_public_gpt_oss_shapes() -> None:
+    for size, blocks in (("20b", 24), ("120b", 36)):
+        spec = public(f"openai/gpt-oss-{size}")
+        assert spec.windows == (128, None) * (blocks // 2) and spec.eos_token_ids == (200002,)
+        assert spec.quantization is not None and spec.quantization["quant_method"] == "mxfp4"
+        assert spec.rotary is not None and spec.rotary.scaling == pytest.approx(0.1 * math.log(32) + 1)
+        form, matrices = weight_format(spec, Policy(), 2), [t for t in spec.experts_of(0)[0] if len(t.shape) == 2]
+        stored = sum(part.row_bytes * t.shape[0] for t in matrices for part in form.layout(t).stored)
+        assert stored == sum(t.numel for t in matrices) * 17 // 32  # 4 bits each, and 8 for 32 of them
 
 
 def test_public_llama_shapes() -> None:
@@ -292,12 +313,17 @@ def test_a_parallel_block_is_one_layer(sep_layer: bool, tmp_path: Path) -> None:
         ("llama", {"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0"),
         (
             "llama", {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types: sliding_attention needs a sliding_window",
+            "sliding_window: None, and layer_types has 'sliding_attention'",
         ),
         (
             "llama", {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]},
-            "layer_types: 'linear_attention' is not full_attention",
+            "layer_types: 'linear_attention' is not full_attention or sliding_attention",
         ),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok: 5"),
+        ("gpt_oss", {"num_local_experts": 0}, "num_local_experts: 0"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit: 0"),
+        ("gpt_oss", {"swiglu_alpha": "x"}, "swiglu_alpha"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window: None, and layer_types has"),
         ("llama", {"rope_scaling": {"rope_type": "nonsense"}}, "rope_type 'nonsense' is not supported .known: default"),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "not usable with rope_type 'linear'"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor"),

@@ -16,8 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
 from flexgen_h2o.kernels.elementwise import Rotation
-from flexgen_h2o.kernels.linear import DenseRows, RowParts
-from flexgen_h2o.kernels.prefill_attention import causal_attention
+from flexgen_h2o.kernels.linear import DenseRows, InputRows, RowParts, vector
+from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, with_sinks
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, family_of, llama, spec_from_config
 from tests.parity.cases import FAMILY_SHAPES
@@ -54,14 +54,22 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
     ws = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8), sizes, torch.float32)
 
     def roles(specs: tuple[TensorSpec, ...]) -> dict[str, RowParts]:
-        return {t.role: split(next(tensors[n] for n in (t.name, *t.aliases) if n in tensors)) for t in specs}
+        return {t.role: parts_of(t) for t in specs}
 
-    def attend(window: int | None, *qkv: torch.Tensor) -> torch.Tensor:
+    def parts_of(t: TensorSpec) -> RowParts:
+        value = next(tensors[n] for n in (t.name, *t.aliases) if n in tensors)
+        parts = split(value if t.index is None else value[t.index])
+        return tuple(InputRows(vector((part,))) for part in parts) if t.transposed else parts
+
+    def attend(window: int | None, *qkv: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         if spec.rotary is not None:
             rotation = Rotation(torch.tensor(spec.rotary.frequencies), spec.rotary.scaling)
             rotation.rotate(qkv[:2], torch.arange(n))
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv)
-        return causal_attention(q, k, v, spec.head_dim**-0.5, window)[0].transpose(0, 1).reshape(n, -1)
+        out, lse = causal_attention_lse(q, k, v, spec.head_dim**-0.5, window)
+        if sinks is not None:
+            out, _ = with_sinks(out, lse, sinks)
+        return out[0].transpose(0, 1).reshape(n, -1)
 
     x = torch.empty(n, spec.hidden_size)
     family.embed(spec, roles(spec.embedding), ids, torch.arange(n), x, ws)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flexgen_h2o.checkpoint.writing import tensors_of
-from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from tests.parity.cases import BASES, FAMILY_SHAPES
@@ -58,8 +60,15 @@ def test_every_tensor_of_transformers_is_there_once(config: dict[str, Any]) -> N
     if theirs.config.tie_word_embeddings:
         shapes.pop(next(name for name in ("lm_head.weight", "embed_out.weight") if name in shapes))
     tensors = tensors_of(spec)
-    assert {next(n for n in (t.name, *t.aliases) if n in shapes): t.shape for t in tensors} == shapes
-    assert len(tensors) == len(shapes) and spec.num_weights == sum(p.numel() for p in theirs.parameters())
+    found = Counter(stored_as(t, shapes) for t in tensors)
+    assert {name: shape if count == 1 else (count, *shape) for (name, shape), count in found.items()} == shapes
+    assert spec.num_weights == sum(p.numel() for p in theirs.parameters())
+
+
+def stored_as(tensor: TensorSpec, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
+    """Its name among these, and its shape there; of a slice, the slice's."""
+    name = next(n for n in (tensor.name, *tensor.aliases) if n in shapes)
+    return name, tensor.shape[::-1] if tensor.transposed else tensor.shape
 
 
 @pytest.mark.parametrize(("name", "gib"), [("opt-6.7b", 12.386), ("opt-175b", 325.175)])

@@ -1,0 +1,129 @@
+"""gpt-oss (OpenAI 2025): LLaMA's attention with learned sinks and windows in alternate layers, and a mixture of experts
+whose gates are clamped.
+
+The hub's checkpoints have experts in MXFP4 (checkpoint/formats/mxfp4.py); those that transformers saves plain have them
+transposed. Formulas follow transformers' modeling_gpt_oss; attention is that of models/llama.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flexgen_h2o.core.model import Experts, ModelSpec, StepBuffer, TensorSpec
+from flexgen_h2o.kernels.elementwise import clamped_gate
+from flexgen_h2o.kernels.linear import grouped_linear, linear, vector
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.models import Hidden, Weights
+from flexgen_h2o.models.layers import bias_of, linear_tensors, mix_experts, read_positive, token_chunks
+from flexgen_h2o.models.llama import (
+    attention,
+    attention_tensors,
+    embed,
+    head,
+    mlp,
+    norm_tensor,
+    normed,
+    read_decoder,
+)
+from flexgen_h2o.models.moe import read_counts
+
+__all__ = ["BUILT_IN", "attention", "embed", "experts", "head", "mlp", "read_spec", "route"]
+
+_MXFP4: dict[str, Any] = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "eos_token_id": 200002, "pad_token_id": 199999, "quantization_config": _MXFP4,
+}  # fmt: skip
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "openai/gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "openai/gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
+}
+
+
+def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
+    """ModelSpec of a config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    found = read_decoder(name, config)
+    hidden, ffn, heads = (found[size] for size in ("hidden_size", "ffn_size", "num_heads"))
+    count, per_token = read_counts(config)
+    bias, blocks = bool(config.get("attention_bias", True)), range(found["num_blocks"])
+    transposed = (config.get("quantization_config") or {}).get("quant_method") != "mxfp4"
+
+    def attention_of(i: int) -> tuple[TensorSpec, ...]:
+        router = linear_tensors("router", f"model.layers.{i}.mlp.router", count, hidden, bias=True, exact=True)
+        sinks = TensorSpec("sinks", f"model.layers.{i}.self_attn.sinks", (heads,))
+        return (*attention_tensors(i, found, bias, bias), sinks, norm_of(i), *router)
+
+    def norm_of(i: int) -> TensorSpec:
+        return norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)
+
+    def expert_of(i: int, expert: int) -> tuple[TensorSpec, ...]:
+        tensors = []
+        for kind, shape in (("gate_up_proj", (2 * ffn, hidden)), ("down_proj", (hidden, ffn))):
+            role, stored = f"experts.{expert}.{kind}", f"model.layers.{i}.mlp.experts.{kind}"
+            tensors += [
+                TensorSpec(f"{role}.weight", stored, shape, index=expert, transposed=transposed),
+                TensorSpec(f"{role}.bias", f"{stored}_bias", shape[:1], index=expert),
+            ]
+        return tuple(tensors)
+
+    mixtures = Experts(
+        count, per_token, ffn, tuple(tuple(expert_of(i, e) for e in range(count)) for i in blocks),
+        tuple((norm_of(i),) for i in blocks),
+    )  # fmt: skip
+    gate = {"alpha": read_positive(config, "swiglu_alpha"), "limit": read_positive(config, "swiglu_limit")}
+    return ModelSpec(
+        family="gpt_oss",
+        attention=tuple(map(attention_of, blocks)),
+        mlp=tuple(() for _ in blocks),
+        buffers=(
+            StepBuffer("gate_up", 2 * ffn, "mlp"), StepBuffer("routed", hidden, "mlp"),
+            StepBuffer("router", count, "attention"),
+        ),
+        experts=mixtures,
+        **{**found, "options": (*found["options"], *gate.items())},
+    )  # fmt: skip
+
+
+def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
+    """The experts of each token with the largest of the router's logits, and the softmax of these alone."""
+    assert hidden.chosen is not None and hidden.weights is not None and spec.experts is not None
+    for a, b in token_chunks(len(hidden.x)):
+        logits = ws.get("router", b - a, spec.experts.count)
+        linear(normed(spec, w, "mlp_norm", hidden.x[a:b], ws), w["router.weight"], bias_of(w, "router"), logits)
+        largest, chosen = logits.topk(spec.experts.per_token)
+        hidden.chosen[a:b] = chosen
+        hidden.weights[a:b] = largest.softmax(-1)
+
+
+def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None:
+    """mixed += weight x down_proj(clamped gate of gate_up_proj(y)) of each expert of the group, for the normed y of the
+    tokens that have chosen it."""
+
+    assert spec.experts is not None
+    width = spec.experts.ffn_size
+    (firsts, lasts), (first_biases, last_biases) = (
+        [[w[f"experts.{i}.{role}.{kind}"] for i in group] for role in ("gate_up_proj", "down_proj")]
+        for kind in ("weight", "bias")
+    )
+
+    def compute(counts: Sequence[int], inputs: torch.Tensor, out: torch.Tensor) -> None:
+        gate_up, inner = ws.get("gate_up", len(inputs), 2 * width), ws.get("ffn", len(inputs), width)
+        grouped_linear(inputs, counts, ((firsts, [vector(b) for b in first_biases], gate_up),))
+        clamped_gate(gate_up, spec.option("alpha"), spec.option("limit"), inner)
+        grouped_linear(inner, counts, ((lasts, [vector(b) for b in last_biases], out),))
+
+    mix_experts(group, hidden, ws, lambda x: normed(spec, w, "mlp_norm", x, ws), compute)
