@@ -65,17 +65,19 @@ def clamped_gate_reference(x: torch.Tensor, alpha: float, limit: float, out: tor
     return out
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, once: bool = False) -> torch.Tensor:
     """out = weight x (x / sqrt(mean(x^2) + eps)): in fp32, then rounded to x's dtype, then times the weight.
+
+    once: rounded after the weight only, as in gpt-oss.
 
     x, out: (rows, width), or contiguous (tokens, heads, width) with a row for each head; they may be the same. weight:
     (width,). All of one dtype. A row's result depends on that row alone. The compiled loop adds in another order than
     torch.
     """
     if not is_compiled(x):
-        return rms_norm_reference(x, weight, eps, out)
+        return rms_norm_reference(x, weight, eps, out, once)
     if x.dim() == 3:
-        rms_norm(x.view(-1, x.shape[2]), weight, eps, out.view(-1, out.shape[2]))
+        rms_norm(x.view(-1, x.shape[2]), weight, eps, out.view(-1, out.shape[2]), once)
         return out
     ok = x.shape == out.shape == (len(x), *weight.shape)
     if not ok or any(t.dtype != x.dtype or t.stride(-1) != 1 for t in (x, weight, out)):
@@ -83,18 +85,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     from flexgen_h2o.kernels.compiled import rows as row_loops
 
     x_step, out_step = (t.stride(0) * t.itemsize for t in (x, out))
-    norm = row_loops.Norm(x.shape[1], x.data_ptr(), x_step, weight.data_ptr(), out.data_ptr(), out_step)
+    norm = row_loops.Norm(once, x.shape[1], x.data_ptr(), x_step, weight.data_ptr(), out.data_ptr(), out_step)
     loop = partial(row_loops.norm_rows, element_of(x.dtype), norm, np.float32(eps))
     parallel_rows(loop, len(x), 2 * x.shape[1] * x.itemsize)
     return out
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, once: bool = False
+) -> torch.Tensor:
     """`rms_norm` in torch operations, as transformers does it. NORM_CHUNK rows, or tokens, are in fp32 at a time."""
     for rows, into in zip(x.split(NORM_CHUNK), out.split(NORM_CHUNK), strict=True):
         wide = rows.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        into.copy_(wide * scale).mul_(weight)
+        if once:
+            into.copy_((wide * scale).mul_(weight))
+        else:
+            into.copy_(wide * scale).mul_(weight)
     return out
 
 

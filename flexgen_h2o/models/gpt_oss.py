@@ -85,6 +85,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         tuple((norm_of(i),) for i in blocks),
     )  # fmt: skip
     gate = {"alpha": read_positive(config, "swiglu_alpha"), "limit": read_positive(config, "swiglu_limit")}
+    options = {**dict(found["options"]), **gate, "norms round once": True}
     return ModelSpec(
         family="gpt_oss",
         attention=tuple(map(attention_of, blocks)),
@@ -94,7 +95,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
             StepBuffer("router", count, "attention"),
         ),
         experts=mixtures,
-        **{**found, "options": (*found["options"], *gate.items())},
+        **{**found, "options": tuple(options.items())},
     )  # fmt: skip
 
 

@@ -141,7 +141,8 @@ def read_decoder(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     own = {
         "num_kv_heads": kv_heads, "head_dim": width, "embedding": (table,),
         "head": (norm_tensor("norm", "norm", hidden), head_table), "tied": tied,
-        "options": (("activation", activation), ("eps", eps)), "rotary": rotary, "windows": windows,
+        "options": (("activation", activation), ("eps", eps), ("norms round once", False)), "rotary": rotary,
+        "windows": windows,
     }  # fmt: skip
     return {**common, **own}
 
@@ -231,7 +232,8 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.T
 
 def normed(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
     """The RMS norm `name` of x (rows, hidden), in the buffer `normed`."""
-    return rms_norm(x, vector(w[f"{name}.weight"]), spec.option("eps"), ws.get("normed", *x.shape))
+    out, once = ws.get("normed", *x.shape), spec.option("norms round once")
+    return rms_norm(x, vector(w[f"{name}.weight"]), spec.option("eps"), out, once)
 
 
 def norm_heads(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor) -> None:

@@ -28,8 +28,9 @@ from flexgen_h2o.kernels.jit import (
 
 
 class Norm(NamedTuple):
-    """Addresses of x, weight, out, whose rows are x_step and out_step bytes apart."""
+    """Addresses of x, weight, out, whose rows are x_step and out_step bytes apart. once: as of `rms_norm`."""
 
+    once: bool
     width: int
     x: int
     x_step: int
@@ -48,7 +49,8 @@ def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
             total += number_at(element, x, i) * number_at(element, x, i)
         scale = np.float32(1) / np.sqrt(total / np.float32(job.width) + eps)
         for i in range(job.width):
-            normed = rounded(element, number_at(element, x, i) * scale)
+            normed = number_at(element, x, i) * scale
+            normed = normed if job.once else rounded(element, normed)
             set_number(element, out, i, normed * number_at(element, job.weight, i))
 
 

@@ -39,22 +39,24 @@ def assert_rounded_alike(found: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_equals_transformers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.kernels.elementwise.NORM_CHUNK", 4)
-    theirs = modeling_llama.LlamaRMSNorm(24, eps=1e-5).to(dtype)
     x = (3 * torch.randn(11, 24)).to(dtype)
-    with torch.no_grad():
-        theirs.weight.normal_(1, 0.3)
-        assert torch.equal(rms_norm_reference(x, theirs.weight, 1e-5, torch.empty_like(x)), theirs(x))
+    for once, norm in ((False, modeling_llama.LlamaRMSNorm), (True, modeling_gpt_oss.GptOssRMSNorm)):
+        theirs = norm(24, eps=1e-5).to(dtype)
+        with torch.no_grad():
+            theirs.weight.normal_(1, 0.3)
+            assert torch.equal(rms_norm_reference(x, theirs.weight, 1e-5, torch.empty_like(x), once), theirs(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(3, 37), (700, 512)])
-def test_the_compiled_norm_is_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_the_compiled_norm_is_the_reference(rows: int, width: int, once: bool, dtype: torch.dtype) -> None:
     """Rows of x may be apart, and the result of one does not depend on the others."""
     apart = (3 * torch.randn(rows, width + 5)).to(dtype)
     x, weight = apart[:, :width], torch.randn(width).to(dtype)
-    found = rms_norm(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype))
-    assert_rounded_alike(found, rms_norm_reference(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype)))
-    assert torch.equal(found[-1:], rms_norm(x[-1:], weight, 1e-5, torch.empty(1, width, dtype=dtype)))
+    found = rms_norm(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype), once)
+    assert_rounded_alike(found, rms_norm_reference(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype), once))
+    assert torch.equal(found[-1:], rms_norm(x[-1:], weight, 1e-5, torch.empty(1, width, dtype=dtype), once))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
