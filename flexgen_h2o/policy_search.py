@@ -10,10 +10,8 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import (
     OneLineParser,
@@ -31,8 +29,6 @@ from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, wit
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
 from flexgen_h2o.core.settings import ORIGINAL
-from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
-from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     Place,
@@ -48,12 +44,13 @@ from flexgen_h2o.flags import (
     value_of,
 )
 from flexgen_h2o.kvcache.eviction import SMALL_LOSSES
-from flexgen_h2o.planner.predict import PHASES, Machine
+from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.report import Answer, to_json, to_text
 
 if TYPE_CHECKING:
     from flexgen_h2o.planner.lp import Budgets, SearchSpace
     from flexgen_h2o.planner.profile import HardwareProfile
-    from flexgen_h2o.planner.search import More, Plan
+    from flexgen_h2o.planner.search import Plan
 
 SEARCHED_PROMPTS = 1024
 COMPRESSION = ("compress_weight", "compress_cache")
@@ -65,53 +62,6 @@ REPEATED = (
     *EVICTION_FLAGS.values(),
 )  # fmt: skip
 MOST_PROMPTS = 10**9
-# Names of planner.costs.RESOURCES for people, in the order of the table.
-RESOURCES = {
-    "disk_read": "disk read", "disk_write": "disk write", "h2d": "host to device", "d2h": "device to host",
-    "device_compute": "device compute", "host_compute": "host compute",
-}  # fmt: skip
-LARGEST = 3  # buffers of a tier that are named
-SOURCE_CHARACTERS = 60  # of a profile's source that are shown
-LEAST_GAIN = 1e-4  # of the whole time; less is called nothing
-SMALL_GAIN = 1e-3  # less is said with two digits after the point
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What was asked, and a plan or why there is none.
-
-    eviction: the policy's settings. searched: the policy was looked for, not given, and then `space.base` has its
-    switches only. policy: that was found or given, None when none fits. plan: what it costs, None when it does not fit,
-    and then `problem` says why. seconds: of looking for it. Where there is a plan, s_per_gib: seconds that a GiB more
-    on a tier saves (search.sensitivity); disk_read_bytes: during the sweeps; more: budgets a little larger that save
-    most. kv_loss: with --kv-loss small, what the tables say that the policy costs (SMALL_LOSSES).
-    """
-
-    space: SearchSpace
-    eviction: Mapping[str, Any]
-    searched: bool
-    policy: Policy | None = None
-    plan: Plan | None = None
-    seconds: float = 0.0
-    problem: str | None = None
-    s_per_gib: Mapping[str, float] = field(default_factory=dict)
-    disk_read_bytes: float = 0.0
-    more: More | None = None
-    kv_loss: float | None = None
-
-    @property
-    def workload(self) -> dict[str, Any]:
-        need = self.space.need
-        return {
-            "num_prompts": need.rows,
-            "prompt_len": need.prompt_len,
-            "gen_len": need.gen_len,
-            "eviction": dict(self.eviction),
-        }
-
-    @property
-    def tiers(self) -> list[str]:
-        return [tier for tier in TIERS if tier != "device" or not self.space.machine.device_is_host]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -319,130 +269,6 @@ def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
 
 def _say(line: str) -> None:
     say("policy_search", line)
-
-
-# ---- what is shown
-
-
-def to_json(answer: Answer) -> dict[str, Any]:
-    """The object of DESIGN 3.3, and whatever else there is to know under `details`."""
-    predicted = None if answer.plan is None else answer.plan.prediction
-    return {
-        "policy": None if answer.policy is None else answer.policy.to_json(),
-        "fits": predicted is not None,
-        "predicted": None if predicted is None else predicted.to_json(),
-        "bound_by": None if predicted is None else predicted.bound_by,
-        "eta_s": None if predicted is None else predicted.total_s,
-        "details": _details(answer),
-    }
-
-
-def _details(answer: Answer) -> dict[str, Any]:
-    space, plan, profile = answer.space, answer.plan, answer.space.machine.profile
-    found: dict[str, Any] = {
-        "model": space.spec.name,
-        "workload": answer.workload,
-        "dtype": space.machine.dtype,
-        "device_is_host": space.machine.device_is_host,
-        "profile": {"machine": profile.machine, "date": profile.date, "source": profile.source},
-        "budget_bytes": dict(space.budgets),
-        "search_s": answer.seconds if answer.searched else None,
-        "problem": answer.problem,
-        "kv_loss_kl": answer.kv_loss,
-    }
-    if plan is None:
-        return found
-    duals = answer.s_per_gib
-    return found | {
-        "busy_s": {phase: dict(busy) for phase, busy in plan.prediction.busy.items()},
-        "binds": {phase: plan.prediction.binds(phase) for phase in PHASES},
-        "gain_s_per_gib": {tier: duals[tier] for tier in answer.tiers if tier in duals} or None,
-        "gain_found_by": "duals" if duals else None,
-        "dual_s_per_gib": (dict(duals) or None) if answer.searched else None,
-        "look_ahead": asdict(plan.memory.depth),
-        "disk_read_bytes": answer.disk_read_bytes,
-        "worth_more": None if answer.more is None else asdict(answer.more),
-        "buffers": [asdict(buffer) for buffer in plan.memory.buffers],
-    }
-
-
-def to_text(answer: Answer, plan: Plan, flags: str, command: str) -> str:
-    """The answer's plan for a terminal. flags: the policy's; command: runs it."""
-    how = f"found in {format_seconds(answer.seconds)}" if answer.searched else "as given"
-    policy = [f"policy, {how}:", f"  {flags}", "run it:", f"  {command}"]
-    end = [
-        *_gains(answer, plan),
-        f"throughput: {three_digits(plan.prediction.tokens_per_s)} new tokens a second",
-        f"time for all prompts: {format_seconds(plan.prediction.total_s)}",
-    ]
-    return "\n".join([*_about(answer), "", *policy, "", *_memory(answer, plan), "", *_seconds(plan), "", *end])
-
-
-def _about(answer: Answer) -> Iterator[str]:
-    need, machine = answer.space.need, answer.space.machine
-    kept = f"{answer.eviction['name']}, {max(need.slots)} KV slots a row" if need.record else "full KV cache"
-    yield (
-        f"{answer.space.spec.name} in {machine.dtype}: {_counted(need.rows, 'prompt')} of "
-        f"{_counted(need.prompt_len, 'token')}, {_counted(need.gen_len, 'new token')} each, {kept}"
-    )
-    where = "device and host are one tier" if machine.device_is_host else "device, host and disk"
-    source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
-    busy = f" ({MEASURED_BUSY})" if machine.profile.was_disturbed else ""
-    date = machine.profile.date[:10] or "no date"
-    if answer.kv_loss is not None:
-        yield f"quality: KL {answer.kv_loss:g} nats to the full cache for opt-tiny (docs/quality.md, the KV frontier)"
-    yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
-
-
-def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
-    """Bytes by tier, units of each kind that are on their way at a time, and what is read from disk."""
-    memory, rows, largest = plan.memory, [["memory", "needed", "budget"]], [""]
-    for tier in answer.tiers:
-        budget = answer.space.budgets.get(tier)
-        limit = "-" if budget is None else format_bytes(budget)
-        rows.append([tier, format_bytes(memory.bytes_on(tier)), limit])
-        held = sorted((b for b in memory.buffers if b.tier == tier), key=lambda b: -b.nbytes)[:LARGEST]
-        largest.append(", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in held))
-    yield from (f"{row}  {names}".rstrip() for row, names in zip(aligned(rows, right=True), largest, strict=True))
-    depths = {"weight": memory.depth.weights, "cache": memory.depth.cache, "hidden": memory.depth.hidden}
-    units = {"weight": "weight unit", "cache": "KV unit", "hidden": "hidden state"}
-    rings = [_counted(depth, units[kind]) for kind, depth in depths.items() if memory.size(f"{kind} ring")]
-    if rings:
-        yield f"loaded ahead: {', '.join(rings)}"
-    if answer.disk_read_bytes:
-        more = "" if answer.more is None else f"; {answer.more.text}"
-        yield f"disk reads in all: {format_bytes(answer.disk_read_bytes)}{more}"
-
-
-def _seconds(plan: Plan) -> Iterator[str]:
-    """Seconds by resource and phase, and the resource that works longest in each."""
-    found = plan.prediction
-    total = {"prefill": found.prefill_s, "decode": found.decode_s}
-    rows = [["seconds", *(cell for phase in PHASES for cell in (phase, "share"))]]
-    for name, words in RESOURCES.items():
-        if any(found.busy[phase][name] for phase in PHASES):
-            cells = [(found.busy[phase][name], total[phase]) for phase in PHASES]
-            shares = [(three_digits(busy), f"{busy / whole:.0%}" if whole else "-") for busy, whole in cells]
-            rows.append([words, *(cell for pair in shares for cell in pair)])
-    rows.append(["phase", *(cell for phase in PHASES for cell in (three_digits(total[phase]), ""))])
-    yield from aligned(rows, right=True)
-    yield "bound: " + "; ".join(f"{phase} by {RESOURCES[found.binds(phase)]}" for phase in PHASES if total[phase])
-
-
-def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
-    if not answer.s_per_gib:
-        return
-    total, said = plan.prediction.total_s, []
-    for tier in answer.tiers:
-        gain = min(total, answer.s_per_gib.get(tier, 0.0))
-        share = gain / total if total else 0.0
-        percent = f"{share:.2%}" if share < SMALL_GAIN else f"{share:.1%}"
-        said.append(f"{tier} {'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({percent})'}")
-    yield f"1 GiB more would save: {', '.join(said)} (with these batch sizes, by the linear program)"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main() -> int:
     bench = Bench(HostDevice(), sizes)
     with torch.inference_mode():
         if not isinstance(block_rows(bench.normal(torch.bfloat16, hidden, hidden))[0], BlockedRows):
-            raise FlexgenError("torch does not block matrices here")
+            raise FlexgenError("nothing is blocked for this CPU (kernels/products.py)")
         products = Products(bench, torch.bfloat16)
         busy = common.wait_for_quiet(args.quiet_wait)
         with common.BackgroundLoad() as seen:

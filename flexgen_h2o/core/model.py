@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 GROUP_NUMEL = 40 * 10**6  # of a group of experts: some tens of MB, so that a ring of a few groups is small
-# Where fewer experts than this share are used by a decode sweep, they move one by one, and those that are not, do not.
-SINGLES_BELOW = 0.9
+# Where a decode sweep is expected to use less than this share of experts (of groups, where their size is given), they
+# move one by one once the router has chosen, and the others do not; above it, as many groups ahead of it are faster.
+WAITS_BELOW = 0.93
 
 # receive, send: where a stage of a pipeline begins and ends that has no embedding, no head.
 LayerKind = Literal["embedding", "attention", "mlp", "block", "experts", "head", "receive", "send"]
@@ -141,10 +143,14 @@ class Experts:
         """Experts that move as one piece where so many rows decode together. asked: the policy's expert_group."""
         if asked:
             return min(asked, self.count)
-        if self.share_used(rows) < SINGLES_BELOW:
+        if self.share_used(rows) < WAITS_BELOW:
             return 1
-        numel = max(sum(t.numel for t in expert) for block in self.tensors for expert in block)
-        return max(1, min(self.count, GROUP_NUMEL // numel))
+        return max(1, min(self.count, GROUP_NUMEL // self._largest))
+
+    @cached_property
+    def _largest(self) -> int:
+        """Elements of the largest expert. A search asks for group sizes thousands of times."""
+        return max(sum(t.numel for t in expert) for block in self.tensors for expert in block)
 
 
 @dataclass(frozen=True)
@@ -225,6 +231,14 @@ class ModelSpec:
     def num_weights(self) -> int:
         """Elements of all weights, tied tensors counted once."""
         return sum({t.key: t.numel for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
+
+    @property
+    def num_active(self) -> int:
+        """Those of them that a token uses: of experts only the ones that it chooses."""
+        if self.experts is None:
+            return self.num_weights
+        of_experts = sum(t.numel for block in self.experts.tensors for expert in block for t in expert)
+        return self.num_weights - of_experts + of_experts * self.experts.per_token // self.experts.count
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token adds over all blocks."""

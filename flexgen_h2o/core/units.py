@@ -181,9 +181,8 @@ WIRE_BUFFERS = 2  # micro-batches of hidden states on their way to, or from, a n
 UNPACK_CHUNK = 2**20  # packed weights that torch operations unpack at a time
 PACK_CHUNK = 2**20  # weights that are packed at a time
 INT8_TILE = 2**21  # sums of int8 products that exist at a time
-INT8_BLOCK_ROWS = INT8_TILE // 128  # of a blocked int8 matrix: so many that 128 tokens are multiplied at a time
-BLOCK_CHUNK = 32 * 2**20  # bytes of a matrix that are brought into oneDNN's blocked layout, and multiplied, at a time
-BLOCK_ROWS = 64  # rows and columns of what is blocked are multiples of this: other sizes would be padded
+BLOCK_CHUNK = 4 * 2**20  # bytes of a matrix that are brought into the blocked layout at a time
+BLOCK_ROWS = 64  # of a panel of a blocked matrix; its rows and columns are multiples of this
 
 
 def three_digits(value: float) -> str:

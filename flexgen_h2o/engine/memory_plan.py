@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.model import LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.core.model import WAITS_BELOW, LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.packing import KVPrices, SlotPacking
 from flexgen_h2o.core.units import (
     ALIGN,
@@ -27,12 +27,10 @@ from flexgen_h2o.core.units import (
     format_bytes,
     round_up,
 )
-from flexgen_h2o.engine.temporaries import blocked_bytes, int8_sizes, temporary_bytes, unpacked_cache_bytes
+from flexgen_h2o.engine.temporaries import blocking_bytes, int8_sizes, temporary_bytes, unpacked_cache_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, split_rows
-
-WAITS_BELOW = 0.9  # of a block's groups of experts, the expected share that a decode sweep needs
 
 
 @dataclass(frozen=True)
@@ -276,7 +274,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
     tokens, form = max(shape.tokens, shape.rows), weight_format(spec, policy, itemsize)
-    product, blocking = blocked_bytes(spec, form, device_is_host, tokens, shape.logits)
+    blocking = blocking_bytes(spec, form, device_is_host)
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
         workspace |= int8_sizes(spec, tokens)
@@ -290,7 +288,7 @@ def memory_plan(
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("wire", "device", neighbours * WIRE_BUFFERS * message),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy) + product, blocking)),
+        Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)),
         Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
@@ -319,17 +317,13 @@ def _weight_buffers(
     spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.weight_shares, device_is_host)
-    kinds, kind_of, used = _unit_layouts(spec, policy.sep_layer, expert_group(spec, policy), form)
-    of_kinds = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds]
-    sizes = [of_kinds[kind] for kind in kind_of]
-    # A unit that two layers share (tied head and next embedding) is loaded once.
-    cycle = [sizes[unit].ring for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before]
-    cycle = cycle or [sizes[used[0]].ring]
-    windows = [sum((cycle + cycle)[i : i + depth]) for i in range(len(cycle))] if depth < len(cycle) else [sum(cycle)]
+    kinds, windows = unit_kinds(spec, policy, form), _windows(spec, _steps(spec, policy), form, depth)
+    sizes = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds.layouts]
+    counted = list(zip(sizes, kinds.counts, strict=True))
     return [
-        Buffer("weights", "device", sum(s.device for s in sizes)),
-        Buffer("weights", "host", sum(s.host for s in sizes)),
-        Buffer("weight ring", "device", max(windows)),
+        Buffer("weights", "device", sum(count * s.device for s, count in counted)),
+        Buffer("weights", "host", sum(count * s.host for s, count in counted)),
+        Buffer("weight ring", "device", max(sum(sizes[kind].ring for kind in window) for window in windows)),
         Buffer("unpacked weights", "device", max(s.unpacked for s in sizes)),
     ]
 
@@ -343,16 +337,49 @@ class _UnitBytes(NamedTuple):
     unpacked: int
 
 
-# A search plans thousands of policies for one model, whose units are of four kinds or so.
+class UnitKinds(NamedTuple):
+    """The weight units of a model, of which there may be thousands, by what they hold: they are of four kinds or so.
+
+    layouts, experts, counts: of each kind the tensors, how many experts, and how many units. cycle: the kinds of what a
+    sweep loads, in order; a unit that two layers share (tied head and next embedding) is loaded once.
+    """
+
+    layouts: tuple[tuple[TensorLayout, ...], ...]
+    experts: tuple[int, ...]
+    counts: tuple[int, ...]
+    cycle: tuple[int, ...]
+
+
+def unit_kinds(spec: ModelSpec, policy: Policy, form: WeightFormat) -> UnitKinds:
+    return _unit_kinds(spec, _steps(spec, policy), form)
+
+
+def _steps(spec: ModelSpec, policy: Policy) -> tuple[bool, int]:
+    """What decides on the layers of a sweep."""
+    return policy.sep_layer, expert_group(spec, policy)
+
+
+# A search plans thousands of policies for one model.
 @lru_cache(maxsize=16)
-def _unit_layouts(
-    spec: ModelSpec, sep_layer: bool, group: int, form: WeightFormat
-) -> tuple[list[tuple[TensorLayout, ...]], list[int], list[int]]:
-    """The tensors of each kind of weight unit, the kind of each unit, and the unit of each layer."""
-    plan = spec.layers(sep_layer, group)
-    units = [layouts_of(form, unit.tensors) for unit in plan.units]
-    kinds = {layouts: kind for kind, layouts in enumerate(dict.fromkeys(units))}
-    return list(kinds), [kinds[layouts] for layouts in units], [layer.unit for layer in plan.layers]
+def _unit_kinds(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat) -> UnitKinds:
+    plan = spec.layers(*steps)
+    experts = {layer.unit: len(layer.experts) for layer in plan.layers}
+    units = [(layouts_of(form, unit.tensors), experts[i]) for i, unit in enumerate(plan.units)]
+    kinds, counts = {key: kind for kind, key in enumerate(dict.fromkeys(units))}, Counter(units)
+    used = [layer.unit for layer in plan.layers]
+    loaded = [unit for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before] or used[:1]
+    layouts, experts_of = zip(*kinds, strict=True)
+    return UnitKinds(layouts, experts_of, tuple(counts[key] for key in kinds), tuple(kinds[units[i]] for i in loaded))
+
+
+@lru_cache(maxsize=64)
+def _windows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth: int) -> frozenset[tuple[int, ...]]:
+    """The kinds of so many loads, one after another, that a ring holds at once."""
+    cycle = _unit_kinds(spec, steps, form).cycle
+    if depth >= len(cycle):
+        return frozenset([cycle])
+    twice = cycle + cycle
+    return frozenset(twice[i : i + depth] for i in range(len(cycle)))
 
 
 @lru_cache(maxsize=4096)

@@ -1,38 +1,36 @@
 """Products in int8: rows of a weight matrix held in int8, inputs quantised row by row, sums in int32.
 
 out = (input codes x weight codes) x input's scale x weight row's scale. Inputs are quantised once for all matrices that
-they are multiplied with. Where nothing is compiled for the device or the dtype, torch operations do the same,
-UNPACK_CHUNK elements at a time; a GPU has never run them.
+they are multiplied with. The compiled loop of kernels/products.py multiplies, where there is one; elsewhere torch
+operations do the same, UNPACK_CHUNK elements at a time; a GPU has never run them.
 
-Blocked rows are in oneDNN's layout, in which a CPU multiplies them faster than in order. Packed rows
-(packing.int8_row_bytes) are blocked where they lie, in as many bytes: their values, 64 rows together and of each 4
-columns in turn; the negative sums of these, which the product takes off for inputs around 128; the scales. Looked up, a
-row is gathered from its block. The product and the layout are private to torch: both are tried once against plain
-products (instructions of older CPUs cut sums, other CPUs have other layouts); where they are missing or differ, rows
-stay in order.
+Packed rows (packing.int8_row_bytes) may be blocked where they lie, in as many bytes, as that loop is fastest with them:
+their values, BLOCK_ROWS rows together and of each 4 columns in turn; the negative sums of these, which the product
+takes off for inputs around 128; the scales. Looked up, a row is gathered from its block.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import torch
 
 from flexgen_h2o.core.packing import INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
-from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, INT8_BLOCK_ROWS, INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
-from flexgen_h2o.kernels.linear import RowPart, opaque_tensor, pieces
+from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
+from flexgen_h2o.kernels import products
+from flexgen_h2o.kernels.linear import RowPart, block_words
 from flexgen_h2o.kernels.packed import unpack_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows
 
-ZERO = 128  # what is added to the inputs' codes for blocked rows: oneDNN takes them as uint8
+ZERO = 128  # what is added to the inputs' codes for the compiled loop, which takes them as uint8
 _LEVELS = 127.0
 _NOTHING = 1e-30  # as in compiled/int8.py
 _IN_CACHE = 8  # times faster than from memory do rows come that were written just before, or are read just after
 _EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
-_MOST_COLUMNS = 2**16  # of blocked rows: of 255 x 127 each int32 holds the sum
+_MOST_COLUMNS = 2**16  # for the compiled loop: of 255 x 127 each int32 holds the sum
 
 
 @dataclass
@@ -50,26 +48,34 @@ class _Inputs:
             self.zero = zero
         return self.codes
 
+    def __getitem__(self, rows: slice) -> _Inputs:
+        """Some of the rows, around ZERO: all that are taken share their memory."""
+        return _Inputs(self.around(ZERO)[rows], self.scales[rows], ZERO)
+
 
 @dataclass(frozen=True)
 class BlockedInt8:
-    """Some rows of a matrix. opaque: what products take, (columns, rows); its values are in `memory` (uint8)."""
+    """Some rows of a matrix, as many as a multiple of BLOCK_ROWS. memory: (rows, row bytes) uint8 as packed rows have
+    them, whose values, sums and scales are each together."""
 
-    opaque: torch.Tensor
     memory: torch.Tensor
 
     def __len__(self) -> int:
-        return self.opaque.shape[1]
+        return len(self.memory)
+
+    @property
+    def columns(self) -> int:
+        return self.memory.shape[1] - INT8_ROW_BYTES
 
     @property
     def scales(self) -> torch.Tensor:
         """(n,) float32; a view."""
-        return self.memory[-WORD * len(self) :].view(torch.float32)
+        return self.memory.view(-1)[-WORD * len(self) :].view(torch.float32)
 
     def rows_at(self, ids: torch.Tensor) -> torch.Tensor:
         """(len(ids), columns) int8: the values of rows; ids: int64."""
-        columns = self.opaque.shape[0]
-        words = self.memory[: len(self) * columns].view(torch.int32).view(-1, columns // WORD, BLOCK_ROWS)
+        values = self.memory.view(-1)[: len(self) * self.columns].view(torch.int32)
+        words = values.view(-1, self.columns // WORD, BLOCK_ROWS)
         return words[ids // BLOCK_ROWS, :, ids % BLOCK_ROWS].view(torch.int8)
 
 
@@ -84,6 +90,7 @@ class Int8Rows(RowPart):
     packed: Packed
     columns: int
     workspace: Workspace
+    codes: ClassVar[torch.dtype] = torch.uint8
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -98,9 +105,31 @@ class Int8Rows(RowPart):
             quantise_rows(some, codes.view(torch.int8), scales)
             yield rows, _Inputs(codes, scales)
 
+    def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
+        is_taken = is_compiled(out) and self.columns <= _MOST_COLUMNS
+        if not (is_taken and products.takes(inputs.codes, self.columns)):
+            return None
+        packed, n = self.packed, len(self)
+        if isinstance(packed, BlockedInt8):
+            start, row_step, step, zero = packed.memory.data_ptr(), 0, WORD, ZERO
+            sums = start + n * self.columns
+            scales = sums + n * WORD
+        else:
+            start, row_step, step, zero = packed.data_ptr(), packed.stride(0), packed.stride(0), -ZERO
+            scales = start + packed.shape[1] - INT8_ROW_BYTES
+            sums = scales + WORD
+        return products.job_of(
+            inputs.around(ZERO), (start, row_step, n), bias, out, x_scales=inputs.scales.data_ptr(), scales=scales,
+            scale_step=step, row_sums=sums, sum_step=step, zero=zero,
+        )  # fmt: skip
+
     def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        if isinstance(self.packed, BlockedInt8):
-            _multiply_blocked(inputs, self.packed, bias, out, adds)
+        if isinstance(self.packed, BlockedInt8):  # in a dtype that the loop does not write
+            found, wide = out.float(), None if bias is None else bias.float()
+            job = self.job(inputs, wide, found)
+            assert job is not None
+            products.run([job], self.codes, found.dtype, adds, relu=False)
+            out.copy_(found)
             return
         codes, ws = inputs.around(0).view(torch.int8), self.workspace
         weight, scales = codes_of(self.packed, self.columns), scales_of(self.packed)
@@ -122,16 +151,6 @@ class Int8Rows(RowPart):
                 found = self.packed.index_select(0, ids[some])
                 codes, scales = codes_of(found, self.columns), scales_of(found)
             out[some] = codes.float().mul_(scales.unsqueeze(1))
-
-
-def _multiply_blocked(
-    inputs: _Inputs, weight: BlockedInt8, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
-) -> None:
-    codes, step = inputs.around(ZERO), max(1, INT8_TILE // len(weight))
-    for first in range(0, len(codes), step):
-        rows = slice(first, first + step)
-        # No name for the sums: they are freed before the next are made, in the memory that they had.
-        rescale(blocked_products(codes[rows], weight), inputs.scales[rows], weight.scales, bias, out[rows], adds)
 
 
 def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -272,110 +291,39 @@ def _int_mm_works() -> bool:
     return torch.equal(out, want)
 
 
-def blocked_products(codes: torch.Tensor, part: BlockedInt8) -> torch.Tensor:
-    """(codes - ZERO) W^T as float32 (rows, n): the whole numbers, rounded. codes: (rows, columns) uint8, contiguous."""
-    one, zero = _numbers()
-    product = torch.ops.onednn.qlinear_pointwise
-    result: torch.Tensor = product(
-        codes, 1.0, ZERO, part.opaque, one, zero, None, 1.0, 0, torch.float32, "none", [], ""
-    )  # fmt: skip
-    return result
-
-
-@lru_cache(maxsize=1)
-def _numbers() -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and the zero of a matrix whose values are its codes."""
-    return torch.ones(1), torch.zeros(1, dtype=torch.int32)
-
-
 # ---- blocked rows
 
 
 def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     """Block packed rows (n, row bytes), uint8, where they lie: parts in order, whose memory is that of `packed`.
 
-    A part has at most BLOCK_CHUNK bytes of values and INT8_BLOCK_ROWS rows. What cannot be blocked stays as it is: all
-    rows where the device, the number of columns or torch is not right, and those beyond a multiple of BLOCK_ROWS.
+    What cannot be blocked stays as it is: all rows where the device, the number of columns or the CPU is not right, and
+    those beyond a multiple of BLOCK_ROWS.
     """
-    return _parts(packed, _block)
+    parts = _parts(packed)
+    for part in parts:
+        if isinstance(part, BlockedInt8):
+            memory, columns = part.memory, part.columns
+            scales, sums = memory[:, columns:].contiguous().view(torch.int32).unbind(1)
+            ends = torch.cat([-sums, scales]).view(torch.uint8)
+            block_words(memory[:, :columns].view(torch.int32), memory.view(-1))
+            memory.view(-1)[len(part) * columns :].copy_(ends)
+    return parts
 
 
 def blank_int8_rows(memory: torch.Tensor) -> tuple[Packed, ...]:
     """Parts as `block_int8_rows` makes them, of rows that `requantise_rows` is yet to fill."""
-    return _parts(memory, _wrapped) if cpu_has("avx512bw") else (memory,)
+    return _parts(memory) if cpu_has("avx512bw") else (memory,)
 
 
-def _parts(packed: torch.Tensor, wrapped: Callable[[torch.Tensor, int], BlockedInt8]) -> tuple[Packed, ...]:
+def _parts(packed: torch.Tensor) -> tuple[Packed, ...]:
     columns = packed.shape[1] - INT8_ROW_BYTES
-    if not _can_block(packed, columns):
+    end = len(packed) // BLOCK_ROWS * BLOCK_ROWS
+    right = packed.is_contiguous() and columns % BLOCK_ROWS == 0 and columns <= _MOST_COLUMNS
+    if not (right and end and products.takes(packed, columns)):
         return (packed,)
-    most = min(BLOCK_CHUNK // columns, INT8_BLOCK_ROWS)
-    return tuple(wrapped(some, columns) if len(some) % BLOCK_ROWS == 0 else some for some in pieces(packed, most))
-
-
-def _can_block(packed: torch.Tensor, columns: int) -> bool:
-    right = packed.device.type == "cpu" and packed.is_contiguous() and 0 < columns <= _MOST_COLUMNS
-    return right and columns % BLOCK_ROWS == 0 and len(packed) >= BLOCK_ROWS and _works()
-
-
-def _block(packed: torch.Tensor, columns: int) -> BlockedInt8:
-    """`packed` in place, and a tensor around it."""
-    n, memory = len(packed), packed.view(-1)
-    values = _in_blocks(packed[:, :columns])
-    scales, sums = packed[:, columns:].contiguous().view(torch.int32).unbind(1)
-    ends = torch.cat([-sums, scales])
-    memory[: n * columns].copy_(values)
-    memory[n * columns :].copy_(ends.view(torch.uint8))
-    return _wrapped(packed, columns)
-
-
-def _wrapped(rows: torch.Tensor, columns: int) -> BlockedInt8:
-    """A tensor around the memory of `rows`, as it is."""
-    memory, n = rows.view(-1), len(rows)
-    return BlockedInt8(opaque_tensor(memory, (columns, n), torch.int8, _layout(n, columns)), memory)
-
-
-def _in_blocks(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of rows (n, columns) in the order of blocks."""
-    words = values.view(torch.int32).unflatten(0, (-1, BLOCK_ROWS))
-    in_blocks: torch.Tensor = words.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
-    return in_blocks
-
-
-@lru_cache(maxsize=64)
-def _layout(n: int, columns: int) -> torch.Tensor:
-    """What oneDNN says of a matrix of this shape, serialised."""
-    matrix = torch.ops.onednn.qlinear_prepack(torch.empty(n, columns, dtype=torch.int8), None)
-    layout: torch.Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(matrix)
-    return layout
-
-
-@lru_cache(maxsize=1)
-def _works() -> bool:
-    """Are the private operations there and exact, and is the layout the one that is made here?"""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    n, columns = 2 * BLOCK_ROWS, 2048
-    values = (torch.arange(n * columns, dtype=torch.int32) * 40503 % 255 - 127).to(torch.int8).view(n, columns)
-    codes = values[:3].clone()
-    codes[0], values[0], values[1], values[2, 1::2] = 127, 127, -127, -127  # sums beyond what float32 holds
-    packed = torch.zeros(n, columns + INT8_ROW_BYTES, dtype=torch.uint8)
-    packed[:, :columns] = values.view(torch.uint8)
-    packed[:, -WORD:] = values.sum(1, dtype=torch.int32).view(torch.uint8).view(n, WORD)
-    want = torch.empty(3, n, dtype=torch.int32)
-    int8_products_reference(codes, values, want)
-    try:
-        theirs = torch.ops.onednn.qlinear_prepack(values, None)
-        if torch.ops.mkldnn._nbytes(theirs) != n * (columns + WORD):
-            return False
-        part = _block(packed, columns)
-        same = ctypes.string_at(torch.ops.mkldnn.data_ptr(theirs), n * (columns + WORD))
-        if same != ctypes.string_at(part.memory.data_ptr(), len(same)):
-            return False
-        found = blocked_products(codes.view(torch.uint8) ^ ZERO, part)
-    except (AttributeError, OSError, RuntimeError, TypeError, ValueError):  # gone, renamed, or not for this CPU
-        return False
-    return torch.equal(found, want.float())
+    blocked = BlockedInt8(packed[:end])
+    return (blocked,) if end == len(packed) else (blocked, packed[end:])
 
 
 # ---- packed rows of 4 bits (kernels/packed.py) into int8 rows

@@ -4,50 +4,49 @@ A matrix split over tiers arrives as several parts, each a run of its rows; a wh
 ever copied together: each is multiplied where it lies and fills its own columns of the result, or, where rows are
 inputs (`InputRows`), adds its share to all of them.
 
-Rows in bf16 may be in oneDNN's blocked layout, in which a CPU multiplies them faster than in order. They are blocked in
-place, some at a time: the bytes are the same in another order, so that the memory plan and the owner of the memory need
-not know. The operations are private to torch: those that compiled models call, and the function of its C interface that
-makes a tensor around given memory. They are tried once; where they are missing or differ, rows stay in order.
+In bf16 on a CPU the compiled loop of kernels/products.py multiplies, where there is one, and torch elsewhere. Rows may
+be in the loop's blocked layout, in which it need not bring them first. They are blocked in place: the bytes are the
+same in another order, so that the memory plan and the owner of the memory need not know; and so is the result.
 """
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
+from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
+from flexgen_h2o.kernels import products
 
 
 class RowPart(ABC):
     """Some rows of a matrix in the form in which they are multiplied. All parts of a matrix have inputs of one kind."""
 
+    codes: ClassVar[torch.dtype] = torch.bfloat16  # of inputs, in jobs of the compiled loop
+
     @abstractmethod
     def __len__(self) -> int: ...
 
     def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, Any]]:
-        """x (rows, columns) as `multiply` takes it, some rows at a time: which rows, and these. One is used before the
-        next is made."""
+        """x (rows, columns) as products take it, some rows at a time: which rows, and these, of which slices can be
+        taken. One is used before the next is made."""
         yield slice(0, len(x)), x
 
     @abstractmethod
+    def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
+        """`multiply` as a job of the compiled loop, which goes by address; None where that does not take it."""
+
     def multiply(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         """out = x W^T + bias; adds: to what is there. bias: (n,), out: (rows, n), whose rows need not be adjacent."""
+        raise NotImplementedError("is multiplied by the compiled loop alone")
 
-    def multiply_relu(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        """relu(x W^T + bias) in `out`, or in memory of the product's own."""
-        return torch.relu_(linear(x, (self,), bias, out))
-
-    def multiply_from(self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        """What this part, whose rows begin at `start` of the matrix, gives to out (rows, all of the matrix)."""
+    def product(self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> Product:
+        """What this part, whose rows begin at `start` of the matrix, is to do for out (rows, all of the matrix)."""
         here = slice(start, start + len(self))
-        self.multiply(inputs, None if bias is None else bias[here], out[:, here], adds)
+        return self, inputs, None if bias is None else bias[here], out[:, here], adds
 
     @abstractmethod
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -55,6 +54,7 @@ class RowPart(ABC):
 
 
 RowParts = tuple[RowPart, ...]
+Product = tuple[RowPart, Any, torch.Tensor | None, torch.Tensor, bool]  # a part, and the arguments of `multiply`
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,12 @@ class DenseRows(RowPart):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
+        if not products.takes(inputs, self.rows.shape[1]) or self.rows.stride(1) != 1:
+            return None
+        rows = self.rows
+        return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, len(rows)), bias, out)
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         if adds:
@@ -88,10 +94,13 @@ class InputRows(DenseRows):
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
 
-    def multiply_from(
+    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """The loop takes rows that belong to outputs."""
+
+    def product(
         self, start: int, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
-    ) -> None:
-        self.multiply(inputs[:, start : start + len(self)], None if start else bias, out, adds or start > 0)
+    ) -> Product:
+        return self, inputs[:, start : start + len(self)], None if start else bias, out, adds or start > 0
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError("tables of embeddings are not stored so")
@@ -104,10 +113,10 @@ def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: to
 
 
 def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """relu(x W^T + bias), the shapes as of `linear`, in `out` or in memory of the product's own."""
-    if len(weight) == 1:
-        return weight[0].multiply_relu(x, bias, out)
-    return torch.relu_(linear(x, weight, bias, out))
+    """out = relu(x W^T + bias), the shapes as of `linear`. Returns out."""
+    for rows, inputs in weight[0].inputs(x):
+        _multiply(_products(inputs, weight, bias, out[rows]), relu=True)
+    return out
 
 
 def linear_each(
@@ -115,16 +124,62 @@ def linear_each(
 ) -> None:
     """`linear` of the same inputs with each (weight, bias, out); adds: to what is there. Inputs are prepared once for
     all weights of a kind: a quantised checkpoint may have some that are plain."""
-    kinds: dict[type[RowPart], list[tuple[RowParts, torch.Tensor | None, torch.Tensor]]] = {}
+    kinds: dict[torch.dtype, list[tuple[RowParts, torch.Tensor | None, torch.Tensor]]] = {}
     for one in maps:
-        kinds.setdefault(type(one[0][0]), []).append(one)
+        kinds.setdefault(one[0][0].codes, []).append(one)
     for some in kinds.values():
         for rows, inputs in some[0][0][0].inputs(x):
-            for weight, bias, out in some:
-                start = 0
-                for part in weight:
-                    part.multiply_from(start, inputs, bias, out[rows], adds)
-                    start += len(part)
+            _multiply([p for weight, bias, out in some for p in _products(inputs, weight, bias, out[rows], adds)])
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    counts: Sequence[int],
+    maps: Sequence[tuple[Sequence[RowParts], Sequence[torch.Tensor] | None, torch.Tensor]],
+) -> None:
+    """`linear_each` of each expert of a group with the rows that are its own.
+
+    x: (rows, in), sorted by expert; counts: rows of each expert, 0 among them, whose sum is the rows. maps: of each
+    expert the weight, of each the bias or none at all, and out (rows, sum out_i) of all. What is compiled is one pass
+    over all of them, which the threads share.
+    """
+    for rows, inputs in maps[0][0][0][0].inputs(x):
+        found, start = [], 0
+        for expert, count in enumerate(counts):
+            first, end = max(start, rows.start), min(start + count, rows.stop)
+            start += count
+            if first < end:
+                own = inputs[first - rows.start : end - rows.start]
+                for weights, biases, out in maps:
+                    bias = None if biases is None else biases[expert]
+                    found += _products(own, weights[expert], bias, out[first:end])
+        _multiply(found)
+
+
+def _products(
+    inputs: Any, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
+) -> list[Product]:
+    """Of each row part."""
+    found, start = [], 0
+    for part in weight:
+        found.append(part.product(start, inputs, bias, out, adds))
+        start += len(part)
+    return found
+
+
+def _multiply(found: Sequence[Product], relu: bool = False) -> None:
+    """All of them add to what is there, or none of those that the loop takes."""
+    jobs = []
+    for part, inputs, bias, out, adds in found:
+        job = part.job(inputs, bias, out)
+        if job is not None:
+            jobs.append(job)
+            continue
+        part.multiply(inputs, bias, out, adds)
+        if relu:
+            torch.relu_(out)
+    if jobs:
+        products.run(jobs, found[0][0].codes, found[0][3].dtype, found[0][4], relu)
 
 
 def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None) -> None:
@@ -161,47 +216,20 @@ def optional_vector(tensors: Mapping[str, RowParts], name: str) -> torch.Tensor 
 
 # ---- blocked rows
 
-_FOR_ROWS = 32  # of the products that the layout is chosen for; it serves all others
-_CHECK_TOLERANCE = 0.05  # of sums of 128 products of values around 1/8, in bf16
-
 
 @dataclass(frozen=True)
 class BlockedRows(RowPart):
-    """Some rows of a matrix. opaque: what products take, of shape (rows, columns); its values are those of `memory`,
-    in another order."""
+    """Some rows of a matrix, as many as a multiple of BLOCK_ROWS. memory: (rows, columns), whose values are in another
+    order: of BLOCK_ROWS rows each the first two columns, then the next two."""
 
-    opaque: torch.Tensor
     memory: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.memory)
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None, epilogue: str = "none") -> torch.Tensor:
-        """x W^T + bias, or with the epilogue "relu" relu of it, in memory of its own: (rows, n).
-
-        x: (rows, columns), rows at most TOKEN_CHUNK, bias: (n,). Rounded once; relu before rounding is relu after it.
-        """
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.opaque, bias, epilogue, [], "")
-        return found
-
-    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        """Rounded as products with rows in order are (linear.DenseRows): once, and where it adds to what is there once
-        more for the bias. So the result does not depend on which rows of a matrix are blocked."""
-        add = torch.ops.mkldnn._linear_pointwise.binary
-        for start in range(0, len(inputs), TOKEN_CHUNK):
-            some, there = inputs[start : start + TOKEN_CHUNK], out[start : start + TOKEN_CHUNK]
-            if not adds:
-                there.copy_(self.product(some, bias))
-                continue
-            there.copy_(add(some, there.contiguous(), self.opaque, None, "add"))
-            if bias is not None:
-                there.add_(bias)
-
-    def multiply_relu(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        """In a single pass; a copy into `out` would be another."""
-        if len(x) > TOKEN_CHUNK:
-            return super().multiply_relu(x, bias, out)
-        return self.product(x, bias, "relu")
+    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job:
+        assert inputs.dtype == self.memory.dtype and inputs.shape[1] == self.memory.shape[1]
+        return products.job_of(inputs, (self.memory.data_ptr(), 0, len(self)), bias, out)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError("tables of embeddings are not blocked")
@@ -210,89 +238,23 @@ class BlockedRows(RowPart):
 def block_rows(rows: torch.Tensor) -> RowParts:
     """Block `rows` (n, columns) where they lie: row parts in order, whose memory is that of `rows`.
 
-    A row part has at most BLOCK_CHUNK bytes. What cannot be blocked stays as it is: all rows where the dtype, the
-    device, the number of columns or torch is not right, and those beyond the last multiple of BLOCK_ROWS.
+    What cannot be blocked stays as it is: all rows where the dtype, the device, the number of columns or the CPU is not
+    right, and those beyond the last multiple of BLOCK_ROWS.
     """
-    if not _can_block(rows):
+    end = len(rows) // BLOCK_ROWS * BLOCK_ROWS
+    right = rows.is_contiguous() and rows.shape[1] % BLOCK_ROWS == 0 and products.takes(rows, rows.shape[1])
+    if not (right and end):
         return (DenseRows(rows),)
-    most = BLOCK_CHUNK // (rows.shape[1] * rows.itemsize)
-    return tuple(_block(some) if len(some) % BLOCK_ROWS == 0 else DenseRows(some) for some in pieces(rows, most))
+    block_words(rows[:end].view(torch.int32), rows[:end].view(-1))
+    blocked = BlockedRows(rows[:end])
+    return (blocked,) if end == len(rows) else (blocked, DenseRows(rows[end:]))
 
 
-def pieces(rows: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """BLOCK_ROWS rows or more, about `most` at a time, a multiple of BLOCK_ROWS; then those that are left, if any."""
-    step, end = max(BLOCK_ROWS, most // BLOCK_ROWS * BLOCK_ROWS), len(rows) // BLOCK_ROWS * BLOCK_ROWS
-    yield from rows[:end].split(step)
-    if end < len(rows):
-        yield rows[end:]
-
-
-def _can_block(rows: torch.Tensor) -> bool:
-    right = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.is_contiguous()
-    return right and rows.shape[1] % BLOCK_ROWS == 0 and len(rows) >= BLOCK_ROWS and _works()
-
-
-def _block(rows: torch.Tensor) -> RowPart:
-    """`rows` in place, and a tensor around them; as they are where oneDNN would pad them."""
-    moved = torch.ops.mkldnn._reorder_linear_weight(rows, _FOR_ROWS)
-    if torch.ops.mkldnn._nbytes(moved) != rows.nbytes:
-        return DenseRows(rows)
-    layout = torch.ops.mkldnn._get_mkldnn_serialized_md(moved)
-    opaque = opaque_tensor(rows, (len(rows), rows.shape[1]), rows.dtype, layout)
-    ctypes.memmove(rows.data_ptr(), torch.ops.mkldnn.data_ptr(moved), rows.nbytes)
-    return BlockedRows(opaque, rows)
-
-
-@lru_cache(maxsize=1)
-def _works() -> bool:
-    """Are the private operations there, and right?"""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(s, generator=generator).div_(8) for s in ((5, 128), (192, 128), (192,)))
-    rows = weight.bfloat16()
-    want = 2 * (x.bfloat16().float() @ rows.float().t()) + bias.bfloat16().float()
-    out = torch.zeros(5, 192, dtype=torch.bfloat16)
-    try:
-        part = _block(rows)
-        if not isinstance(part, BlockedRows) or torch.ops.mkldnn.data_ptr(part.opaque) != rows.data_ptr():
-            return False
-        part.multiply(x.bfloat16(), bias.bfloat16(), out, adds=False)
-        relu = part.product(x.bfloat16(), bias.bfloat16(), "relu")
-        if not torch.equal(relu, torch.relu(out)):
-            return False
-        part.multiply(x.bfloat16(), None, out, adds=True)
-    except (AttributeError, OSError, RuntimeError, TypeError, ValueError):  # gone, renamed, or not for this CPU
-        return False
-    return torch.allclose(out.float(), want, atol=_CHECK_TOLERANCE, rtol=0.0)
-
-
-def opaque_tensor(
-    memory: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: torch.Tensor
-) -> torch.Tensor:
-    """`memory`, contiguous, as a matrix of `shape` in a layout, serialised (uint8). It does not keep the memory alive.
-
-    dtype: bfloat16 or int8. Raises AttributeError, OSError or RuntimeError where torch has other operations.
-    """
-    torch_cpu = _torch_cpu()
-    name = str(dtype).removeprefix("torch.")
-    sizes, strides = (ctypes.c_int64 * 2)(*shape), (ctypes.c_int64 * 2)(shape[1], 1)
-    handle = ctypes.c_void_p()
-    code = torch_cpu.aoti_torch_create_tensor_from_blob_v2(
-        ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(2), sizes, strides, ctypes.c_int64(0),
-        getattr(torch_cpu, f"aoti_torch_dtype_{name}")(), torch_cpu.aoti_torch_device_type_cpu(), 0,
-        ctypes.byref(handle), torch_cpu.aoti_torch_layout__mkldnn(), ctypes.c_void_p(layout.data_ptr()),
-        ctypes.c_int64(layout.numel()),
-    )  # fmt: skip
-    if code:
-        raise RuntimeError("torch made no tensor of blocked rows")
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    opaque: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle, None, None))
-    return opaque
-
-
-@lru_cache(maxsize=1)
-def _torch_cpu() -> ctypes.CDLL:
-    """The library that torch itself has loaded. OSError where it is not there."""
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+def block_words(words: torch.Tensor, memory: torch.Tensor) -> None:
+    """Words of rows (n, words) into the order of blocks, in the first bytes of `memory` (flat), which may be that of
+    the rows. n: a multiple of BLOCK_ROWS."""
+    out = memory.view(torch.uint8)[: words.numel() * words.itemsize].view(words.dtype)
+    step = max(BLOCK_ROWS, BLOCK_CHUNK // (words.shape[1] * words.itemsize) // BLOCK_ROWS * BLOCK_ROWS)
+    for some, there in zip(words.split(step), out.split(step * words.shape[1]), strict=True):
+        blocks = some.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2).contiguous()
+        there.copy_(blocks.view(-1))

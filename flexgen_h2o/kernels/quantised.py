@@ -279,6 +279,6 @@ def _fill_blocks(part: BlockedInt8, at: slice, codes: torch.Tensor, scales: torc
     n, columns = len(part), codes.shape[1]
     loop = partial(loops.block_rows, codes.data_ptr(), columns, part.memory.data_ptr() + at.start * columns)
     parallel_rows(loop, len(codes) // BLOCK_ROWS, 2 * BLOCK_ROWS * columns)
-    ends = part.memory[n * columns :].view(torch.int32)
+    ends = part.memory.view(-1)[n * columns :].view(torch.int32)
     ends[at] = -sums
     part.scales[at] = scales

@@ -48,6 +48,7 @@ def mismatch(what: str, *tensors: torch.Tensor) -> ValueError:
 
 _ELEMENTS: dict[torch.dtype, np.number[Any]] = {
     torch.float32: np.float32(0), torch.int32: np.int32(0), torch.bfloat16: np.uint16(0),
+    torch.uint8: np.uint8(0),
 }  # fmt: skip
 
 

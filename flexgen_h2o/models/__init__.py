@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -110,9 +111,15 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
         check_quantization(config.get("quantization_config"))
         spec = replace(_load(model_type).read_spec(name, config), quantization=config.get("quantization_config"))
         check_int("max_position_embeddings", spec.max_positions, low=1, high=MOST_POSITIONS)
-        return spec
+        return _known(spec)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _known(spec: ModelSpec) -> ModelSpec:
+    """The same object for equal ones: the planner's tables would compare thousands of tensors at each look-up."""
+    return spec
 
 
 def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:

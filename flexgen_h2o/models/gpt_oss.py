@@ -7,14 +7,14 @@ transposed. Formulas follow transformers' modeling_gpt_oss; attention is that of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from flexgen_h2o.core.model import Experts, ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.kernels.elementwise import clamped_gate
-from flexgen_h2o.kernels.linear import linear
+from flexgen_h2o.kernels.linear import grouped_linear, linear, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, Weights
 from flexgen_h2o.models.layers import bias_of, linear_tensors, mix_experts, read_positive, token_chunks
@@ -114,13 +114,17 @@ def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Works
     """mixed += weight x down_proj(clamped gate of gate_up_proj(y)) of each expert of the group, for the normed y of the
     tokens that have chosen it."""
 
-    def compute(expert: int, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        assert spec.experts is not None
-        width = spec.experts.ffn_size
+    assert spec.experts is not None
+    width = spec.experts.ffn_size
+    (firsts, lasts), (first_biases, last_biases) = (
+        [[w[f"experts.{i}.{role}.{kind}"] for i in group] for role in ("gate_up_proj", "down_proj")]
+        for kind in ("weight", "bias")
+    )
+
+    def compute(counts: Sequence[int], inputs: torch.Tensor, out: torch.Tensor) -> None:
         gate_up, inner = ws.get("gate_up", len(inputs), 2 * width), ws.get("ffn", len(inputs), width)
-        first, last = f"experts.{expert}.gate_up_proj", f"experts.{expert}.down_proj"
-        linear(inputs, w[f"{first}.weight"], bias_of(w, first), gate_up)
+        grouped_linear(inputs, counts, ((firsts, [vector(b) for b in first_biases], gate_up),))
         clamped_gate(gate_up, spec.option("alpha"), spec.option("limit"), inner)
-        linear(inner, w[f"{last}.weight"], bias_of(w, last), out)
+        grouped_linear(inner, counts, ((lasts, [vector(b) for b in last_biases], out),))
 
     mix_experts(group, hidden, ws, lambda x: normed(spec, w, "mlp_norm", x, ws), compute)

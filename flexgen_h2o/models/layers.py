@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -137,11 +137,12 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-Expert = Callable[[int, torch.Tensor, torch.Tensor], None]  # (its number, inputs (n, hidden), where its outputs go)
+# (inputs of each expert of a group, these (n, hidden) one after another, where outputs go)
+GroupProduct = Callable[[Sequence[int], torch.Tensor, torch.Tensor], None]
 
 
 def mix_experts(
-    group: range, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor], compute: Expert
+    group: range, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor], compute: GroupProduct
 ) -> None:
     """Add to `hidden.mixed` what each expert of the group gives for the tokens that have chosen it, times its weight.
 
@@ -154,27 +155,14 @@ def mix_experts(
     here = ((flat >= group.start) & (flat < group.stop)).nonzero().squeeze(1)
     numbers, order = flat[here].sort(stable=True)
     here = here[order]
-    counts = torch.bincount(numbers - group.start, minlength=len(group)).tolist()
-    for first, end, runs in _expert_chunks(counts):
+    ends = torch.bincount(numbers - group.start, minlength=len(group)).cumsum(0).tolist()
+    for first, end in token_chunks(len(here)):
         places = here[first:end]
         tokens = places // chosen.shape[1]
         x = ws.get("routed", len(places), mixed.shape[1])
         inputs = normed(torch.index_select(hidden.x, 0, tokens, out=x))
-        for expert, a, b in runs:
-            compute(group[expert], inputs[a:b], x[a:b])
+        compute([max(0, min(b, end) - max(a, first)) for a, b in pairwise([0, *ends])], inputs, x)
         add_weighted(x, tokens.int(), weights.view(-1)[places], mixed)
-
-
-def _expert_chunks(counts: Sequence[int]) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
-    """At most TOKEN_CHUNK inputs at a time of experts that have so many each: [first, end), and the runs of inputs
-    [a, b) of each expert among them."""
-    ends = list(accumulate(counts))
-    for first, end in token_chunks(sum(counts)):
-        runs = (
-            (i, max(stop - n, first) - first, min(stop, end) - first)
-            for i, (n, stop) in enumerate(zip(counts, ends, strict=True))
-        )
-        yield first, end, [(i, a, b) for i, a, b in runs if b > a]
 
 
 def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tuple[int | None, ...]:

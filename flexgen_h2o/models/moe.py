@@ -6,7 +6,7 @@ transformers' modeling_qwen3_moe, modeling_mixtral and modeling_olmoe; attention
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import Experts, ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.kernels.linear import linear
+from flexgen_h2o.kernels.linear import grouped_linear, linear
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, Weights
 from flexgen_h2o.models.layers import gated, linear_tensors, mix_experts, read_sizes, token_chunks
@@ -169,11 +169,13 @@ def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Works
     """mixed += weight x down_proj(activation(gate_proj(y)) * up_proj(y)) of each expert of the group, for the normed y
     of the tokens that have chosen it."""
 
-    def compute(expert: int, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        assert spec.experts is not None
-        gate, up = (ws.get(name, len(inputs), spec.experts.ffn_size) for name in ("gate", "ffn"))
-        matrices = (w[f"experts.{expert}.{role}.weight"] for role in _PROJECTIONS)
-        inner = gated(spec.option("activation"), *(linear(inputs, next(matrices), None, into) for into in (gate, up)))
-        linear(inner, next(matrices), None, out)
+    assert spec.experts is not None
+    ffn = spec.experts.ffn_size
+    gates, ups, downs = ([w[f"experts.{i}.{role}.weight"] for i in group] for role in _PROJECTIONS)
+
+    def compute(counts: Sequence[int], inputs: torch.Tensor, out: torch.Tensor) -> None:
+        gate, up = (ws.get(name, len(inputs), ffn) for name in ("gate", "ffn"))
+        grouped_linear(inputs, counts, ((gates, None, gate), (ups, None, up)))
+        grouped_linear(gated(spec.option("activation"), gate, up), counts, ((downs, None, out),))
 
     mix_experts(group, hidden, ws, lambda x: normed(spec, w, "mlp_norm", x, ws), compute)

@@ -109,32 +109,47 @@ class Costs:
         return {}
 
     @cached_property
+    def _dequantised(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
     def waits(self) -> bool:
         """Are groups of experts loaded only if they are chosen?"""
         return waits_for_router(self.at.spec, self.at.policy)
 
     @cached_property
-    def _layer_of(self) -> dict[int, Layer]:
-        return {layer.unit: layer for layer in self.layers.layers}
+    def _kind_of(self) -> dict[int, int]:
+        """Of each weight unit the first layer that costs the same as a layer of it."""
+        return {layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)}
 
     def weight_load(self, unit: int, tokens: int) -> tuple[TransferCost, ...]:
         """One load of a weight unit, or what is expected of it in a sweep of a block that feeds so many tokens."""
-        key = unit, tokens if self.waits else 0
+        key = self._kind_of[unit], tokens if self.waits else 0
         if key not in self._weight_loads:
-            share = needed_share(self.at, self._layer_of[unit], tokens) if self.waits else 1.0
+            share = needed_share(self.at, self.layers.layers[key[0]], tokens) if self.waits else 1.0
             moves = weight_moves(self.at, self.layers.units[unit])
-            scaled = (replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share) for m in moves)
-            self._weight_loads[key] = self._priced(moves if share == 1 else tuple(scaled))
+            self._weight_loads[key] = self._priced([_scaled(move, share) for move in moves])
         return self._weight_loads[key]
+
+    def weights_s(self, tokens: int) -> float:
+        """Seconds that loads of weights take of the busiest lane in a sweep that feeds a block so many tokens."""
+        lanes = dict.fromkeys(LANES, 0.0)
+        for index, count in self.loaded_kinds.items():
+            for load in self.weight_load(self.layers.layers[index].unit, tokens):
+                lanes[load.lane] += count * load.seconds
+        return max(lanes.values())
 
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
         if not self.at.form.decodes:
             return 0.0
-        rates = self.profile.rates(self.dtype)
-        faster = rates.requantise_speedup if self.at.form.in_int8 else 1.0
-        nbytes = _decoded_elements(layouts_of(self.at.form, self.layers.units[unit].tensors)) * self.at.itemsize
-        return nbytes / (rates.device_dequantise_bytes_per_s * faster)
+        kind = self._kind_of[unit]
+        if kind not in self._dequantised:
+            rates = self.profile.rates(self.dtype)
+            faster = rates.requantise_speedup if self.at.form.in_int8 else 1.0
+            nbytes = _decoded_elements(layouts_of(self.at.form, self.layers.units[unit].tensors)) * self.at.itemsize
+            self._dequantised[kind] = nbytes / (rates.device_dequantise_bytes_per_s * faster)
+        return self._dequantised[kind]
 
     def step(self, layer_index: int, batch: Batch, sweep: int) -> StepCost:
         key = (self.kinds[layer_index], batch, sweep)
@@ -146,8 +161,9 @@ class Costs:
         at, p = self.at, self.profile
         work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep)
         device_s, host_s = self.compute_seconds(work)
-        issue_s, evicts = p.step_s, bool(at.need.record) and at.spec.window(layer.block) is None
-        issue_s *= needed_share(at, layer, tokens_of(batch, sweep))
+        evicts = bool(at.need.record) and at.spec.window(layer.block) is None
+        share = needed_share(at, layer, tokens_of(batch, sweep))  # the step is left out where no token needs it
+        issue_s = p.step_s * share
         if at.device_is_host and layer.kind != "experts":
             issue_s += p.row_s * batch.rows
         elif evicts and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
@@ -159,9 +175,8 @@ class Costs:
             issue_s += p.cache_load_step_s if kv[0] else 0.0
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
-        return StepCost(
-            device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, load, store)),
-        )  # fmt: skip
+        hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
+        return StepCost(device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, *hidden)))
 
     def compute_seconds(self, work: Work) -> tuple[float, float]:
         """Seconds of the device, and of the host while the device waits."""
@@ -338,6 +353,10 @@ def _kinds(
 def _decoded_elements(layouts: tuple[TensorLayout, ...]) -> int:
     """Of a unit: of a quantised checkpoint some matrices are plain."""
     return sum(math.prod(layout.shape) for layout in layouts if layout.decoded_row_bytes)
+
+
+def _scaled(move: Transfer, share: float) -> Transfer:
+    return replace(move, nbytes=move.nbytes * share, pieces=move.pieces * share)
 
 
 def _slowed(

@@ -32,7 +32,7 @@ TIE_BREAK = 1e-3
 SNAP = 3
 # Percents that are moved at a time; a few percent of a small matrix may be no whole row block.
 STEPS = (1, 2, 4, 8, 16, 32, 64, 100)
-MOST_MICRO_BATCH = 512
+MOST_MICRO_BATCH = 512  # more rows make products hardly faster
 BATCHES = (1, 2, 4, 8, 16, 32)  # K that is tried at first
 LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are taken where memory is left over
 
@@ -56,6 +56,12 @@ class SearchSpace:
     budgets: Budgets
     compress: Sequence[str] = ()
 
+    @property
+    def most_micro_batch(self) -> int:
+        """Rows of a micro-batch at most; more where each of a model's experts computes few of them."""
+        experts = self.spec.experts
+        return MOST_MICRO_BATCH * (experts.count // experts.per_token if experts else 1)
+
     def memory(self, policy: Policy, depth: Depth) -> MemoryPlan:
         """The buffers of a policy."""
         shape, machine = shape_of(policy, self.need), self.machine
@@ -72,7 +78,7 @@ class SearchSpace:
             block = min(-(-self.need.rows // parts), MOST_ROWS)
             for batches in (k for k in BATCHES if k <= block):
                 gbs = -(-block // batches)
-                if gbs <= MOST_MICRO_BATCH and (gbs, batches) not in seen:
+                if gbs <= self.most_micro_batch and (gbs, batches) not in seen:
                     seen.add((gbs, batches))
                     yield gbs, batches
             if block == 1:

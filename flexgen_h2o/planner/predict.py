@@ -25,7 +25,8 @@ from flexgen_h2o.planner.work import CostContext, hidden_is_brought, kv_ring_byt
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 
 PHASES = ("prefill", "decode")
-CUT_BLOCKS = 6  # transformer blocks that are simulated of a deep model, and twice as many
+# Blocks that are simulated of a deep model, and twice as many: fewer where groups of experts make them many layers.
+CUT_BLOCKS, LEAST_BLOCKS, CUT_LAYERS = 6, 3, 24
 MOST_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
 ALL = "all"  # seconds of a phase as a whole, beside those that each resource works
 Spent = dict[str, dict[str, float]]  # seconds by phase and by resource, and ALL
@@ -127,24 +128,20 @@ def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | No
     """Of a deep model a few transformer blocks are walked, and twice as many: what the others add is the difference,
     for each as much."""
     depth = costs.at.spec.num_blocks
-    if depth <= 2 * CUT_BLOCKS or on_span is not None:
+    cut = cut_blocks(depth, len(costs.layers.layers))
+    if 2 * cut >= depth or on_span is not None:
         return _walk(costs, plan, block, on_span)
-    few, more = (_walk(replace(costs, at=_cut(costs.at, n)), plan, block, None) for n in (CUT_BLOCKS, 2 * CUT_BLOCKS))
-    times = depth / CUT_BLOCKS - 2
+    few, more = (_walk(replace(costs, at=costs.at.cut(n)), plan, block, None) for n in (cut, 2 * cut))
+    times = depth / cut - 2
     return {
         phase: {name: full + max(0.0, full - few[phase][name]) * times for name, full in more[phase].items()}
         for phase in PHASES
     }
 
 
-def _cut(at: CostContext, depth: int) -> CostContext:
-    """The same with `depth` transformer blocks, evenly taken from all."""
-    spec, need = at.spec, at.need
-    chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
-
-    slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
-    cut = spec.of_blocks(chosen)
-    return replace(at, spec=cut, need=replace(need, slots=slots, kept=kept, windows=cut.windows))
+def cut_blocks(depth: int, layers: int) -> int:
+    """Of a model so deep, with so many layers, the fewer blocks that are walked."""
+    return max(LEAST_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers))
 
 
 def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:

@@ -23,7 +23,6 @@ from flexgen_h2o.engine.workload import even_blocks, shape_of
 from flexgen_h2o.planner.lp import (
     BATCHES,
     LOOK_AHEADS,
-    MOST_MICRO_BATCH,
     NOTHING,
     Budgets,
     Percent,
@@ -38,7 +37,7 @@ from flexgen_h2o.planner.lp import (
     solve,
     tier_percents,
 )
-from flexgen_h2o.planner.predict import Prediction, predict
+from flexgen_h2o.planner.predict import Prediction, cut_blocks, predict
 from flexgen_h2o.planner.work import disk_read_bytes
 
 FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
@@ -92,11 +91,11 @@ def search(space: SearchSpace) -> Plan:
     DoesNotFitError, with the smallest budget that would do, when nothing fits.
     """
     found: list[Plan] = []
-    steps, layers = 0, len(layers_of(space.spec, space.base).layers)
+    steps = 0
     for i, (candidate, solution) in enumerate(_solved(space)):
         if found and (i >= MOST_SIMULATED or (i >= LEAST_SIMULATED and steps > QUICK_STEPS)):
             break
-        steps += layers * candidate.policy.num_gpu_batches * min(space.need.gen_len, 8)
+        steps += _layers_walked(space, candidate.policy) * candidate.policy.num_gpu_batches * min(space.need.gen_len, 8)
         found += _simulated(space, candidate, solution)
     if not found:
         # One row at a time, where budgets leave room for little more.
@@ -112,6 +111,12 @@ def search(space: SearchSpace) -> Plan:
         (plan for plan in found if plan.seconds <= EQUAL * fastest),
         key=lambda plan: (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), plan.seconds),
     )
+
+
+def _layers_walked(space: SearchSpace, policy: Policy) -> int:
+    """Of a simulation: as many as the model has, or three times those of the cut one."""
+    depth, layers = space.spec.num_blocks, len(layers_of(space.spec, policy).layers)
+    return layers * min(depth, 3 * cut_blocks(depth, layers)) // depth
 
 
 def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
@@ -228,7 +233,7 @@ def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
         (gbs + 1, batches), (gbs - 1, batches), (gbs, batches + 1), (gbs // 2, 2 * batches), (2 * gbs, batches // 2),
     ]  # fmt: skip
     most = min(space.need.rows, MOST_ROWS)
-    allowed = [(a, b) for a, b in dict.fromkeys(sizes) if 1 <= a <= MOST_MICRO_BATCH and b >= 1 and a * b <= most]
+    allowed = [(a, b) for a, b in dict.fromkeys(sizes) if 1 <= a <= space.most_micro_batch and b >= 1 and a * b <= most]
     tried = (bounded(space, p) for a, b in allowed if (a, b) != (gbs, batches) for p in space.policies(a, b))
     return [candidate for candidate in tried if candidate is not None]
 
@@ -254,7 +259,7 @@ def _most_rows(space: SearchSpace, policy: Policy) -> int:
         return _over_memory(space, replace(policy, gpu_batch_size=rows), depth) > 0
 
     batches = policy.num_gpu_batches
-    most = min(-(-space.need.rows // batches), MOST_ROWS // batches, MOST_MICRO_BATCH)
+    most = min(-(-space.need.rows // batches), MOST_ROWS // batches, space.most_micro_batch)
     # The first that does not fit, less one: what is held grows with the rows.
     return bisect_left(range(1, most), True, key=is_over) if is_over(most) else most
 

@@ -24,6 +24,8 @@ from flexgen_h2o.engine.memory_plan import (
     record_in,
     streamed_bytes,
     tier_shares,
+    unit_kinds,
+    waits_for_router,
     weight_parts,
 )
 from flexgen_h2o.engine.temporaries import is_blocked
@@ -118,6 +120,14 @@ class CostContext:
     @cached_property
     def hidden_shares(self) -> Shares:
         return tier_shares(self.policy.hidden_shares, self.device_is_host)
+
+    def cut(self, depth: int) -> CostContext:
+        """The same with `depth` transformer blocks, evenly taken from all."""
+        spec, need = self.spec, self.need
+        chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
+        slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
+        cut = spec.of_blocks(chosen)
+        return replace(self, spec=cut, need=replace(need, slots=slots, kept=kept, windows=cut.windows))
 
     @cached_property
     def _layouts(self) -> dict[tuple[int, int, RowRecord | None], UnitLayout]:
@@ -216,25 +226,34 @@ def hidden_is_brought(at: CostContext) -> bool:
 
 def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> float:
     """That the sweeps of `blocks`, each as often as it says, read from disk; rows do not end early."""
-    plan, sweeps = layers_of(at.spec, at.policy), at.need.gen_len
-    used = [layer.unit for layer in plan.layers]
-    # A unit that two layers share (tied head and next embedding) is loaded once, but at the very first.
-    loads = [unit for unit, before in zip(used, [None, *used], strict=False) if unit != before]
-    tied = len(loads) > 1 and loads[0] == loads[-1]
-    weights = sum(_from_disk(weight_moves(at, plan.units[unit])) for unit in loads[tied:])
+    kinds, sweeps = unit_kinds(at.spec, at.policy, at.form), at.need.gen_len
+    from_disk = [_from_disk(_weight_moves(k, at.weight_shares, at.device_is_host)) for k in kinds.layouts]
+    loads, waits = Counter(kinds.cycle), waits_for_router(at.spec, at.policy)
+    layers = Counter(len(layer.experts) for layer in layers_of(at.spec, at.policy).layers[1:])
     columns = at.need.kinds
     blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
 
+    def of_weights(tokens: int) -> float:
+        """Of a sweep that feeds so many tokens."""
+        shares = [_share_used(at, experts, tokens) if waits else 1.0 for experts in kinds.experts]
+        return sum(count * from_disk[kind] * shares[kind] for kind, count in loads.items())
+
+    def of_hidden(batch: Batch, sweep: int) -> float:
+        steps = sum(count * _share_used(at, experts, tokens_of(batch, sweep)) for experts, count in layers.items())
+        return steps * _from_disk(hidden_moves(at, batch, sweep, store=False))
+
     def of_batch(batch: Batch) -> float:
-        prefill, decode = (_from_disk(hidden_moves(at, batch, sweep, store=False)) for sweep in (0, 1))
         cache = 0.0
         for sweep in range(1, sweeps if at.policy.cache_shares[2] else 1):
             cache += sum(n * _from_disk(kv_load_moves(at, i, batch, sweep)) for i, n in blocks_alike.items())
-        return cache + (len(used) - 1) * (prefill + (sweeps - 1) * decode)
+        return cache + of_hidden(batch, 0) + (sweeps - 1) * of_hidden(batch, 1)
 
-    total = _from_disk(weight_moves(at, plan.units[loads[0]])) if tied else 0.0
+    # A tied head and the next embedding are one load, but for the very first.
+    total = from_disk[kinds.cycle[-1]] if at.spec.shares_table else 0.0
     for block, count in blocks:
-        total += count * (sweeps * weights + sum(n * of_batch(batch) for batch, n in Counter(block).items()))
+        prefill, decode = (of_weights(sum(tokens_of(batch, sweep) for batch in block)) for sweep in (0, 1))
+        total += count * (prefill + (sweeps - 1) * decode)
+        total += count * sum(n * of_batch(batch) for batch, n in Counter(block).items())
     return total
 
 
@@ -282,10 +301,12 @@ def _experts_work(at: CostContext, layer: Layer, unit: WeightUnit, tokens: int) 
 
 def needed_share(at: CostContext, layer: Layer, tokens: int) -> float:
     """The share of sweeps in which one of `tokens` tokens needs the layer: less than 1 of a group of experts."""
-    if layer.kind != "experts":
-        return 1.0
-    assert at.spec.experts is not None
-    return at.spec.experts.share_used(tokens, len(layer.experts))
+    return _share_used(at, len(layer.experts), tokens)
+
+
+def _share_used(at: CostContext, experts: int, tokens: int) -> float:
+    """Of units of so many experts, the share that `tokens` tokens need; 1 of units of none."""
+    return at.spec.experts.share_used(tokens, experts) if at.spec.experts and experts else 1.0
 
 
 def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:

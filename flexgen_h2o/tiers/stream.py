@@ -130,16 +130,20 @@ class Ring:
         self._buffer, self.capacity = buffer, buffer.numel()
         self._live: deque[Region] = deque()
         self._old: list[Region] = []
+        self._refused: int | None = None  # for so many bytes there was no room, and nothing was given back since
 
     def take(self, nbytes: int) -> Region | None:
         """A region of at least `nbytes`, or None while older regions still hold the space."""
         size = round_up(max(1, nbytes), PAGE)
         if size > self.capacity:
             raise ValueError(f"ring of {self.capacity} bytes cannot hold {size}")
+        if self._refused is not None and size >= self._refused:
+            return None
         while self._live and self._live[0].freed:
             self._old.append(self._live.popleft())
         start = self._place(size)
         if start is None:
+            self._refused = size
             return None
         self._old = [r for r in self._old if not all(u.is_done for u in r.users)]
         after = [u for r in self._old if r.start < start + size and start < r.end for u in r.users]
@@ -149,7 +153,7 @@ class Ring:
 
     def give_back(self, region: Region, users: Sequence[Waitable] = ()) -> None:
         """The space may be taken again; its next writer waits for `users`."""
-        region.freed = True
+        self._refused, region.freed = None, True
         region.users = [u for u in users if not u.is_done]
 
     def _place(self, size: int) -> int | None:

@@ -20,7 +20,7 @@ from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
-from tests.parity.reference import random_prompts
+from tests.parity.reference import random_prompts, stored_tensors
 
 # 16 rows of every matrix are whole pages in fp32, and so are the keys of a head of one row in 64 slots.
 SHAPE: dict[str, Any] = {
@@ -40,6 +40,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
         "num_attention_heads": 4,
+    },
+    "qwen3_moe": {
+        "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 64, "max_position_embeddings": 254,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 16,
+        "num_experts_per_tok": 2,
     },
 }  # fmt: skip
 ITEMSIZE = 4
@@ -117,7 +122,7 @@ def write_aligned(model: PreTrainedModel, folder: Path) -> None:
     """The model's folder, its matrices first and one behind the other from the second page of their file on."""
     model.config.save_pretrained(folder)
     tied = model.config.tie_word_embeddings
-    tensors = [(name, t) for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")]
+    tensors = [(name, t) for name, t in stored_tensors(model).items() if not (tied and name == "lm_head.weight")]
     tensors.sort(key=lambda pair: pair[1].dim() < 2)
     entries: dict[str, Any] = {}
     end = 0
@@ -126,5 +131,5 @@ def write_aligned(model: PreTrainedModel, folder: Path) -> None:
         entries[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
     head = json.dumps(entries).encode()
     head = head.ljust(round_up(len(head) + 8, PAGE) - 8)
-    data = b"".join(tensor.numpy().tobytes() for _, tensor in tensors)
+    data = b"".join(tensor.detach().numpy().tobytes() for _, tensor in tensors)
     (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)

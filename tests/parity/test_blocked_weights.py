@@ -4,6 +4,7 @@ as bf16 is."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from flexgen_h2o import LLM, Policy
 from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels import int8 as int8_rows
-from flexgen_h2o.kernels import linear
-from flexgen_h2o.kernels.linear import RowPart
+from flexgen_h2o.kernels import linear, products
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LogitsByRow
 
@@ -32,6 +32,20 @@ def logits(
     with LLM("opt-tiny", policy, dtype=dtype, device="cpu", budget=budget, offload_dir=offload_dir) as llm:
         llm.follow(PROMPTS, CONTINUATIONS, watch)
     return torch.stack([torch.stack(watch.rows[row]) for row in range(len(PROMPTS))]).float()
+
+
+def count_blocks(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[int]:
+    """The rows of each part that a module is about to block, but for the warm-up's."""
+    blocked: list[int] = []
+    block = module.block_words
+
+    def counted(words: torch.Tensor, memory: torch.Tensor) -> None:
+        if (len(words), words.shape[1] * words.itemsize // (2 if module is linear else 1)) != WARM_UP:
+            blocked.append(len(words))
+        block(words, memory)
+
+    monkeypatch.setattr(module, "block_words", counted)
+    return blocked
 
 
 @pytest.fixture(scope="module")
@@ -61,34 +75,16 @@ def test_bf16_is_near_fp32(exact: torch.Tensor, plain: torch.Tensor) -> None:
 def test_blocked_or_not_is_no_difference(
     placement: str, device_mem: str | None, plain: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works = linear._works()  # which blocks a matrix of its own the first time
-    blocked: list[int] = []
-    block = linear._block
-
-    def counted(rows: torch.Tensor) -> RowPart:
-        if rows.shape != WARM_UP:
-            blocked.append(len(rows))
-        return block(rows)
-
-    monkeypatch.setattr(linear, "_block", counted)
+    blocked = count_blocks(monkeypatch, linear)
     found = logits("bfloat16", placement, tmp_path, device_mem)
     assert torch.equal(found, plain)
-    assert bool(blocked) == (works and device_mem is None)
+    assert bool(blocked) == (products.has_loop(torch.bfloat16) and device_mem is None)
 
 
 @pytest.mark.parametrize("device_mem", [None, "1GiB"])
 @pytest.mark.parametrize("placement", ["all on device", "weights split three ways"])
 def test_in_int8_too(placement: str, device_mem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    works = int8_rows._works()
-    blocked: list[int] = []
-    block = int8_rows._block
-
-    def counted(packed: torch.Tensor, columns: int) -> int8_rows.BlockedInt8:
-        if (len(packed), columns) != WARM_UP:
-            blocked.append(len(packed))
-        return block(packed, columns)
-
     want = logits("bfloat16", "weights on disk", tmp_path, int8=True)
-    monkeypatch.setattr(int8_rows, "_block", counted)
+    blocked = count_blocks(monkeypatch, int8_rows)
     assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8=True), want)
-    assert bool(blocked) == (works and device_mem is None)
+    assert bool(blocked) == (products.has_loop(torch.uint8) and device_mem is None)

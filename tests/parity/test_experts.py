@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,12 @@ def test_chunks_of_inputs_are_mixed_as_one(tokens: int) -> None:
     mixed, sizes = torch.zeros(tokens, 4), {"routed": TOKEN_CHUNK * 16}
     ws = Workspace(torch.empty(TOKEN_CHUNK * 16, dtype=torch.uint8), sizes, torch.float32)
 
-    def compute(expert: int, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(inputs * (expert + 1))
-
     for group in (range(4), range(4, 6)):
+        factors = torch.tensor(group) + 1
+
+        def compute(counts: Sequence[int], inputs: torch.Tensor, out: torch.Tensor, factors: Any = factors) -> None:
+            out.copy_(inputs * factors.repeat_interleave(torch.tensor(counts)).unsqueeze(1))
+
         mix_experts(group, Hidden(x, mixed, chosen, weights), ws, torch.Tensor.clone, compute)
     want = torch.zeros(tokens, 4)
     for expert in range(6):

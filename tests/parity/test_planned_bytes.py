@@ -15,7 +15,7 @@ import pytest
 from flexgen_h2o import LLM
 from flexgen_h2o.core.units import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, weight_sequence, zigzag
-from flexgen_h2o.engine.memory_plan import tier_shares, weight_parts
+from flexgen_h2o.engine.memory_plan import layers_of, tier_shares, weight_parts
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -72,7 +72,7 @@ def planned(llm: LLM, run: Run) -> Moved:
 
 def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
-    plan, shares = at.spec.layers(at.policy.sep_layer), tier_shares(at.policy.weight_shares, at.device_is_host)
+    plan, shares = layers_of(at.spec, at.policy), tier_shares(at.policy.weight_shares, at.device_is_host)
     stored, total = llm._find_checkpoint(at.form.packed).tensors, 0
     for unit in weight_sequence(run.new_tokens * len(run.blocks), tuple(layer.unit for layer in plan.layers)):
         for tensor in plan.units[unit].tensors:
@@ -85,7 +85,7 @@ def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
 
 def moves_of(at: CostContext, run: Run) -> Iterator[tuple[str, Transfer]]:
     """Every transfer of a run, and what it brings."""
-    plan, blocks = at.spec.layers(at.policy.sep_layer), run.blocks
+    plan, blocks = layers_of(at.spec, at.policy), run.blocks
     units = tuple(layer.unit for layer in plan.layers)
     for unit in weight_sequence(run.new_tokens * len(blocks), units):
         yield from (("weights", move) for move in weight_moves(at, plan.units[unit]))
@@ -155,19 +155,36 @@ def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path
 @pytest.mark.parametrize(
     ("family", "run", "placement"),
     [
-        ("llama", "device", "everything split 30/30"),
-        ("gpt_neox", "host, sequential, joined", "all on disk"),
-        ("llama", "device, packed KV, h2o", "kv on host"),
-        ("qwen2", "device, other lengths", "kv split three ways"),
-        ("qwen2", "device, h2o", "kv on disk"),
-        ("qwen2", "device, packed KV, h2o", "kv on host"),
-        ("qwen2", "device, a shared prefix, attends on host", "kv split three ways"),
+        ("llama", RUNS["device"], "everything split 30/30"),
+        ("gpt_neox", RUNS["host, sequential, joined"], "all on disk"),
+        ("llama", RUNS["device, packed KV, h2o"], "kv on host"),
+        ("qwen2", RUNS["device, other lengths"], "kv split three ways"),
+        ("qwen2", RUNS["device, h2o"], "kv on disk"),
+        ("qwen2", RUNS["device, packed KV, h2o"], "kv on host"),
+        ("qwen2", RUNS["device, a shared prefix, attends on host"], "kv split three ways"),
+        ("qwen3_moe", Run(switches={"expert_group": 16}), "weights on disk"),  # all experts of a block are one unit
     ],
 )
-def test_other_families(family: str, placement: str, run: str, tmp_path: Path) -> None:
+def test_other_families(family: str, placement: str, run: Run, tmp_path: Path) -> None:
     write_aligned(random_model(model_type=family, **FAMILIES[family]), tmp_path)
-    moved, expected = both(RUNS[run], placement, tmp_path, tmp_path)
+    moved, expected = both(run, placement, tmp_path, tmp_path)
     assert moved == expected
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_a_row_reads_the_experts_of_its_tokens(stand_in: bool, tmp_path: Path) -> None:
+    """One token a sweep: of each block 2 of 16 experts, whichever they are."""
+    write_aligned(random_model(model_type="qwen3_moe", **FAMILIES["qwen3_moe"]), tmp_path)
+    run = Run(1, 1, stand_in, lengths=(1,), new_tokens=5)
+    llm = run.go(tmp_path, PLACEMENTS["weights on disk"], tmp_path)
+    assert llm.policy is not None and llm.report is not None
+    spec = llm.model.spec
+    at = CostContext(spec, llm.policy, run.need(spec), ITEMSIZE, not stand_in)
+    planned = disk_read_bytes(at, [(tuple(run.blocks[0]), 1)])
+    assert llm.report.io_bytes_by_kind["weights"]["disk_read"] == pytest.approx(planned)
+    of_an_expert, others = 3 * 64 * 64, 2 * 64 * (128 + 64) + 16 * 64  # projections of attention, router
+    tables = 2 * 128 * 64
+    assert planned == 5 * ITEMSIZE * (spec.num_blocks * (2 * of_an_expert + others) + tables)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile
+from flexgen_h2o.planner.report import Answer, to_json, to_text
 from flexgen_h2o.planner.search import Plan, evaluate
-from flexgen_h2o.policy_search import Answer, to_json, to_text
 
 BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
 STREAMED = Policy(4, 2, (0, 50, 0, 0, 100, 0))

@@ -240,7 +240,7 @@ def _emit_strip(e: Emitter, packed: Any, row_bytes: Any, ends: Any, groups: Any,
             e.prefetch(b.add(ahead, e.number(line)))
         at = b.add(out, b.mul(loop.index, e.number(GROUP * BLOCK_ROWS)))
         total = e.constant(_HALVES, 0)
-        for number, words in enumerate(_transposed(e, lines)):
+        for number, words in enumerate(e.transposed(lines)):
             e.store(words, b.add(at, e.number(number * _WORD * BLOCK_ROWS)))
             total = b.add(total, _pair_sums(e, words))
         pairs = b.bitcast(total, _WORDS)
@@ -277,24 +277,6 @@ def _pair_sums(e: Emitter, words: Any) -> Any:
     b, kind = e.builder, ir.FunctionType(_HALVES, [_BYTES, _BYTES])
     multiply_add = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.pmaddubs.w.512")
     return b.call(multiply_add, [e.constant(_BYTES, 1), b.bitcast(words, _BYTES)])
-
-
-def _transposed(e: Emitter, lines: list[Any]) -> list[Any]:
-    """16 vectors of 16 words: word i of line j becomes word j of line i.
-
-    Four times, lines at `distance` swap the halves of their blocks of 2 x `distance` words.
-    """
-    distance = 1
-    while distance < ROWS:
-        firsts = [i - i % (2 * distance) + i % distance for i in range(ROWS)]
-        low = [i if i % (2 * distance) < distance else i - distance + ROWS for i in range(ROWS)]
-        high = [i + distance if i % (2 * distance) < distance else i + ROWS for i in range(ROWS)]
-        lines = [
-            e.shuffle(lines[first], lines[first + distance], low if i == first else high)
-            for i, first in enumerate(firsts)
-        ]
-        distance *= 2
-    return lines
 
 
 # strip((packed, row_bytes, ends, groups, out, totals)): packed: the address of 16 packed rows, `row_bytes` apart; ends:

@@ -112,13 +112,34 @@ class Emitter:
                 self.builder.store(self.constant(kind, 0), variable)
         return found
 
-    def prefetch(self, address: Any) -> None:
-        """Ask for the cache line at `address`, which need not exist."""
+    def transposed(self, lines: list[Any]) -> list[Any]:
+        """16 vectors of 16 words: word i of line j becomes word j of line i."""
+        even, odd = ([q + i for q in firsts for i in range(4)] for firsts in ((0, 8, 16, 24), (4, 12, 20, 28)))
+        found: list[list[Any]] = [[], [], [], []]
+        for i in range(4):
+            for quarter, half in enumerate((even, odd, even, odd)):
+                near, far = (self.shuffle(lines[i + j], lines[i + j + 4], half) for j in (0, 8))
+                found[quarter].append(self.shuffle(near, far, odd if quarter > 1 else even))
+        return [column for quarter in found for column in self.across(quarter)]
+
+    def across(self, lines: list[Any]) -> list[Any]:
+        """Four vectors of 4 x 4 words: word i of each quarter of line j becomes word j of that quarter of line i."""
+        quarters = range(0, 16, 4)
+        low, high = ([q + i for q in quarters for i in some] for some in ((0, 16, 1, 17), (2, 18, 3, 19)))
+        near, far = ([q + i for q in quarters for i in some] for some in ((0, 1, 16, 17), (2, 3, 18, 19)))
+        found = []
+        for half in (low, high):
+            first, second = (self.shuffle(lines[i], lines[i + 1], half) for i in (0, 2))
+            found += [self.shuffle(first, second, near), self.shuffle(first, second, far)]
+        return found
+
+    def prefetch(self, address: Any, keep: int = 3) -> None:
+        """Ask for the cache line at `address`, which need not exist. keep: 3 in the nearest cache, 2 in the next."""
         pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
         function = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        read, keep, data = (ir.Constant(I32, x) for x in (0, 3, 1))
-        self.builder.call(function, [self.builder.inttoptr(address, pointer), read, keep, data])
+        numbers = [ir.Constant(I32, x) for x in (0, keep, 1)]  # to read, and data
+        self.builder.call(function, [self.builder.inttoptr(address, pointer), *numbers])
 
     def choose(self, condition: Any, values: tuple[int, int], emit: Callable[[int], None]) -> None:
         """Emit code for the first of two values, run where the condition holds, and for the second, run elsewhere."""
@@ -153,7 +174,7 @@ def emitted(emit: Callable[..., None]) -> Any:
     return run
 
 
-def _emitted_by_type(meaning: Callable[[Any], int], emit: Callable[..., None]) -> Any:
+def emitted_by_type(meaning: Callable[[Any], int], emit: Callable[..., None]) -> Any:
     """An intrinsic of a number whose type has a meaning and a tuple of numbers, which runs what
     emit(emitter, meaning, *numbers) emits."""
 
@@ -419,9 +440,9 @@ def _over_packed_slots(emit: Callable[..., None], e: Emitter, bits: int, *number
 
 # dots(element, (at, words, scratch, p, stride, group)): a tile's first slot and words of a slot; the first query (or
 # sum) in scratch; its first probability, and floats from one query's probabilities to the next's; how many queries.
-dots = _emitted_by_type(num_planes, partial(_over_slots, _emit_dots))
-mix = _emitted_by_type(num_planes, partial(_over_slots, _emit_mix))
+dots = emitted_by_type(num_planes, partial(_over_slots, _emit_dots))
+mix = emitted_by_type(num_planes, partial(_over_slots, _emit_mix))
 # packed_dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)): first the format.
-packed_dots = _emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_dots))
-packed_mix = _emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_mix))
+packed_dots = emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_dots))
+packed_mix = emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_mix))
 prefetch = emitted(Emitter.prefetch)

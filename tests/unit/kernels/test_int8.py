@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.units import ALIGN, BLOCK_ROWS, INT8_TILE, round_up
-from flexgen_h2o.kernels import int8
+from flexgen_h2o.kernels import int8, products
+from flexgen_h2o.kernels import linear as linear_kernels
 from flexgen_h2o.kernels.int8 import (
     BlockedInt8,
     Int8Rows,
     blank_int8_rows,
     block_int8_rows,
-    blocked_products,
     codes_of,
     int8_products,
     int8_products_reference,
@@ -34,7 +34,7 @@ from flexgen_h2o.kernels.workspace import Workspace, cpu_has
 
 WIDTHS = [1, 2, 3, 16, 60, 64, 83, 127, 200, 1025]
 DTYPES = [torch.float32, torch.bfloat16]
-needs_blocking = pytest.mark.skipif(not int8._works(), reason="torch does not block int8 here")
+needs_blocking = pytest.mark.skipif(not products.has_loop(torch.uint8), reason="int8 rows are not blocked here")
 
 
 def room(rows: int, columns: int, n: int, dtype: torch.dtype = torch.float32) -> Workspace:
@@ -243,9 +243,11 @@ def test_blocked_products_are_the_reference_to_the_bit(shape: tuple[int, int], n
     weight = torch.randint(-127, 128, shape).float()
     weight[:, 0] = 127  # a scale of 1: the codes are the values
     codes[0], weight[0], weight[1, 1:] = 127, 127, -127
+    codes[:, 0] = 127
     want = torch.empty(n, shape[0], dtype=torch.int32)
     int8_products_reference(codes, weight.to(torch.int8), want)
-    found = blocked_products(codes.view(torch.uint8) ^ 128, blocked(pack_int8_rows(weight)))
+    parts = (Int8Rows(blocked(pack_int8_rows(weight)), shape[1], room(n, *shape[::-1])),)
+    found = linear(codes.float(), parts, None, torch.empty(n, shape[0]))
     assert torch.equal(found, want.float()) and want[0, 0] == 127 * 127 * shape[1]
 
 
@@ -257,7 +259,7 @@ def test_rows_are_blocked_where_they_lie() -> None:
     arena = torch.full((3, *packed.shape), 77, dtype=torch.uint8)
     arena[1] = packed
     part = blocked(arena[1])
-    assert part.memory.data_ptr() == arena[1].data_ptr() == torch.ops.mkldnn.data_ptr(part.opaque)
+    assert part.memory.data_ptr() == arena[1].data_ptr()
     assert part.memory.numel() == packed.numel() and len(part) == 128
     assert bool((arena[0] == 77).all() and (arena[2] == 77).all()) and not torch.equal(arena[1], packed)
     assert torch.equal(part.rows_at(torch.arange(128)), codes_of(packed, 192))
@@ -271,14 +273,14 @@ def test_no_bit_depends_on_which_rows_are_blocked(
     has_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that are blocked some rows at a time, odd rows, and a part that is not resident; few sums at a time."""
-    monkeypatch.setattr(int8, "BLOCK_CHUNK", 2 * BLOCK_ROWS * 128 + 100)
+    monkeypatch.setattr(linear_kernels, "BLOCK_CHUNK", 2 * BLOCK_ROWS * 128 + 100)
     weight, x = torch.randn(336 + 48, 128), torch.randn(9, 128).to(dtype)
     bias = torch.randn(384).to(dtype) if has_bias else None
     packed, ws = pack_int8_rows(weight), room(9, 128, 384)
     whole: RowParts = (Int8Rows(packed, 128, ws),)
     pieces = (*block_int8_rows(packed[:336].clone()), packed[336:])
     assert [(type(p), len(p)) for p in pieces] == [
-        (BlockedInt8, 128), (BlockedInt8, 128), (BlockedInt8, 64), (torch.Tensor, 16), (torch.Tensor, 48),
+        (BlockedInt8, 320), (torch.Tensor, 16), (torch.Tensor, 48),
     ]  # fmt: skip
     parts: RowParts = tuple(Int8Rows(piece, 128, ws) for piece in pieces)
     want = linear(x, whole, bias, torch.empty(9, 384, dtype=dtype))
@@ -310,42 +312,15 @@ def test_inputs_serve_several_matrices(blocks_first: bool) -> None:
 
 
 def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of other widths, too few, apart; and all where the operations or the instructions are missing."""
+    """Rows of other widths, too few, apart; and all where the instructions are missing."""
     rows = [pack_int8_rows(torch.randn(*shape)) for shape in ((64, 72), (63, 64), (64, 60), (128, 64))]
     for packed in (*rows[:3], rows[3][::2]):
         assert block_int8_rows(packed)[0] is packed
     monkeypatch.setattr(int8, "cpu_has", lambda _: False)
     assert blank_int8_rows(rows[3])[0] is rows[3]
-    monkeypatch.setattr(int8, "_works", lambda: False)
+    monkeypatch.setattr(products, "has_loop", lambda _: False)
     before = rows[3].clone()
     assert block_int8_rows(rows[3])[0] is rows[3] and torch.equal(rows[3], before)
-
-
-@pytest.mark.parametrize("gone", ["qlinear_prepack", "qlinear_pointwise"])
-def test_without_the_private_operations_rows_stay(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object) -> None:
-        raise AttributeError(gone)
-
-    monkeypatch.setattr(torch.ops.onednn, gone, missing)
-    int8._layout.cache_clear()
-    assert not int8._works.__wrapped__()
-
-
-@needs_blocking
-@torch.inference_mode()
-def test_instructions_that_cut_sums_and_other_layouts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of CPUs without VNNI do: neighbours' products are added in 16 bits."""
-    exact = torch.ops.onednn.qlinear_pointwise
-
-    def cut(codes: torch.Tensor, *others: object) -> torch.Tensor:
-        result: torch.Tensor = exact(codes, *others)
-        return result.clamp(-(2.0**24), 2.0**24)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.onednn, "qlinear_pointwise", cut)
-        assert not int8._works.__wrapped__()
-    monkeypatch.setattr(int8, "_in_blocks", lambda values: values.contiguous().view(-1).view(torch.uint8))
-    assert not int8._works.__wrapped__()
 
 
 # ---- rows of 4 bits as int8 rows
@@ -389,7 +364,9 @@ def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.Monkey
     assert bool((scales * 127 <= values.abs().amax(dim=1, keepdim=True) * 1.1)[usual].all())
 
 
-@pytest.mark.skipif(not (int8._works() and cpu_has("avx512bw")), reason="int8 rows are not filled blocked here")
+@pytest.mark.skipif(
+    not (products.has_loop(torch.uint8) and cpu_has("avx512bw")), reason="int8 rows are not filled blocked here"
+)
 @torch.inference_mode()
 @pytest.mark.parametrize("at", [0, 48, 64])
 @pytest.mark.parametrize("shape", SHAPES[4:])

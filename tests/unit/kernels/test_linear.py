@@ -1,4 +1,4 @@
-"""Matrices in row parts give what the whole matrix gives, blocked rows within a bf16 rounding of it."""
+"""Matrices in row parts give what the whole matrix gives. What is multiplied by the compiled loop: test_products.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
+from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels import linear as linear_kernels
+from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import (
     BlockedRows,
     DenseRows,
@@ -17,7 +18,6 @@ from flexgen_h2o.kernels.linear import (
     add_linear,
     block_rows,
     linear,
-    linear_relu,
     lookup,
 )
 
@@ -67,89 +67,38 @@ def test_lookup(ids: list[int], at: tuple[int, int], dtype: torch.dtype) -> None
 
 # ---- blocked rows
 
-ROUNDING = 2.0**-7  # of bf16, relative: a unit in the last place of the larger neighbour
-needs_blocking = pytest.mark.skipif(not linear_kernels._works(), reason="torch does not block here")
-blocked = torch.inference_mode()
+needs_loop = pytest.mark.skipif(not products.has_loop(torch.bfloat16), reason="nothing is compiled for bf16 here")
 
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
 
 
-def check(found: torch.Tensor, want: torch.Tensor) -> None:
-    """want: fp32. Sums round once, or twice where something is added to a product that was rounded before."""
-    assert found.dtype == torch.bfloat16
-    assert torch.all((found.float() - want).abs() <= 2 * ROUNDING * want.abs().clamp(min=8.0))
-
-
-@needs_blocking
-@blocked
-@pytest.mark.parametrize(
-    ("shape", "n", "has_bias"),
-    [
-        ((64, 64), 2 * TOKEN_CHUNK + 5, False), ((192, 128), 3, True), ((128, 1024), 32, False),
-        ((1024, 320), 100, True),
-    ],
-)  # fmt: skip
-def test_products(shape: tuple[int, int], n: int, has_bias: bool) -> None:
-    x, weight, bias = normal(n, shape[1]), normal(*shape), normal(shape[0]) if has_bias else None
-    want = x.float() @ weight.float().t() + (bias.float() if bias is not None else 0)
-    (part,) = block_rows(weight.clone())
-    assert isinstance(part, BlockedRows) and len(part) == shape[0]
-    out = torch.full((n, shape[0] + 7), torch.nan, dtype=torch.bfloat16)
-    part.multiply(x, bias, out[:, 7:], adds=False)
-    check(out[:, 7:], want)
-    assert bool(out[:, :7].isnan().all())
-    before = normal(n, shape[0])
-    total = before.clone()
-    part.multiply(x, bias, total, adds=True)
-    check(total, want + before.float())
-
-
-@needs_blocking
-@blocked
-@pytest.mark.parametrize(("n", "has_bias"), [(1, True), (33, False), (TOKEN_CHUNK + 1, True)])
-def test_relu_within_a_product_is_that_after_it(has_bias: bool, n: int) -> None:
-    """To the bit, whichever way it takes: one part within a pass, or more of them, or too many rows, into `out`."""
-    x, weight, bias = normal(n, 128), normal(192, 128), normal(192) if has_bias else None
-    want = torch.relu(linear(x, block_rows(weight.clone()), bias, torch.empty(n, 192, dtype=torch.bfloat16)))
-    assert (want == 0).any() and (want > 0).any()
-    for parts in (block_rows(weight.clone()), (*block_rows(weight[:64].clone()), *block_rows(weight[64:].clone()))):
-        out = torch.full((n, 192), torch.nan, dtype=torch.bfloat16)
-        assert torch.equal(linear_relu(x, parts, bias, out), want)
-        assert bool(out.isnan().all()) == (len(parts) == 1 and n <= TOKEN_CHUNK)
-
-
-@needs_blocking
-@blocked
-def test_rows_are_blocked_where_they_lie() -> None:
-    """The same values in the same bytes, and nothing around them is touched."""
+@needs_loop
+def test_rows_are_blocked_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same values in the same bytes, some rows at a time, and nothing around them is touched."""
     arena = normal(3, 256, 64)
-    before = arena.clone()
+    before, again = arena.clone(), arena[1].clone()
     (part,) = block_rows(arena[1])
-    assert isinstance(part, BlockedRows)
-    assert part.memory.data_ptr() == arena[1].data_ptr() == torch.ops.mkldnn.data_ptr(part.opaque)
+    assert isinstance(part, BlockedRows) and part.memory.data_ptr() == arena[1].data_ptr()
     assert torch.equal(arena[0], before[0]) and torch.equal(arena[2], before[2])
-    in_order = [t.view(torch.int16).flatten().sort().values for t in (arena[1], before[1])]
-    assert torch.equal(*in_order) and not torch.equal(arena[1], before[1])
+    words = [before[1, 64 * i : 64 * i + 64].view(torch.int32).t().reshape(-1) for i in range(4)]
+    assert torch.equal(arena[1].view(torch.int32).view(-1), torch.cat(words))
+    monkeypatch.setattr(linear_kernels, "BLOCK_CHUNK", 2 * BLOCK_ROWS * 64 * 2 + 100)
+    block_rows(again)
+    assert torch.equal(again, arena[1])
 
 
-@needs_blocking
-@blocked
-def test_long_parts_are_blocked_some_rows_at_a_time_and_odd_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a part that is split at 16 rows is; and products over all of them, beside a part that is not resident."""
-    monkeypatch.setattr(linear_kernels, "BLOCK_CHUNK", 2 * BLOCK_ROWS * 128 * 2 + 100)
-    weight, x, bias = normal(336 + 48, 128), normal(9, 128), normal(336 + 48)
-    want = x.float() @ weight.float().t() + bias.float()
-    parts: RowParts = (*block_rows(weight[:336].clone()), DenseRows(weight[336:].clone()))
-    assert [(type(p), len(p)) for p in parts] == [
-        (BlockedRows, 128), (BlockedRows, 128), (BlockedRows, 64), (DenseRows, 16), (DenseRows, 48),
-    ]  # fmt: skip
-    check(linear(x, parts, bias, torch.empty(9, 384, dtype=torch.bfloat16)), want)
-    before = normal(9, 384)
-    total = before.clone()
-    add_linear(total, x, parts, bias)
-    check(total, want + before.float())
+@needs_loop
+def test_odd_rows_stay() -> None:
+    """As a part has them that is split at 16 rows."""
+    weight = normal(336, 128)
+    whole, rest = block_rows(memory := weight.clone())
+    assert isinstance(whole, BlockedRows) and len(whole) == 320
+    assert isinstance(rest, DenseRows) and torch.equal(rest.rows, weight[320:])
+    assert rest.rows.data_ptr() == memory[320:].data_ptr()
+    with pytest.raises(NotImplementedError):
+        lookup(torch.tensor([1]), (whole,), normal(1, 128))
 
 
 @pytest.mark.parametrize(
@@ -161,32 +110,3 @@ def test_long_parts_are_blocked_some_rows_at_a_time_and_odd_rows_stay(monkeypatc
 def test_what_stays_as_it_is(rows: torch.Tensor) -> None:
     (part,) = block_rows(rows)
     assert isinstance(part, DenseRows) and part.rows is rows
-
-
-def test_pieces_are_whole_blocks_and_what_is_left() -> None:
-    for most, sizes in ((1, [64, 64, 64, 10]), (150, [128, 64, 10]), (1000, [192, 10])):
-        found = list(linear_kernels.pieces(torch.arange(202), most))
-        assert [len(some) for some in found] == sizes and torch.equal(torch.cat(found), torch.arange(202))
-    assert [len(some) for some in linear_kernels.pieces(torch.arange(128), 64)] == [64, 64]
-
-
-@pytest.mark.parametrize("gone", ["_reorder_linear_weight", "_linear_pointwise", "_get_mkldnn_serialized_md"])
-def test_without_the_private_operations_rows_stay(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object) -> None:
-        raise AttributeError(gone)
-
-    monkeypatch.setattr(torch.ops.mkldnn, gone, missing)
-    assert not linear_kernels._works.__wrapped__()
-    monkeypatch.setattr(linear_kernels, "_works", lambda: False)
-    (part,) = block_rows(rows := normal(64, 64))
-    assert isinstance(part, DenseRows) and part.rows is rows
-
-
-def test_wrong_products_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, w, *_: torch.zeros(len(x), w.shape[0]))
-    assert not linear_kernels._works.__wrapped__()
-
-
-def test_a_chunk_holds_some_blocks_of_the_widest_matrices() -> None:
-    """OPT-175B's 4 x 12,288 columns: a chunk is not what memory was not planned for."""
-    assert BLOCK_CHUNK // (4 * 12288 * 2) >= 2 * BLOCK_ROWS

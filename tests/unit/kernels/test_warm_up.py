@@ -19,14 +19,14 @@ from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
-from flexgen_h2o.kernels import int8, jit
+from flexgen_h2o.kernels import jit
 from flexgen_h2o.kernels import warm_up as warm_up_module
 from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
-from flexgen_h2o.kernels.compiled import packed_slots, prompts, rows, slots
+from flexgen_h2o.kernels.compiled import packed_slots, products, prompts, rows, slots
 from flexgen_h2o.kernels.elementwise import Rotation, clamped_gate, rms_norm, silu_gated
-from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows, requantise_rows, rescale
-from flexgen_h2o.kernels.linear import linear_each
+from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows, requantise_rows
+from flexgen_h2o.kernels.linear import DenseRows, linear_each, linear_relu
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.slots import attend
@@ -37,7 +37,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 LOOPS: tuple[Any, ...] = (
     slots.attend_rows, packed_slots.attend_rows, packed_slots.pack_rows, prompts.add_tile, prompts.attend_units,
     rows.norm_rows, rows.silu_rows, rows.rotate_rows, rows.rotate_heads, rows.unpack, int8_loops.quantise,
-    int8_loops.rescale, int8_loops.in_order, int8_loops.blocked,
+    int8_loops.rescale, int8_loops.in_order, int8_loops.blocked, products.multiply,
 )  # fmt: skip
 
 
@@ -86,8 +86,15 @@ def multiplies() -> None:
         for adds in (False, True):
             out = torch.zeros(3, 5, dtype=BF16)
             linear_each(x, [((part,), bias, out)], adds)
-            if int8._works():  # rows are blocked here, whose sums are in float32
-                rescale(torch.zeros(3, 5), torch.zeros(3), torch.zeros(5), bias, out, adds)
+
+
+def multiplies_in_order() -> None:
+    """What models multiply in bf16, with all that may follow."""
+    part, x, bias = DenseRows(torch.randn(5, 64).to(BF16)), torch.randn(3, 64).to(BF16), torch.randn(5).to(BF16)
+    out = torch.zeros(3, 5, dtype=BF16)
+    for adds in (False, True):
+        linear_each(x, [((part,), bias, out)], adds)
+    linear_relu(x, (part,), None, out)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +102,9 @@ def multiplies() -> None:
     [
         (Groupwise(2, 4), partial(unpacks, 4)), (Groupwise(2, 8), partial(unpacks, 8)),
         (Groupwise(2, 4, to_int8=True), requantises), (Int8(2), multiplies),
+        (WeightFormat(2), multiplies_in_order),
     ],
-    ids=["4 bits", "8 bits", "4 bits to int8", "int8"],
+    ids=["4 bits", "8 bits", "4 bits to int8", "int8", "dense"],
 )  # fmt: skip
 def test_what_a_format_of_weights_needs_is_compiled(form: WeightFormat, use: Callable[[], None]) -> None:
     packed = pack_int8_rows(torch.randn(5, 100)), pack_rows(torch.randn(3, 100), 4)  # float32 weights, packed ahead

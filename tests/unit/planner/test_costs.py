@@ -218,8 +218,8 @@ def test_of_a_quantised_checkpoint_only_what_is_quantised_is_unpacked() -> None:
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     plain, quantised = (costs_of(policy, NEED, where, replace(SPEC, quantization=config)) for config in (None, fp8))
     assert quantised.dequantise_s(0) == plain.dequantise_s(1) == 0.0 < quantised.dequantise_s(1)
-    assert quantised.weight_load(0) == plain.weight_load(0)
-    assert sum(t.seconds for t in quantised.weight_load(1)) < sum(t.seconds for t in plain.weight_load(1))
+    assert quantised.weight_load(0, 1) == plain.weight_load(0, 1)
+    assert sum(t.seconds for t in quantised.weight_load(1, 1)) < sum(t.seconds for t in plain.weight_load(1, 1))
 
 
 def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.checkpoint.formats import WeightFormat
+from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
@@ -29,13 +30,7 @@ from flexgen_h2o.engine.memory_plan import (
     plan_within,
     streamed_bytes,
 )
-from flexgen_h2o.engine.temporaries import (
-    blocking_bytes,
-    int8_blocking_bytes,
-    int8_product_bytes,
-    product_bytes,
-    temporary_bytes,
-)
+from flexgen_h2o.engine.temporaries import blocking_bytes, temporary_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.models import spec_from_config
@@ -267,10 +262,8 @@ def test_a_wide_attention_is_planned_for() -> None:
         "attention_bias": False, "mlp_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     }  # fmt: skip
     wide = spec_from_config("wide", config, "here")
-    assert product_bytes(wide, 1024, 1, 2) == 1024 * 8 * 64 * 2
-    assert blocking_bytes(wide, 2) == 8 * 64 * 64 * 2
-    assert int8_product_bytes(wide, 1024, 1) == 1024 * 8 * 64 * 4
-    assert int8_blocking_bytes(wide) == 2 * 8 * 64 * (64 + 8)
+    assert blocking_bytes(wide, WeightFormat(2), True) == 8 * 64 * 64 * 2
+    assert blocking_bytes(wide, Int8(2), True) == 8 * 64 * (64 + 3 * 8)
 
 
 def test_temporaries_cover_it_where_weights_are_blocked() -> None:
@@ -280,15 +273,13 @@ def test_temporaries_cover_it_where_weights_are_blocked() -> None:
     def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: BlockShape = shape) -> int:
         return memory_plan(untied, policy, shape, itemsize, is_host, SEQUENTIAL).size("temporaries")
 
-    for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, False, Policy(int8_compute=True))):
-        assert temporaries(itemsize, is_host, policy) == temporary_bytes(untied, shape, itemsize, policy)
-    assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy()) + 300 * 5000 * 2
-    assert blocking_bytes(untied, 2) == 5000 * 48 * 2
-    assert temporaries(2, True, Policy(), BlockShape(1, 1, 1, (1, 1))) >= blocking_bytes(untied, 2)
-    # At most BLOCK_CHUNK bytes of rows are multiplied, or blocked, at a time.
-    wide = make_spec(hidden_size=49152, num_attention_heads=4, word_embed_proj_dim=49152, ffn_dim=196608)
-    assert product_bytes(wide, 1024, 1, 2) == 1024 * 2 * (BLOCK_CHUNK // 98304) * 2
-    assert blocking_bytes(wide, 2) == BLOCK_CHUNK
-    int8 = Policy(int8_compute=True)
-    want = temporary_bytes(untied, shape, 2, int8) + int8_product_bytes(untied, 2000, 300)
-    assert temporaries(2, True, int8) == want > temporary_bytes(untied, shape, 2, int8)
+    small, int8 = BlockShape(1, 1, 1, (1, 1)), Policy(int8_compute=True)
+    for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, False, int8)):
+        assert temporaries(itemsize, is_host, policy, small) == temporary_bytes(untied, small, itemsize, policy)
+    assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy())
+    assert blocking_bytes(untied, WeightFormat(2), True) == 5000 * 48 * 2
+    assert temporaries(2, True, Policy(), small) == 5000 * 48 * 2 > temporary_bytes(untied, small, 2, Policy())
+    assert blocking_bytes(untied, Int8(2), True) == 5000 * (48 + 3 * 8)
+    # BLOCK_CHUNK bytes at a time, or BLOCK_ROWS rows that are more.
+    wide = make_spec(hidden_size=12288, num_attention_heads=4, word_embed_proj_dim=12288, ffn_dim=49152)
+    assert blocking_bytes(wide, WeightFormat(2), True) == 64 * 49152 * 2 > BLOCK_CHUNK

@@ -1,0 +1,103 @@
+"""Products that the compiled loop of compiled/products.py takes: in bf16, and of int8 weights with uint8 inputs.
+
+It needs AVX-512's instructions for them. Where AMX has its own, oneDNN's products in torch are faster with many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flexgen_h2o.core.units import BLOCK_ROWS
+from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, parallel_rows
+
+_NEEDED = {torch.bfloat16: ("avx512bf16", "amx-bf16"), torch.uint8: ("avx512vnni", "amx-int8")}
+_WORD = 4  # bytes: two columns in bf16, four in int8
+_LEAST = 64  # bytes of a row: a vector
+
+
+@lru_cache
+def has_loop(dtype: torch.dtype) -> bool:
+    """Is the loop to be used for inputs of this dtype, on this CPU?"""
+    if dtype not in _NEEDED:
+        return False
+    own, faster = _NEEDED[dtype]
+    return cpu_has(own) and not cpu_has(faster)
+
+
+def takes(x: torch.Tensor, columns: int) -> bool:
+    """Does the loop take these inputs, with rows of a weight of so many columns?"""
+    nbytes = columns * x.itemsize
+    return x.device.type == "cpu" and nbytes % _WORD == 0 and nbytes >= _LEAST and has_loop(x.dtype)
+
+
+class Job(NamedTuple):
+    """A product of some input rows with some rows of a weight. Addresses and bytes.
+
+    first: panels of the jobs before it; tokens: input rows; rows: of the weight; words: of a row.
+    row_step: from a row of the weight to the next; 0: it is blocked. bias: 0 where there is none.
+    In int8 alone: the scales of the inputs, of the rows, and the sums of these; with inputs around 128, `zero` times a
+    row's sum is added to its products.
+    """
+
+    first: int
+    tokens: int
+    x: int
+    x_step: int
+    weight: int
+    row_step: int
+    rows: int
+    words: int
+    bias: int
+    out: int
+    out_step: int
+    x_scales: int = 0
+    scales: int = 0
+    scale_step: int = 0
+    row_sums: int = 0
+    sum_step: int = 0
+    zero: int = 0
+
+
+def job_of(
+    x: torch.Tensor, weight: tuple[int, int, int], bias: torch.Tensor | None, out: torch.Tensor, **in_int8: int
+) -> Job:
+    """x: (rows, columns), which `takes` has let pass; weight: address, bytes from a row to the next (0: blocked), rows;
+    bias: (n,), out: (rows, n), of one dtype. in_int8: the other fields of a Job.
+    """
+    (tokens, columns), (x_step, x_one), (out_step, out_one) = x.shape, x.stride(), out.stride()
+    start, row_step, rows = weight
+    biases = 0
+    if bias is not None:
+        biases = bias.data_ptr()
+        if bias.dtype != out.dtype or bias.shape != (rows,) or bias.stride() != (1,):
+            raise mismatch("products: bias and out", bias, out)
+    if x_one != 1 or out_one != 1 or out.shape != (tokens, rows):
+        raise mismatch(f"products: x, {rows} rows and out", x, out)
+    itemsize = x.itemsize
+    return Job(
+        0, tokens, x.data_ptr(), x_step * itemsize, start, row_step, rows, columns * itemsize // _WORD, biases,
+        out.data_ptr(), out_step * out.itemsize, **in_int8,
+    )  # fmt: skip
+
+
+def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bool, relu: bool) -> None:
+    """Multiply; the threads share all panels of all jobs. inputs, results: dtypes."""
+    from flexgen_h2o.kernels.compiled import products as loops
+
+    table, panels, nbytes = [], 0, 0
+    for job in jobs:
+        count = -(-job.rows // BLOCK_ROWS)
+        table.append((panels, *job[1:]))
+        panels += count
+        nbytes += count * BLOCK_ROWS * job.words * _WORD
+    numbers = np.array(table, dtype=np.int64)
+    loop = partial(
+        loops.multiply, element_of(inputs), element_of(results), (numbers.ctypes.data, len(jobs), panels),
+        loops.Ending(adds, relu), torch.get_num_threads() - 1,
+    )  # fmt: skip
+    parallel_rows(loop, panels, nbytes // panels)

@@ -1,0 +1,207 @@
+"""The compiled loop of products, against float64: shapes, strides, row parts, experts; to the bit where it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from flexgen_h2o.core.units import ALIGN, round_up
+from flexgen_h2o.kernels import products
+from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows, codes_of, pack_int8_rows, quantise_rows, scales_of
+from flexgen_h2o.kernels.linear import (
+    DenseRows,
+    RowParts,
+    add_linear,
+    block_rows,
+    grouped_linear,
+    linear,
+    linear_each,
+    linear_relu,
+)
+from flexgen_h2o.kernels.workspace import Workspace
+
+BF16 = torch.bfloat16
+ROUNDING = 2.0**-8  # of bf16, relative
+KINDS = ["bf16", "int8"]
+pytestmark = pytest.mark.skipif(
+    not (products.has_loop(BF16) and products.has_loop(torch.uint8)), reason="nothing is compiled for them here"
+)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(BF16)
+
+
+class Held:
+    """A weight (n, columns), in parts of all forms that there are, and its products in float64."""
+
+    def __init__(self, kind: str, n: int, columns: int, rows: int = 700) -> None:
+        self.kind, self.weight = kind, normal(n, columns)
+        sizes = {
+            "int8 inputs": rows * columns, "int8 input scales": 4 * rows, "int8 weight scales": 4 * n,
+            "int8 sums": 4 * rows * n,
+        }  # fmt: skip
+        sizes = {name: round_up(size, ALIGN) for name, size in sizes.items()}
+        self.workspace = Workspace(torch.empty(sum(sizes.values()), dtype=torch.uint8), sizes, BF16)
+        self.packed = pack_int8_rows(self.weight)
+
+    def parts(self, cuts: Sequence[int] = (), blocks: bool = False) -> RowParts:
+        """Cut at these rows."""
+        found: list[RowParts] = []
+        for a, b in zip([0, *cuts], [*cuts, len(self.weight)], strict=True):
+            if self.kind == "int8":
+                packed = self.packed[a:b].clone()
+                every = block_int8_rows(packed) if blocks else (packed,)
+                found.append(tuple(Int8Rows(some, self.weight.shape[1], self.workspace) for some in every))
+            else:
+                rows = self.weight[a:b].clone()
+                found.append(block_rows(rows) if blocks else (DenseRows(rows),))
+        return tuple(part for some in found for part in some)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "bf16":
+            return x.double() @ self.weight.double().t()
+        codes, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))
+        quantise_rows(x, codes, scales)
+        sums = codes.double() @ codes_of(self.packed, x.shape[1]).double().t()
+        return sums * scales.double().unsqueeze(1) * scales_of(self.packed).double()
+
+
+def check(found: torch.Tensor, want: torch.Tensor, before: torch.Tensor | float = 0.0) -> None:
+    """Sums in fp32, rounded once, or twice where `before` was what the second number was added to."""
+    assert found.dtype == BF16
+    size = want.abs() + (before.abs() if isinstance(before, torch.Tensor) else before)
+    assert torch.all((found.double() - want).abs() <= ROUNDING * size + 1e-4 * want.abs().max())
+
+
+def apart(rows: torch.Tensor, more: int = 6) -> torch.Tensor:
+    """The same rows, others between them."""
+    return torch.cat([rows, normal(len(rows), more)], dim=1)[:, :-more]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("n", "rows", "columns"),
+    [
+        (1, 64, 64), (1, 1, 64), (6, 65, 68), (7, 63, 96), (13, 130, 200), (5, 192, 1028), (64, 96, 2112),
+        (600, 70, 64),
+    ],
+)  # fmt: skip
+def test_products_of_all_shapes(kind: str, n: int, rows: int, columns: int) -> None:
+    """Less than a panel and a vector more than one, chunks of words that do not divide, one row, more than a chunk."""
+    held, x, bias = Held(kind, rows, columns), apart(normal(n, columns)), normal(rows)
+    want = held.product(x)
+    for parts in (held.parts(), held.parts(blocks=True)):
+        wide = torch.full((n, rows + 5), torch.nan, dtype=BF16)
+        check(linear(x, parts, bias, wide[:, 2:-3]), want + bias.double())
+        assert bool(wide[:, :2].isnan().all() and wide[:, -3:].isnan().all()), "wrote beside its rows"
+        check(linear(x, parts, None, wide[:, 2:-3]), want)
+        before = normal(n, rows)
+        add_linear(total := before.clone(), x, parts, bias)
+        check(total, want + before.double() + bias.double(), want + before.double())
+        found = linear_relu(x, parts, bias, torch.empty(n, rows, dtype=BF16))
+        assert torch.equal(found, torch.relu(linear(x, parts, bias, torch.empty(n, rows, dtype=BF16))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bit_depends_on_parts_or_on_other_rows(kind: str) -> None:
+    """How a matrix is split, which parts are blocked, which rows are multiplied together, and in which call."""
+    held, x, bias = Held(kind, 336, 1152), normal(29, 1152), normal(336)
+    want = linear(x, held.parts(), bias, torch.empty(29, 336, dtype=BF16))
+    added = normal(29, 336)
+    add_linear(total := added.clone(), x, held.parts(), bias)
+    for cuts in ((), (64,), (16, 207), (320,)):
+        for blocks in (False, True):
+            parts = held.parts(cuts, blocks)
+            assert torch.equal(linear(x, parts, bias, torch.empty(29, 336, dtype=BF16)), want)
+            add_linear(again := added.clone(), x, parts, bias)
+            assert torch.equal(again, total)
+    alone = [linear(row, held.parts((64,), True), bias, torch.empty(1, 336, dtype=BF16)) for row in x.split(1)]
+    assert torch.equal(torch.cat(alone), want)
+    outs = [torch.empty(29, 336, dtype=BF16) for _ in range(2)]
+    linear_each(x, [(held.parts((16,), blocks), bias, out) for blocks, out in zip((False, True), outs, strict=True)])
+    assert all(torch.equal(out, want) for out in outs)
+
+
+def test_bf16_rounds_as_torch_does() -> None:
+    """Once, and where it adds once more for the bias: whole numbers, which both add exactly."""
+    weight, x = (torch.randint(-3, 4, shape).to(BF16) for shape in ((70, 64), (9, 64)))
+    bias, before = normal(70), normal(9, 70) * 100
+    for adds in (False, True):
+        outs = [before.clone() for _ in range(2)]
+        DenseRows(weight).multiply(x, bias, outs[0], adds)
+        linear_each(x, [((DenseRows(weight),), bias, outs[1])], adds)
+        assert torch.equal(*outs)
+
+
+def test_what_is_not_finite_shows() -> None:
+    weight, x = normal(70, 64), normal(3, 64)
+    x[0, 5], weight[66, 63] = torch.nan, torch.inf
+    out = linear(x, (DenseRows(weight),), None, torch.empty(3, 70, dtype=BF16))
+    assert bool(out[0].isnan().all()) and not out[1:, 66].isfinite().any()
+    assert bool(out[1:, torch.arange(70) != 66].isfinite().all())
+    assert bool(linear_relu(x, (DenseRows(weight),), None, out)[0].isnan().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_experts_in_one_pass(kind: str, has_bias: bool) -> None:
+    """What each gives alone, to the bit: none of some, many of one, and two matrices of the same inputs."""
+    counts, n = [3, 0, 1, 70, 0, 2], 76
+    gates, ups = ([Held(kind, rows, 128, n) for _ in counts] for rows in (192, 80))
+    x, biases = apart(normal(n, 128)), [[normal(rows) for _ in counts] for rows in (192, 80)]
+    outs = [torch.full((n, rows + 1), torch.nan, dtype=BF16)[:, 1:] for rows in (192, 80)]
+    maps = []
+    for held, bias, out in zip((gates, ups), biases, outs, strict=True):
+        parts = [h.parts((16 * (i % 3),) if i % 3 else (), blocks=i % 2 == 0) for i, h in enumerate(held)]
+        maps.append((parts, bias if has_bias else None, out))
+    grouped_linear(x, counts, maps)
+    for parts, bias, out in maps:
+        for expert, rows in enumerate(x.split(counts)):
+            first = sum(counts[:expert])
+            want = torch.empty(len(rows), out.shape[1], dtype=BF16)
+            if len(rows):
+                linear(rows, parts[expert], bias[expert] if bias else None, want)
+            assert torch.equal(out[first : first + len(rows)], want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_without_the_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch operations, chunks of inputs that end within an expert's rows; in float32 too."""
+    monkeypatch.setattr(products, "has_loop", lambda _: False)
+    monkeypatch.setattr("flexgen_h2o.kernels.int8.TOKEN_CHUNK", 16)
+    counts, n = [3, 0, 20, 14], 37
+    held, x = [Held(kind, 70, 128, n) for _ in counts], normal(n, 128)
+    out = torch.empty(n, 70, dtype=BF16)
+    grouped_linear(x, counts, [([h.parts() for h in held], None, out)])
+    check(out, torch.cat([h.product(rows) for h, rows in zip(held, x.split(counts), strict=True)]))
+    if kind == "bf16":
+        wide = torch.empty(n, 70)
+        grouped_linear(x.float(), counts, [([(DenseRows(h.weight.float()),) for h in held], None, wide)])
+        assert torch.allclose(wide.double(), out.double(), atol=0.3)
+
+
+def test_int8_in_dtypes_that_the_loop_does_not_write() -> None:
+    held, x = Held("int8", 70, 128), normal(5, 128).half()
+    want = held.product(x)
+    for parts in (held.parts(), held.parts(blocks=True)):
+        out = torch.empty(5, 70, dtype=torch.float16)
+        linear(x, parts, torch.ones(70).half(), out)
+        add_linear(out, x, parts, None)
+        assert torch.allclose(out.double(), 2 * want + 1, rtol=2**-9, atol=2e-2)
+
+
+def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd columns, fewer than a vector, other dtypes; a CPU without the instructions, or with faster ones."""
+    for x, columns in ((normal(1, 65), 65), (normal(1, 30), 30), (torch.zeros(1, 64), 64), (normal(1, 64).half(), 64)):
+        assert not products.takes(x, columns)
+        out = torch.empty(1, 5, dtype=x.dtype)
+        weight = torch.ones(5, columns, dtype=x.dtype)
+        assert torch.allclose(
+            linear(x, (DenseRows(weight),), None, out).float(), x.float().sum().expand(1, 5), rtol=0.02, atol=0.1
+        )
+    for features in ((), ("avx512bf16", "amx-bf16")):
+        monkeypatch.setattr(products, "cpu_has", lambda feature, features=features: feature in features)
+        assert not products.has_loop.__wrapped__(BF16)

@@ -1,0 +1,130 @@
+"""Plans for mixtures of experts: what sweeps are expected to read, and when experts move one by one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.engine.memory_plan import expert_group, unit_kinds, waits_for_router
+from flexgen_h2o.engine.workload import WorkloadShape
+from flexgen_h2o.models import built_in_spec, spec_from_config
+from flexgen_h2o.planner.lp import MOST_MICRO_BATCH, SearchSpace
+from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.profile import find_profile, read_profile
+from flexgen_h2o.planner.report import balanced_rows
+from flexgen_h2o.planner.search import disk_reads, evaluate
+from tests.unit.planner.made_up import HUGE, machine
+
+CONFIG = {
+    "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True,
+    "max_position_embeddings": 99, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
+SPEC = spec_from_config("tiny", CONFIG, "here")
+ON_DISK = (0, 0, 100, 0, 100, 0)
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def space(spec: ModelSpec, rows: int, prompt_len: int = 1, gen_len: int = 3) -> SearchSpace:
+    need = WorkloadShape.full(rows, prompt_len, gen_len, spec.num_blocks)
+    return SearchSpace(spec, need, Policy(), machine(True), HUGE)
+
+
+def public(name: str) -> ModelSpec:
+    found = built_in_spec(name)
+    assert found is not None
+    return found[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_sweep_reads_the_experts_that_are_expected(rows: int) -> None:
+    """By hand: fp32, one token a row in every sweep, the first block an MLP."""
+    policy = Policy(rows, 1, ON_DISK)
+    assert (expert_group(SPEC, policy), waits_for_router(SPEC, policy)) == (1, True)
+    attention = 2 * 64 * 64 + 2 * 64 * 32
+    mlp, routers, tables = 3 * 64 * 128, 2 * 8 * 64, 2 * 512 * 64
+    experts = 2 * 8 * 3 * 64 * 32
+    used = {1: 2 / 8, 2: 1 - (6 / 8) ** 2}[rows]
+    expected = 3 * 4 * (3 * attention + mlp + routers + tables + used * experts)
+    assert disk_reads(space(SPEC, rows), policy) == pytest.approx(expected)
+
+
+def test_more_rows_of_a_block_read_no_less() -> None:
+    """One by one up to WAITS_BELOW, then all together: no step down between them."""
+    reads = [disk_reads(space(SPEC, rows), Policy(rows, 1, ON_DISK)) for rows in range(1, 40)]
+    assert reads == sorted(reads) and reads[0] < reads[4] < reads[-1]
+    groups = [expert_group(SPEC, Policy(rows)) for rows in range(1, 40)]
+    assert groups == sorted(groups) and {groups[0], groups[-1]} == {1, 8}
+
+
+def test_units_are_told_apart_by_what_they_hold() -> None:
+    policy = Policy(64, expert_group=3)
+    kinds = unit_kinds(SPEC, policy, space(SPEC, 1).machine.setting(SPEC, policy, space(SPEC, 1).need).form)
+    # embedding; attention with and without a router; the MLP; groups of 3, 3 and 2 experts; head
+    assert sorted(zip(kinds.experts, kinds.counts, strict=True)) == [(0, 1)] * 4 + [(0, 2), (2, 2), (3, 4)]
+    assert len(kinds.cycle) == 1 + 3 + 1 + 6 + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "active"),
+    [("Qwen/Qwen3-30B-A3B", 30.5, 3.3), ("Qwen/Qwen3-235B-A22B", 235, 22), ("allenai/OLMoE-1B-7B-0924", 6.9, 1.3),
+     ("mistralai/Mixtral-8x7B-v0.1", 46.7, 12.9), ("facebook/opt-125m", 0.125, 0.125)],
+)  # fmt: skip
+def test_weights_of_a_token(name: str, weights: float, active: float) -> None:
+    """Billions, as their makers count them."""
+    spec = public(name)
+    assert spec.num_weights / 1e9 == pytest.approx(weights, rel=0.01)
+    assert spec.num_active / 1e9 == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize(("rows", "single"), [(1, True), (16, True), (32, True), (64, False)])
+def test_experts_move_one_by_one_where_that_is_faster(rows: int, single: bool) -> None:
+    """Simulated, with all weights on disk; the table of docs/planner.md."""
+    spec = public("Qwen/Qwen3-30B-A3B")
+    known = Machine(read_profile(find_profile("build-2core")), "bfloat16", device_is_host=True)
+    at = replace(space(spec, rows, 512, 8), machine=known, budgets=dict.fromkeys(HUGE, 2**42))
+    policy = Policy(rows, 1, ON_DISK)
+    by_one, by_eight = (evaluate(at, replace(policy, expert_group=n)).prediction.decode_s for n in (1, 8))
+    assert (by_one < by_eight) == single
+    assert expert_group(spec, policy) == (1 if single else 8)
+
+
+def test_micro_batches_are_larger_where_each_expert_sees_few_rows() -> None:
+    spec = public("mistralai/Mixtral-8x7B-v0.1")
+    asked = space(spec, 10_000)
+    sizes = {gbs for gbs, _ in asked.block_sizes()}
+    assert asked.most_micro_batch == 4 * MOST_MICRO_BATCH and max(sizes) == 10_000 // 8
+
+
+def test_rows_that_compute_for_as_long_as_weights_load() -> None:
+    """With twice the rows as balanced compute takes longer, with half of them loading does."""
+    spec = public("allenai/OLMoE-1B-7B-0924")
+    known = Machine(read_profile(find_profile("build-2core")), "bfloat16", device_is_host=True)
+    at = replace(space(spec, 4096, 64, 8), machine=known, budgets=dict.fromkeys(HUGE, 2**42))
+    rows = balanced_rows(at, Policy(512, 1, ON_DISK))
+    assert rows is not None
+    for factor, binds in ((0.5, "disk_read"), (2, "device_compute")):
+        assert evaluate(at, Policy(round(factor * rows), 1, ON_DISK)).prediction.binds("decode") == binds
+
+
+def test_the_documented_shares_of_skewed_routers() -> None:
+    """An expert's chance is as 1 / rank^s: of so many tokens, the expected share of experts that any chooses."""
+
+    def share(count: int, per_token: int, tokens: int, skew: float) -> float:
+        chances = [rank**-skew for rank in range(1, count + 1)]
+        each = (min(1.0, per_token * chance / sum(chances)) for chance in chances)
+        return sum(1 - (1 - chance) ** tokens for chance in each) / count
+
+    page = (DOCS / "planner.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d. ]+) \| ([\d. ]+) \| ([\d. ]+) \| ([\d. ]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for tokens, *shares in rows:
+        found = [share(count, k, int(tokens), skew) for count, k in ((128, 8), (8, 2)) for skew in (0, 0.5)]
+        assert [float(told) for told in shares] == pytest.approx(found, abs=0.006)
