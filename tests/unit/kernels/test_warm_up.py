@@ -37,7 +37,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 LOOPS: tuple[Any, ...] = (
     slots.attend_rows, packed_slots.attend_rows, packed_slots.pack_rows, prompts.add_tile, prompts.attend_units,
     rows.norm_rows, rows.silu_rows, rows.rotate_rows, rows.rotate_heads, rows.unpack, int8_loops.quantise,
-    int8_loops.rescale, int8_loops.in_order, int8_loops.blocked, products.multiply,
+    int8_loops.rescale, int8_loops.in_order, int8_loops.blocked, products.multiply, rows.clamped_gate_rows,
 )  # fmt: skip
 
 
@@ -107,8 +107,8 @@ def multiplies_in_order() -> None:
     ids=["4 bits", "8 bits", "4 bits to int8", "int8", "dense"],
 )  # fmt: skip
 def test_what_a_format_of_weights_needs_is_compiled(form: WeightFormat, use: Callable[[], None]) -> None:
-    packed = pack_int8_rows(torch.randn(5, 100)), pack_rows(torch.randn(3, 100), 4)  # float32 weights, packed ahead
-    assert all(len(rows) for rows in packed)
+    packed = pack_int8_rows(torch.randn(5, 100)), *(pack_rows(torch.randn(3, 100), bits) for bits in (4, 8))
+    assert all(len(rows) for rows in packed)  # of float32 weights, packed ahead
     warm_up(CPU, BF16, scored=False, weights=partial(formats.warm_up, form))
     before = compiled()
     use()
