@@ -18,6 +18,7 @@ from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, paralle
 _NEEDED = {torch.bfloat16: ("avx512bf16", "amx-bf16"), torch.uint8: ("avx512vnni", "amx-int8")}
 _WORD = 4  # bytes: two columns in bf16, four in int8
 _LEAST = 64  # bytes of a row: a vector
+_AS_LONG = 24  # input rows that are multiplied with a weight as long as it takes to come from memory
 
 
 @lru_cache
@@ -94,7 +95,7 @@ def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bo
         count = -(-job.rows // BLOCK_ROWS)
         table.append((panels, *job[1:]))
         panels += count
-        nbytes += count * BLOCK_ROWS * job.words * _WORD
+        nbytes += count * BLOCK_ROWS * job.words * _WORD * (1 + job.tokens // _AS_LONG)
     numbers = np.array(table, dtype=np.int64)
     loop = partial(
         loops.multiply, element_of(inputs), element_of(results), (numbers.ctypes.data, len(jobs), panels),
