@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.core.config import TIERS, Policy
+from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import prices_of
 from flexgen_h2o.engine.report import MEASURED_BUSY
@@ -25,6 +25,7 @@ RESOURCES = {
 }  # fmt: skip
 LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
+GUESSES = 8  # of the rows that balance computing and loading, each from the one before
 FEW_COLUMNS, FEW_FLAGS = 0.2, "--kv-budget 0.2 --compress-cache"  # that hold KV of more rows
 LEAST_GAIN = 1e-4  # of the whole time; less is called nothing
 SMALL_GAIN = 1e-3  # less is said with two digits after the point
@@ -179,12 +180,18 @@ def _seconds(plan: Plan) -> Iterator[str]:
 def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
     """Rows of a block whose decode sweeps compute for as long as they load: weights once, KV and hidden states of each
     row. None where KV of a row takes longer than computing it."""
-    block = space.need.block((policy.gpu_batch_size,) * policy.num_gpu_batches)
-    costs = space.machine.costs(space.spec, policy, space.need)
-    busy, weights_s = costs.busy(block, max(1, space.need.gen_len // 2)), costs.weights_s(policy.block_size)
-    compute_s = busy["device_compute"] + busy["host_compute"]
-    others_s = max(0.0, max(busy[lane] for lane in LANES) - weights_s)
-    return policy.block_size * weights_s / (compute_s - others_s) if compute_s > others_s else None
+    rows = float(policy.block_size)
+    for _ in range(GUESSES):  # products of more rows are faster
+        policy = replace(policy, gpu_batch_size=max(1, round(min(rows, MOST_ROWS) / policy.num_gpu_batches)))
+        block = space.need.block((policy.gpu_batch_size,) * policy.num_gpu_batches)
+        costs = space.machine.costs(space.spec, policy, space.need)
+        busy, weights_s = costs.busy(block, max(1, space.need.gen_len // 2)), costs.weights_s(policy.block_size)
+        compute_s = busy["device_compute"] + busy["host_compute"]
+        others_s = max(0.0, max(busy[lane] for lane in LANES) - weights_s)
+        if compute_s <= others_s:
+            return None
+        rows = policy.block_size * weights_s / (compute_s - others_s)
+    return rows
 
 
 def _experts(answer: Answer, plan: Plan) -> Iterator[str]:

@@ -37,7 +37,7 @@ from flexgen_h2o.planner.lp import (
     solve,
     tier_percents,
 )
-from flexgen_h2o.planner.predict import Prediction, cut_blocks, predict
+from flexgen_h2o.planner.predict import CUT_BLOCKS, Prediction, cut_blocks, predict
 from flexgen_h2o.planner.work import disk_read_bytes
 
 FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
@@ -114,9 +114,9 @@ def search(space: SearchSpace) -> Plan:
 
 
 def _layers_walked(space: SearchSpace, policy: Policy) -> int:
-    """Of a simulation: as many as the model has, or three times those of the cut one."""
-    depth, layers = space.spec.num_blocks, len(layers_of(space.spec, policy).layers)
-    return layers * min(depth, 3 * cut_blocks(depth, layers)) // depth
+    """Layers of the model, or as much fewer as a simulation walks fewer blocks of it."""
+    layers = len(layers_of(space.spec, policy).layers)
+    return layers * cut_blocks(space.spec.num_blocks, layers) // CUT_BLOCKS
 
 
 def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:

@@ -15,7 +15,7 @@ import pytest
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.loop import weight_sequence
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, memory_plan
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, layers_of, memory_plan
 from flexgen_h2o.engine.workload import shape_of
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models.load import find_model
@@ -25,7 +25,7 @@ from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.planner.work import weight_moves
 from flexgen_h2o.tiers.transfers import Lanes
 from tests.parity.cases import PLACEMENTS
-from tests.parity.planned import SHAPE, Run
+from tests.parity.planned import FAMILIES, SHAPE, Run, write_aligned
 from tests.parity.reference import random_model
 
 Operations = list[tuple[str, str]]  # lane and name
@@ -85,7 +85,7 @@ def tensors_of(spec: ModelSpec, run: Run, placement: str, lane: str) -> Iterator
     """Of each weight unit that comes over the lane, in the order of loads."""
     policy = run.policy(PLACEMENTS[placement])
     at = Machine(nominal_profile(False), "float32", not run.stand_in).setting(spec, policy, run.need(spec))
-    plan = spec.layers(policy.sep_layer)
+    plan = layers_of(spec, policy)
     for unit in weight_sequence(run.new_tokens + 1, tuple(layer.unit for layer in plan.layers)):
         yield from (int(move.pieces) for move in weight_moves(at, plan.units[unit]) if move.lane == lane)
 
@@ -121,8 +121,25 @@ def test_the_order_is_the_engines(
     placement, run, depth = CASES[case]
     monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (depth,))
     run.go(folder, PLACEMENTS[placement], tmp_path)
+    check_order(folder, placement, run, depth, noted)
+
+
+@pytest.mark.parametrize("group", [8, 16])
+def test_the_order_of_experts_loaded_ahead_is_the_engines(
+    group: int, tmp_path: Path, noted: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In halves or together; so many rows that there is none that no token chooses."""
+    placement, depth = "weights on disk", OVERLAPPED[3]
+    run = Run(16, 1, lengths=(9,) * 32, switches={"expert_group": group})
+    write_aligned(random_model(model_type="qwen3_moe", num_hidden_layers=3, **FAMILIES["qwen3_moe"]), tmp_path)
+    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (depth,))
+    run.go(tmp_path, PLACEMENTS[placement], tmp_path)
+    check_order(tmp_path, placement, run, depth, noted)
+
+
+def check_order(folder: Path, placement: str, run: Run, depth: Depth, noted: Operations) -> None:
     spec = find_model(str(folder), None).spec
-    steps = run.new_tokens * len(spec.layers(run.switches.get("sep_layer", True)).layers) * len(run.blocks[0])
+    steps = run.new_tokens * len(layers_of(spec, run.policy(PLACEMENTS[placement])).layers) * len(run.blocks[0])
     found = by_lane(simulated(spec, run, placement, depth), steps)
     assert max(map(len, found.values())) > steps
     assert found == by_lane(noted, steps)

@@ -16,7 +16,7 @@ from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.planner.lp import MOST_MICRO_BATCH, SearchSpace
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import find_profile, read_profile
-from flexgen_h2o.planner.report import balanced_rows
+from flexgen_h2o.planner.report import Answer, balanced_rows, to_text
 from flexgen_h2o.planner.search import disk_reads, evaluate
 from tests.unit.planner.made_up import HUGE, machine
 
@@ -128,3 +128,15 @@ def test_the_documented_shares_of_skewed_routers() -> None:
     for tokens, *shares in rows:
         found = [share(count, k, int(tokens), skew) for count, k in ((128, 8), (8, 2)) for skew in (0, 0.5)]
         assert [float(told) for told in shares] == pytest.approx(found, abs=0.006)
+
+
+def test_the_tables_say_what_a_token_uses_and_how_many_rows_would_do() -> None:
+    known = Machine(read_profile(find_profile("build-2core")), "bfloat16", device_is_host=True)
+    at = replace(space(public("Qwen/Qwen3-30B-A3B"), 16, 64, 8), machine=known, budgets=dict.fromkeys(HUGE, 2**42))
+    plan = evaluate(at, Policy(16, 1, ON_DISK))
+    lines = to_text(Answer(at, {"name": "full"}, False, plan.policy, plan), plan, "--percent ...", "run ...")
+    assert "a token uses 8 of 128 experts of a layer, 3.35 of 30.5 billion weights\n" in lines
+    found = re.search(r"blocks have 16 rows, each ([\d.]+) MiB of KV and .* for prefill; with (\d+) computing", lines)
+    assert found is not None and float(found[1]) == pytest.approx(48 * 4 * 2 * 71 * 128 * 2 / 2**20, rel=0.25)
+    assert int(found[2]) > 100
+    assert "--kv-budget 0.2 --compress-cache would hold a row's KV in" in lines
