@@ -106,6 +106,7 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(1, 3, disk).to_json(), in_flight=3),
         run_of(windows, Policy(2, 1, disk)),
         run_of(windows, Policy(2, 1, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
+        run_of(reference("gpt_oss, all experts chosen, no biases"), Policy(2, 2, disk)),
     ]
     found = answers_of(2, runs, tmp_path)
     for run, answer in zip(runs, found, strict=True):
