@@ -286,7 +286,6 @@ class HiddenStore:
         """most: of each micro-batch, the tokens of its largest sweep."""
         self._now = [0] * len(most)
         self._closed: list[tuple[int, int] | None] = [None] * len(most)
-        self._skipped: list[UnitKey | None] = [None] * len(most)
         self._stores: list[list[Waitable]] = [[] for _ in most]
         self._offsets: list[list[dict[str, int]]] = []  # of a micro-batch, of each field, by tier
         used = dict.fromkeys(("device", "host", "disk"), 0)
@@ -306,7 +305,7 @@ class HiddenStore:
 
     def skip(self, key: UnitKey) -> None:
         """A layer leaves the micro-batch as it is, and does not open it."""
-        self._skipped[key[2]], self._closed[key[2]] = key, key[:2]
+        self._closed[key[2]] = key[:2]
 
     # Source of a Stream[UnitKey]
 
@@ -314,8 +313,8 @@ class HiddenStore:
         return sum(self._region_sizes(key[2])) if self._streamed else 0
 
     def is_needed(self, key: UnitKey) -> bool:
-        skipped = self._skipped[key[2]]
-        return self._now[key[2]] > 0 and (skipped is None or key > skipped)
+        closed = self._closed[key[2]]
+        return self._now[key[2]] > 0 and (closed is None or key[:2] > closed)
 
     def is_ready(self, key: UnitKey) -> bool:
         sweep, layer, k = key
@@ -347,7 +346,8 @@ class HiddenStore:
     def _open(self, k: int, region: Region | None) -> list[torch.Tensor]:
         """The memory of each field."""
         if region is not None:
-            return list(region.data.split([*self._region_sizes(k), region.data.numel() - self.nbytes((0, 0, k))]))[:-1]
+            sizes = self._region_sizes(k)
+            return list(region.data[: sum(sizes)].split(sizes))
         (part,) = split_rows(self._now[k], self._shares)
         return [self._memory[part.tier][offsets[part.tier] :] for offsets in self._offsets[k]]
 
