@@ -212,7 +212,8 @@ class Executor:
         assert hidden.mixed is not None and hidden.chosen is not None
         self._family.route(self._engine.spec, w, hidden, self._workspace)
         hidden.mixed.zero_()
-        self._chosen[k] = frozenset(hidden.chosen.unique().tolist())
+        if self._skips:
+            self._chosen[k] = frozenset(hidden.chosen.unique().tolist())
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
