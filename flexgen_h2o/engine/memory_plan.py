@@ -161,9 +161,19 @@ def waits_for_router(spec: ModelSpec, policy: Policy) -> bool:
     return spec.experts.share_used(policy.block_size, expert_group(spec, policy)) < WAITS_BELOW
 
 
+def layer_steps(spec: ModelSpec, policy: Policy) -> tuple[bool, int]:
+    """What decides on the layers of a sweep."""
+    return policy.sep_layer, expert_group(spec, policy)
+
+
 def layers_of(spec: ModelSpec, policy: Policy) -> LayerPlan:
     """The layers of a sweep under a policy."""
-    return spec.layers(policy.sep_layer, expert_group(spec, policy))
+    return layer_plan(spec, layer_steps(spec, policy))
+
+
+@lru_cache(maxsize=64)  # a mixture of experts has thousands of units, and a search asks for them often
+def layer_plan(spec: ModelSpec, steps: tuple[bool, int]) -> LayerPlan:
+    return spec.layers(*steps)
 
 
 def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
@@ -317,7 +327,7 @@ def _weight_buffers(
     spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.weight_shares, device_is_host)
-    kinds, windows = unit_kinds(spec, policy, form), _windows(spec, _steps(spec, policy), form, depth)
+    kinds, windows = unit_kinds(spec, policy, form), _windows(spec, layer_steps(spec, policy), form, depth)
     sizes = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds.layouts]
     counted = list(zip(sizes, kinds.counts, strict=True))
     return [
@@ -351,18 +361,13 @@ class UnitKinds(NamedTuple):
 
 
 def unit_kinds(spec: ModelSpec, policy: Policy, form: WeightFormat) -> UnitKinds:
-    return _unit_kinds(spec, _steps(spec, policy), form)
-
-
-def _steps(spec: ModelSpec, policy: Policy) -> tuple[bool, int]:
-    """What decides on the layers of a sweep."""
-    return policy.sep_layer, expert_group(spec, policy)
+    return _unit_kinds(spec, layer_steps(spec, policy), form)
 
 
 # A search plans thousands of policies for one model.
 @lru_cache(maxsize=16)
 def _unit_kinds(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat) -> UnitKinds:
-    plan = spec.layers(*steps)
+    plan = layer_plan(spec, steps)
     experts = {layer.unit: len(layer.experts) for layer in plan.layers}
     units = [(layouts_of(form, unit.tensors), experts[i]) for i, unit in enumerate(plan.units)]
     kinds, counts = {key: kind for kind, key in enumerate(dict.fromkeys(units))}, Counter(units)

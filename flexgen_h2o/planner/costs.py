@@ -12,7 +12,7 @@ from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of
 from flexgen_h2o.core.model import Layer, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS
-from flexgen_h2o.engine.memory_plan import expert_group, waits_for_router
+from flexgen_h2o.engine.memory_plan import layer_plan, layer_steps, waits_for_router
 from flexgen_h2o.engine.workload import Batch
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
@@ -83,12 +83,11 @@ class Costs:
 
     @cached_property
     def _steps(self) -> tuple[bool, int]:
-        """What decides on the layers of a sweep."""
-        return self.at.policy.sep_layer, expert_group(self.at.spec, self.at.policy)
+        return layer_steps(self.at.spec, self.at.policy)
 
     @cached_property
     def layers(self) -> LayerPlan:
-        return _layer_plan(self.at.spec, *self._steps)
+        return layer_plan(self.at.spec, self._steps)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -326,14 +325,9 @@ class Costs:
 
 @lru_cache(maxsize=64)
 def _loaded_kinds(spec: ModelSpec, steps: tuple[bool, int], kinds: tuple[int, ...]) -> Counter[int]:
-    layers = _layer_plan(spec, *steps).layers
+    layers = layer_plan(spec, steps).layers
     before = (layers[-1], *layers)
     return Counter(k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit)
-
-
-@lru_cache(maxsize=64)
-def _layer_plan(spec: ModelSpec, sep_layer: bool, expert_group: int) -> LayerPlan:
-    return spec.layers(sep_layer, expert_group)
 
 
 @lru_cache(maxsize=64)
@@ -341,7 +335,7 @@ def _kinds(
     spec: ModelSpec, steps: tuple[bool, int], kv_kinds: tuple[tuple[int, int, int | None], ...]
 ) -> tuple[int, ...]:
     first: dict[tuple[object, ...], int] = {}
-    plan, found = _layer_plan(spec, *steps), []
+    plan, found = layer_plan(spec, steps), []
     for i, layer in enumerate(plan.layers):
         shapes = tuple(t.shape for t in plan.units[layer.unit].tensors)
         kv = kv_kinds[layer.block] if layer.block >= 0 else ()
