@@ -25,7 +25,7 @@ from flexgen_h2o.checkpoint.safetensors import (
     StoredTensor,
     read_index,
 )
-from flexgen_h2o.checkpoint.writing import RandomValues, Written, plan_shards, record_of, tensors_of, write_shards
+from flexgen_h2o.checkpoint.writing import RandomValues, Written, plan_shards, record_of, write_shards
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object, write_new
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
@@ -65,7 +65,7 @@ def pack_checkpoint(
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
     read_as = [] if spec.quantization is None else [spec.quantization]  # the same files may mean something else
-    mark = fingerprint(paths, form.record, [(t.key, t.shape) for t in tensors_of(spec)], *read_as)
+    mark = fingerprint(paths, form.record, [(t.key, t.shape) for t in spec.tensors], *read_as)
     folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{form.name}-{mark}"
     with closing(_Reader(spec, source)) as reader:
         packed = _pack(spec, reader, folder, form, progress)
@@ -86,7 +86,7 @@ def pack_random(
 
 
 def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, progress: bool) -> Checkpoint:
-    tensors = sorted(tensors_of(spec), key=lambda t: form.layout(t).stored[0].is_values)
+    tensors = sorted(spec.tensors, key=lambda t: form.layout(t).stored[0].is_values)
     written = [Written(_entry(t, weights, form), partial(_pieces, t, weights, form)) for t in tensors]
     shards = plan_shards(written, {"packed": form.name})
     nbytes = sum(shard.nbytes for shard in shards)
@@ -117,7 +117,7 @@ def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) 
         reason = str(error).removesuffix(f"; {AGAIN}")
         raise UsageError(f"{folder}: packed weights are damaged ({reason}); remove this folder") from error
     tensors: dict[str, StoredTensor] = {}
-    for tensor in tensors_of(spec):
+    for tensor in spec.tensors:
         stored, wanted = found.get(tensor.key), _entry(tensor, weights, form)
         if stored is None or (stored.shape, stored.dtype) != (wanted.shape, TO_ENGINE[wanted.dtype]):
             raise UsageError(

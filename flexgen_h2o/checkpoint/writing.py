@@ -131,11 +131,6 @@ class Shard:
     nbytes: int  # of the whole file
 
 
-def tensors_of(spec: ModelSpec) -> list[TensorSpec]:
-    """All tensors of a model, those of a layer side by side, tied ones once."""
-    return list({t.key: t for unit in spec.layers(sep_layer=False).units for t in unit.tensors}.values())
-
-
 def plan_shards(tensors: Iterable[Written], metadata: Mapping[str, str] | None = None) -> list[Shard]:
     """Files of at most SHARD_BYTES (one tensor may exceed it), a layer's tensors side by side."""
     groups: list[list[Written]] = [[]]
@@ -246,7 +241,7 @@ class RandomValues:
     def stored(self) -> list[Written]:
         """What a checkpoint of the model stores: slices of one stored tensor together."""
         slices: dict[str, list[tuple[TensorSpec, StoredRows]]] = {}
-        for tensor in tensors_of(self._spec):
+        for tensor in self._spec.tensors:
             for rows in self._form.layout(tensor).stored:
                 slices.setdefault(rows.name, []).append((tensor, rows))
         found = []
@@ -344,7 +339,7 @@ def _masked(values: torch.Tensor, begin: int, mask: bytes, base: bytes) -> torch
 
 def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: int) -> dict[str, Any]:
     """What the values and files depend on."""
-    facts = [config_json, [(t.role, t.key, t.shape) for t in tensors_of(spec)]]
+    facts = [config_json, [(t.role, t.key, t.shape) for t in spec.tensors]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return {"seed": seed, "dtype": dtype, "model": digest}
 

@@ -228,9 +228,14 @@ class ModelSpec:
         return self.tied and bool(self.embedding) and bool(self.head)
 
     @property
+    def tensors(self) -> list[TensorSpec]:
+        """All of them, those of a layer side by side, tied ones once."""
+        return list({t.key: t for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
+
+    @property
     def num_weights(self) -> int:
         """Elements of all weights, tied tensors counted once."""
-        return sum({t.key: t.numel for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
+        return sum(t.numel for t in self.tensors)
 
     @property
     def num_active(self) -> int:

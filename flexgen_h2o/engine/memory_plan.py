@@ -204,8 +204,7 @@ def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
     """Of all weights in the format of the checkpoint, plain numbers in a dtype of `itemsize`."""
     if spec.quantization is None:
         return spec.num_weights * itemsize
-    tensors = {t.key: t for unit in spec.layers(sep_layer=False).units for t in unit.tensors}
-    layouts = layouts_of(weight_format(spec, Policy(), itemsize), tuple(tensors.values()))
+    layouts = layouts_of(weight_format(spec, Policy(), itemsize), tuple(spec.tensors))
     return sum(layout.part_bytes(Part("disk", 0, layout.cut_shape[0])) for layout in layouts)
 
 

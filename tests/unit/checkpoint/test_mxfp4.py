@@ -45,7 +45,7 @@ def experts(spec: ModelSpec) -> ModelSpec:
 @pytest.fixture
 def folder(experts: ModelSpec, tmp_path: Path) -> Path:
     """Random bytes, scales near 127 so that numbers are of usual size."""
-    stored = {t.name: torch.randn(t.shape) for t in writing.tensors_of(experts) if t.index is None}
+    stored = {t.name: torch.randn(t.shape) for t in experts.tensors if t.index is None}
     for kind, (rows, columns) in SHAPES.items():
         name = f"model.layers.0.mlp.experts.{kind}"
         stored[f"{name}_blocks"] = torch.randint(0, 256, (EXPERTS, rows, columns // 32, 16), dtype=torch.uint8)

@@ -61,7 +61,7 @@ def sliced(spec: ModelSpec) -> ModelSpec:
 @pytest.fixture
 def stacked(sliced: ModelSpec) -> dict[str, torch.Tensor]:
     """What a checkpoint of that model stores."""
-    tensors = writing.tensors_of(sliced)
+    tensors = sliced.tensors
     shapes = {t.name: t.shape[::-1] if t.transposed else t.shape for t in tensors}
     whole = {t.name: torch.randn(shapes[t.name] if t.index is None else (3, *shapes[t.name])) for t in tensors}
     assert len(whole) == len(tensors) - 2 * 2 * len(EXPERTS)
@@ -69,7 +69,7 @@ def stacked(sliced: ModelSpec) -> dict[str, torch.Tensor]:
 
 
 def by_key(spec: ModelSpec, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {t.key: whole[t.name] if t.index is None else whole[t.name][t.index] for t in writing.tensors_of(spec)}
+    return {t.key: whole[t.name] if t.index is None else whole[t.name][t.index] for t in spec.tensors}
 
 
 def test_a_slice_is_found_by_its_bytes(tmp_path: Path, sliced, stacked, read) -> None:
@@ -129,7 +129,7 @@ def test_random_weights_store_slices_together(tmp_path: Path, sliced, config_jso
     monkeypatch.setattr(writing, "TABLE_VALUES", 5009)
     folder = write_random_checkpoint(sliced, config_json, tmp_path / "m", "float32")
     with safe_open(folder / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == {t.name for t in writing.tensors_of(sliced)}
+        assert set(file.keys()) == {t.name for t in sliced.tensors}
         assert file.get_slice("model.layers.0.experts.w1").get_shape() == [3, 48, 16]
     source, form = open_checkpoint(sliced, folder, tmp_path / "none"), Groupwise(4, 8)
     ones = [read(source.tensors[f"model.layers.0.experts.w1[{i}]"]) for i in range(3)]

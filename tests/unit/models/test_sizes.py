@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from flexgen_h2o.checkpoint.writing import tensors_of
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.models import built_in_spec, spec_from_config
@@ -59,7 +58,7 @@ def test_every_tensor_of_transformers_is_there_once(config: dict[str, Any]) -> N
     shapes = {name: tuple(p.shape) for name, p in stored_tensors(theirs).items()}
     if theirs.config.tie_word_embeddings:
         shapes.pop(next(name for name in ("lm_head.weight", "embed_out.weight") if name in shapes))
-    tensors = tensors_of(spec)
+    tensors = spec.tensors
     found = Counter(stored_as(t, shapes) for t in tensors)
     assert {name: shape if count == 1 else (count, *shape) for (name, shape), count in found.items()} == shapes
     assert spec.num_weights == sum(p.numel() for p in theirs.parameters())
