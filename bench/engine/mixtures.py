@@ -26,7 +26,7 @@ import torch
 from bench import common
 from bench.common import GB
 from bench.engine.reader import Reader
-from bench.engine.roofline import Peak, PeakProbe
+from bench.engine.roofline import Peak, PeakProbe, token_flops
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace, spec: ModelSpec, cell: str, disk: float, 
     sweep_s = report["decode"]["seconds"] / (args.gen_len - 1)
     read = common.disk_weight_bytes(spec, policy, args.dtype, device_is_host=True)
     computing = (
-        policy.block_size * active_flops(spec) / peak.flops_per_s + report["kv"]["bytes"] / peak.memory_bytes_per_s
+        policy.block_size * sum(token_flops(spec)) / peak.flops_per_s + report["kv"]["bytes"] / peak.memory_bytes_per_s
     )
     return {
         "cell": cell, "prefill_s": report["prefill"]["seconds"], "sweep_s": sweep_s,
@@ -93,16 +93,6 @@ def _measure(args: argparse.Namespace, spec: ModelSpec, cell: str, disk: float, 
         # Of the largest child up to now: cells are given with the smallest first.
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, "kv": report["kv"],
     }  # fmt: skip
-
-
-def active_flops(spec: ModelSpec) -> float:
-    """FLOPs of the matrices that a decoded token goes through."""
-    matrices = [t.numel for block in (*spec.attention, *spec.mlp, spec.head) for t in block if len(t.shape) == 2]
-    experts = 0.0
-    for block in spec.experts.tensors if spec.experts else ():
-        assert spec.experts is not None
-        experts += spec.experts.per_token * sum(t.numel for t in block[0] if len(t.shape) == 2) if block else 0
-    return 2.0 * (sum(matrices) + experts)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ import torch
 from bench import common
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import MIB
 from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.report import RunReport, column_bytes
@@ -148,14 +149,23 @@ def _measure(args: argparse.Namespace, model: str, rows: int, batches: int) -> d
     }  # fmt: skip
 
 
+def token_flops(spec: ModelSpec) -> tuple[float, float]:
+    """Of the matrices that a token goes through: of all transformer blocks, and of the head."""
+    blocks = [*spec.attention, *spec.mlp]
+    for experts in spec.experts.tensors if spec.experts else ():
+        assert spec.experts is not None
+        blocks += experts[: spec.experts.per_token]  # they are alike
+    block, head = (2.0 * sum(t.numel for some in of for t in some if len(t.shape) == 2) for of in (blocks, [spec.head]))
+    return block, head
+
+
 def _seconds_at_peak(llm: LLM, prompt_len: int, report: RunReport, phase: str, peak: Peak) -> float:
     """Of all matrix products, causal attention with them, and of the KV that decode reads, at a phase's peak.
 
     Prompts are equal and share nothing; the head sees one token of each.
     """
     spec, itemsize, rows = llm.model.spec, getattr(torch, llm.dtype).itemsize, report.num_prompts
-    matrices = [t for tensors in (*spec.attention, *spec.mlp) for t in tensors if len(t.shape) == 2]
-    block, head = 2.0 * sum(t.numel for t in matrices), 2.0 * sum(t.numel for t in spec.head if len(t.shape) == 2)
+    block, head = token_flops(spec)
     if phase == "decode":
         column, _ = column_bytes(spec, report.policy, itemsize)
         read = column * sum(sum(times.read) for times in llm.times)
