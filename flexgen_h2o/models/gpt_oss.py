@@ -14,10 +14,10 @@ import torch
 
 from flexgen_h2o.core.model import Experts, ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.kernels.elementwise import clamped_gate
-from flexgen_h2o.kernels.linear import grouped_linear, linear, vector
+from flexgen_h2o.kernels.linear import grouped_linear, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, Weights
-from flexgen_h2o.models.layers import bias_of, linear_tensors, mix_experts, read_positive, token_chunks
+from flexgen_h2o.models.layers import linear_tensors, mix_experts, read_positive, route_tokens
 from flexgen_h2o.models.llama import (
     attention,
     attention_tensors,
@@ -101,30 +101,28 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 
 def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
     """The experts of each token with the largest of the router's logits, and the softmax of these alone."""
-    assert hidden.chosen is not None and hidden.weights is not None and spec.experts is not None
-    for a, b in token_chunks(len(hidden.x)):
-        logits = ws.get("router", b - a, spec.experts.count)
-        linear(normed(spec, w, "mlp_norm", hidden.x[a:b], ws), w["router.weight"], bias_of(w, "router"), logits)
+
+    def choose(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert spec.experts is not None
         largest, chosen = logits.topk(spec.experts.per_token)
-        hidden.chosen[a:b] = chosen
-        hidden.weights[a:b] = largest.softmax(-1)
+        return largest.softmax(-1), chosen
+
+    route_tokens(spec, w, hidden, ws, lambda x: normed(spec, w, "mlp_norm", x, ws), choose)
 
 
 def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None:
     """mixed += weight x down_proj(clamped gate of gate_up_proj(y)) of each expert of the group, for the normed y of the
     tokens that have chosen it."""
-
     assert spec.experts is not None
     width = spec.experts.ffn_size
-    (firsts, lasts), (first_biases, last_biases) = (
-        [[w[f"experts.{i}.{role}.{kind}"] for i in group] for role in ("gate_up_proj", "down_proj")]
-        for kind in ("weight", "bias")
-    )
+    roles = [[f"experts.{i}.{kind}" for i in group] for kind in ("gate_up_proj", "down_proj")]
+    firsts, lasts = ([w[f"{role}.weight"] for role in of_group] for of_group in roles)
+    first_biases, last_biases = ([vector(w[f"{role}.bias"]) for role in of_group] for of_group in roles)
 
     def compute(counts: Sequence[int], inputs: torch.Tensor, out: torch.Tensor) -> None:
         gate_up, inner = ws.get("gate_up", len(inputs), 2 * width), ws.get("ffn", len(inputs), width)
-        grouped_linear(inputs, counts, ((firsts, [vector(b) for b in first_biases], gate_up),))
+        grouped_linear(inputs, counts, ((firsts, first_biases, gate_up),))
         clamped_gate(gate_up, spec.option("alpha"), spec.option("limit"), inner)
-        grouped_linear(inner, counts, ((lasts, [vector(b) for b in last_biases], out),))
+        grouped_linear(inner, counts, ((lasts, last_biases, out),))
 
     mix_experts(group, hidden, ws, lambda x: normed(spec, w, "mlp_norm", x, ws), compute)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import Rotary, TensorSpec
+from flexgen_h2o.core.model import ModelSpec, Rotary, TensorSpec
 from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
 from flexgen_h2o.kernels.elementwise import add_weighted, silu_gated
 from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector
@@ -135,6 +135,18 @@ def _scaled(config: Mapping[str, Any], kind: str) -> tuple[torch.Tensor, float]:
 
 def _head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def route_tokens(
+    spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor],
+    choose: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> None:  # fmt: skip
+    """Fill `hidden.weights` and `hidden.chosen` with what `choose` makes of a router's logits (tokens, experts)."""
+    assert hidden.chosen is not None and hidden.weights is not None and spec.experts is not None
+    for a, b in token_chunks(len(hidden.x)):
+        logits = ws.get("router", b - a, spec.experts.count)
+        linear(normed(hidden.x[a:b]), w["router.weight"], bias_of(w, "router"), logits)
+        hidden.weights[a:b], hidden.chosen[a:b] = choose(logits)
 
 
 # (inputs of each expert of a group, these (n, hidden) one after another, where outputs go)

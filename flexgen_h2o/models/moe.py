@@ -14,10 +14,10 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import Experts, ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.kernels.linear import grouped_linear, linear
+from flexgen_h2o.kernels.linear import grouped_linear
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, Weights
-from flexgen_h2o.models.layers import gated, linear_tensors, mix_experts, read_sizes, token_chunks
+from flexgen_h2o.models.layers import gated, linear_tensors, mix_experts, read_sizes, route_tokens
 from flexgen_h2o.models.llama import (
     attention,
     attention_tensors,
@@ -154,21 +154,20 @@ def _is_sparse(config: Mapping[str, Any], block: int) -> bool:
 
 def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
     """The experts of each token and their weights: the likeliest of the softmax, in fp32, of the router's logits."""
-    assert hidden.chosen is not None and hidden.weights is not None and spec.experts is not None
-    for a, b in token_chunks(len(hidden.x)):
-        logits = ws.get("router", b - a, spec.experts.count)
-        linear(normed(spec, w, "mlp_norm", hidden.x[a:b], ws), w["router.weight"], None, logits)
+
+    def choose(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert spec.experts is not None
         weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(spec.experts.per_token)
         if spec.option("normalised"):
             weights /= weights.sum(-1, keepdim=True)
-        hidden.chosen[a:b] = chosen
-        hidden.weights[a:b] = weights if spec.option("wide weights") else weights.to(logits.dtype)
+        return weights if spec.option("wide weights") else weights.to(logits.dtype), chosen
+
+    route_tokens(spec, w, hidden, ws, lambda x: normed(spec, w, "mlp_norm", x, ws), choose)
 
 
 def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None:
     """mixed += weight x down_proj(activation(gate_proj(y)) * up_proj(y)) of each expert of the group, for the normed y
     of the tokens that have chosen it."""
-
     assert spec.experts is not None
     ffn = spec.experts.ffn_size
     gates, ups, downs = ([w[f"experts.{i}.{role}.weight"] for i in group] for role in _PROJECTIONS)
