@@ -149,8 +149,8 @@ class Experts:
 
     @cached_property
     def _largest(self) -> int:
-        """Elements of the largest expert. A search asks for group sizes thousands of times."""
-        return max(sum(t.numel for t in expert) for block in self.tensors for expert in block)
+        """Elements of the largest expert; 1 where a stage of a pipeline has none. A search asks thousands of times."""
+        return max((sum(t.numel for t in expert) for block in self.tensors for expert in block), default=1)
 
 
 @dataclass(frozen=True)

@@ -143,17 +143,20 @@ def grouped_linear(
     expert the weight, of each the bias or none at all, and out (rows, sum out_i) of all. What is compiled is one pass
     over all of them, which the threads share.
     """
-    for rows, inputs in maps[0][0][0][0].inputs(x):
-        found, start = [], 0
-        for expert, count in enumerate(counts):
-            first, end = max(start, rows.start), min(start + count, rows.stop)
-            start += count
-            if first < end:
-                own = inputs[first - rows.start : end - rows.start]
-                for weights, biases, out in maps:
-                    bias = None if biases is None else biases[expert]
-                    found += _products(own, weights[expert], bias, out[first:end])
-        _multiply(found)
+    kinds = {weight[0].codes: weight[0] for weights, _, _ in maps for weight in weights}
+    for kind, part in kinds.items():  # a quantised checkpoint may have left some matrices plain
+        for rows, inputs in part.inputs(x):
+            found, start = [], 0
+            for expert, count in enumerate(counts):
+                first, end = max(start, rows.start), min(start + count, rows.stop)
+                start += count
+                if first < end:
+                    own = inputs[first - rows.start : end - rows.start]
+                    for weights, biases, out in maps:
+                        if weights[expert][0].codes == kind:
+                            bias = None if biases is None else biases[expert]
+                            found += _products(own, weights[expert], bias, out[first:end])
+            _multiply(found)
 
 
 def _products(

@@ -151,10 +151,11 @@ def unpack_gptq(
     words: (columns x bits / 32, n) int32, whose codes are those of columns, from the lowest bits on; scales, zeros:
     (groups, n) float32; rows of each may lie apart. ValueError: a column of a group that is not there.
     """
-    if groups.index is not None and is_compiled(out):
+    if groups.index is not None:
         least, most = (int(end) for end in torch.aminmax(groups.index))
-        if not 0 <= least <= most < len(scales):  # loops do not check
+        if not 0 <= least <= most < len(scales):  # neither loops nor a card's lookup check
             raise ValueError(f"has columns of the groups {least} to {most}, of {len(scales)}")
+    if groups.index is not None and is_compiled(out):
         in_order = Groups(groups.size, groups.at)
         is_in_order = torch.equal(groups.index.long(), in_order.of_columns(out.shape[1], out.device))
         groups = in_order if is_in_order else groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -41,10 +40,10 @@ def read_sizes(config: Mapping[str, Any], names: Sequence[str]) -> list[int]:
 
 
 def read_positive(config: Mapping[str, Any], name: str) -> float:
-    """A finite number above 0; UsageError names the field."""
+    """A number above 0 that float32 holds; UsageError names the field."""
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UsageError(f"{name}: {value!r} is not a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= torch.finfo(torch.float32).max:
+        raise UsageError(f"{name}: {value!r} is not a number above 0 that float32 holds")
     return float(value)
 
 

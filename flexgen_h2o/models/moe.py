@@ -77,7 +77,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "allenai/OLMoE-1B-7B-0924-Instruct": _OLMOE,
 }
 
-MOST_EXPERTS = 2**12
+MOST_EXPERTS, MOST_IN_ALL = 2**12, 2**17  # of a layer, and of all layers
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
@@ -140,9 +140,15 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Experts of a layer, and those of a token."""
+    """Experts of a layer, and those of a token. UsageError: too many of either, or in all layers, to be a model's."""
     name = next((n for n in ("num_experts", "num_local_experts") if n in config), "num_experts")
-    count = check_int(name, config.get(name), low=1, high=MOST_EXPERTS)
+    # transformers hands either under one name.
+    count = check_int("num_experts or num_local_experts", config.get(name), low=1, high=MOST_EXPERTS)
+    if count * int(config["num_hidden_layers"]) > MOST_IN_ALL:
+        raise UsageError(
+            f"num_experts: {count} in each of {config['num_hidden_layers']} layers (num_hidden_layers) are more than"
+            f" {MOST_IN_ALL} in all, which no known model has"
+        )
     return count, check_int("num_experts_per_tok", config.get("num_experts_per_tok"), low=1, high=count)
 
 

@@ -122,3 +122,4 @@ def test_shares_of_groups() -> None:
     assert experts.share_used(1, 2) == pytest.approx(5 / 6) and experts.share_used(1, 4) == 1.0
     sizes: dict[str, Any] = {"none chosen": experts.group_size(0, 1), "all": experts.group_size(0, 64)}
     assert sizes == {"none chosen": 1, "all": 4} and experts.group_size(9, 1) == 4
+    assert experts.of_blocks([]).group_size(0, 64) == experts.count  # a stage of a pipeline with MLP layers only

@@ -30,6 +30,9 @@ Rules = Mapping[str, tuple[Any, ...] | None]
 _OTHER = "give a checkpoint without it, or an unquantised one"
 _PLAIN_MODULES = ("lm_head", "embed_out", "gate", "router")  # no quantiser converts them unless it is told to
 _EMBEDDING = "embed"  # in the names of embeddings
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # of a module's name
+# A regular expression whose matching may take minutes: a repeated group, or many open repetitions.
+_REPEATED_GROUP, _OPEN, _MOST_OPEN = re.compile(r"\)[*+{]"), re.compile(r"[*+]"), 6
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,13 @@ def patterns_of(where: str, key: str, value: Any) -> tuple[str, ...]:
         raise UsageError(f"quantization_config: {where} with {key} {value!r:.60}: no list of names")
     for pattern in value:
         try:
-            re.compile(pattern.removeprefix("re:"))
+            re.compile(f"(?:{pattern.removeprefix('re:')}){_BOUNDARY}")
         except re.error as error:
             raise UsageError(f"quantization_config: {where}: {key} has {pattern!r:.60} ({error})") from error
+        if _REPEATED_GROUP.search(pattern) or len(_OPEN.findall(pattern)) > _MOST_OPEN:
+            raise UsageError(
+                f"quantization_config: {where}: {key} has {pattern!r:.60}, which may take minutes to match; {_OTHER}"
+            )
     return tuple(value)
 
 
@@ -181,8 +188,7 @@ def patterns_of(where: str, key: str, value: Any) -> tuple[str, ...]:
 def is_left_out(module: str, patterns: tuple[str, ...]) -> bool:
     """As transformers' should_convert_module: a pattern names a module and all below it, is a regular expression that
     does, or is the end of a name."""
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return any(re.match(f"(?:{pattern}){boundary}", module) or module.endswith(pattern) for pattern in patterns)
+    return any(re.match(f"(?:{pattern}){_BOUNDARY}", module) or module.endswith(pattern) for pattern in patterns)
 
 
 def asks_for_int8(policy: Policy) -> bool:

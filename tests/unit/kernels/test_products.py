@@ -145,12 +145,13 @@ def test_what_is_not_finite_shows() -> None:
     assert bool(linear_relu(x, (DenseRows(weight),), None, out)[0].isnan().all())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_experts_in_one_pass(kind: str, has_bias: bool) -> None:
-    """What each gives alone, to the bit: none of some, many of one, and two matrices of the same inputs."""
+def test_experts_in_one_pass(kinds: Sequence[str], has_bias: bool) -> None:
+    """What each gives alone, to the bit: none of some, many of one, two matrices of the same inputs; some experts int8
+    and some plain, as a quantised checkpoint may have them."""
     counts, n = [3, 0, 1, 70, 0, 2], 76
-    gates, ups = ([Held(kind, rows, 128, n) for _ in counts] for rows in (192, 80))
+    gates, ups = ([Held(kinds[i % len(kinds)], rows, 128, n) for i in range(6)] for rows in (192, 80))
     x, biases = apart(normal(n, 128)), [[normal(rows) for _ in counts] for rows in (192, 80)]
     outs = [torch.full((n, rows + 1), torch.nan, dtype=BF16)[:, 1:] for rows in (192, 80)]
     maps = []
