@@ -31,7 +31,10 @@ def has_loop(dtype: torch.dtype) -> bool:
 
 
 def takes(x: torch.Tensor, columns: int) -> bool:
-    """Does the loop take these inputs, with rows of a weight of so many columns?"""
+    """Does the loop take these inputs, with rows of a weight of so many columns? ValueError: the inputs have others,
+    and the loop, which has addresses, would not see it."""
+    if x.shape[1] != columns:
+        raise ValueError(f"products: inputs {tuple(x.shape)} for a weight of {columns} columns")
     nbytes = columns * x.itemsize
     return x.device.type == "cpu" and nbytes % _WORD == 0 and nbytes >= _LEAST and has_loop(x.dtype)
 

@@ -215,9 +215,10 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
     """x += down_proj(activation(gate_proj(y)) * up_proj(y)) with y the normed x. x: (tokens, hidden)."""
+    width = sum(map(len, w["gate_proj.weight"]))  # beside experts, it need not be spec.ffn_size
     for a, b in token_chunks(len(x)):
         inputs = normed(spec, w, "mlp_norm", x[a:b], ws)
-        gate, up = (ws.get(name, b - a, spec.ffn_size) for name in ("gate", "ffn"))
+        gate, up = (ws.get(name, b - a, width) for name in ("gate", "ffn"))
         linear(inputs, w["gate_proj.weight"], bias_of(w, "gate_proj"), gate)
         linear(inputs, w["up_proj.weight"], bias_of(w, "up_proj"), up)
         inner = gated(spec.option("activation"), gate, up)

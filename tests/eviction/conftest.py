@@ -35,7 +35,7 @@ OTHER_SHAPES = {
 # Of models that repeat themselves, or whose heavy columns are the recent ones, with the usual one.
 SEEDS = {
     "post-norm, narrow embedding (350m)": 1, "qwen3, biases, one kv-head, odd sizes, tied": 4,
-    "qwen3, one layer, window filled": 1, "qwen3_moe, an MLP in every other layer, tied": 3,
+    "qwen3, one layer, window filled": 1, "qwen3_moe, a narrow MLP in every other layer, tied": 3,
     "qwen3_moe, the first layer an MLP, odd sizes": 3,
 }  # fmt: skip
 

@@ -136,8 +136,9 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "max_window_layers": 0,
     },
     "qwen3_moe": {"model_type": "qwen3_moe"},
-    "qwen3_moe, an MLP in every other layer, tied": {
+    "qwen3_moe, a narrow MLP in every other layer, tied": {
         "model_type": "qwen3_moe", "decoder_sparse_step": 2, "norm_topk_prob": False, "tie_word_embeddings": True,
+        "intermediate_size": 16,
     },
     "qwen3_moe, the first layer an MLP, odd sizes": {
         "model_type": "qwen3_moe", "mlp_only_layers": [0], "num_experts": 5, "num_experts_per_tok": 1,

@@ -20,6 +20,7 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     settings_of,
 )
 from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.tiers.stream import Part
 
@@ -41,7 +42,12 @@ class Mxfp4(Quantised):
     def holds(self, tensor: TensorSpec) -> bool:
         module, _, kind = tensor.name.rpartition(".")
         is_experts = module.endswith(".experts") and kind in ("gate_up_proj", "down_proj")
-        return len(tensor.shape) == 2 and is_experts and not is_left_out(module, self.left_out)
+        if is_experts and is_left_out(module, self.left_out):  # plain experts are stored for x W, quantised ones not
+            raise UsageError(
+                f"quantization_config: mxfp4 with modules_to_not_convert that leave {module} out is not supported; give"
+                " a checkpoint with all experts in mxfp4, or none"
+            )
+        return len(tensor.shape) == 2 and is_experts
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, groups = tensor.shape[0], self.multiple(tensor, 1, _BLOCK)

@@ -168,6 +168,12 @@ def test_configs_that_mean_something_else_are_refused(change: dict[str, Any], sa
         check_quantization(CONFIG | change)
 
 
+def test_experts_that_are_left_plain_are_refused(experts: ModelSpec, folder: Path) -> None:
+    left_out = {"modules_to_not_convert": ["model.layers.0.mlp.experts"]}
+    with pytest.raises(UsageError, match=r"leave model.layers.0.mlp.experts out is not supported"):
+        match(replace(experts, quantization=CONFIG | left_out), read_index(folder), folder)
+
+
 def test_columns_that_are_no_blocks_are_refused(experts: ModelSpec, folder: Path) -> None:
     tensor = replace(experts.mlp[0][0], shape=(8, 48))
     with pytest.raises(UsageError, match=r"multiple of 32, and 'model.layers.0.*gate_up_proj\[0\]' has 48"):
