@@ -140,7 +140,9 @@ def _converted(request: Request) -> Path:
     if not whole.exists():
         _run([str(Path(__file__).with_name("convert.py")), str(request.model_dir), str(whole), first])
     if whole != path:
-        _run(["-c", QUANTISE, str(whole), str(path), str(FTYPES[kind])])
+        half = path.with_suffix(".part")
+        _run(["-c", QUANTISE, str(whole), str(half), str(FTYPES[kind])])
+        half.rename(path)
     return path
 
 
