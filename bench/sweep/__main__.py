@@ -95,7 +95,14 @@ def _run(argv: list[str] | None) -> int:
     values = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in defaults.items()}
     results = args.results or common.ROOT / "bench" / "results" / args.machine
     setup = Setup(
-        args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"], args.device, args.device_mem
+        args.peers,
+        args.offload_dir,
+        args.threads,
+        values["limit"],
+        values["quiet_wait"],
+        args.device,
+        args.device_mem,
+        cgroup=args.cgroup,
     )
     path = results / f"{args.name}.jsonl"
     with claimed(path):
@@ -145,6 +152,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--results", type=Path, help="another folder for the results")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
+    add("--cgroup", action="store_true", help="hold each system to its budget by a memory cgroup, page cache counted")
     add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES for another device)")
     args = parser.parse_args(argv)
     if args.limit == 0:

@@ -44,6 +44,8 @@ def write_cut(model: str, layers: int, folder: Path) -> None:
         raise UsageError(f"--model {model}: name one of the built-in shapes")
     folder.mkdir(parents=True, exist_ok=True)
     config = {**built_in[1], "model_type": built_in[0].family, "num_hidden_layers": layers}
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:layers]
     (folder / "config.json").write_text(json.dumps(config, default=str))
 
 

@@ -48,6 +48,7 @@ SYSTEMS = (
     System("hf", "eager", (IN_RAM,)),
     System("hf", "sdpa-static", (IN_RAM,)),
     System("hf", "eager-static", (IN_RAM,)),
+    System("hf", "sdpa-loop", (IN_RAM,)),
     System("accelerate", "cpu", (IN_RAM,)),
     System("accelerate", "disk", (OFFLOAD,)),
     System("deepspeed", "cpu", (IN_RAM,)),
@@ -56,6 +57,11 @@ SYSTEMS = (
     System("ctranslate2", "float32", (IN_RAM,)),
     System("llamacpp", "bf16", (IN_RAM,)),
     System("llamacpp", "q8_0", (IN_RAM,)),
+    System("llamacpp", "q4_0", (IN_RAM,)),
+    System("llamacpp", "q4_k", (IN_RAM,)),
+    System("llamacpp", "bf16-mmap", (OFFLOAD,)),
+    System("llamacpp", "q4_0-mmap", (OFFLOAD,)),
+    System("llamacpp", "q4_k-mmap", (OFFLOAD,)),
     System("flexgen", "published", BOTH),
 )
 # On a card: weights that do not fit it are in RAM.

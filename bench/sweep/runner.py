@@ -1,10 +1,16 @@
-"""One measurement: a system in a process of its own, on quiet cores, with a cold page cache and under a time limit."""
+"""One measurement: a system in a process of its own, on quiet cores, with a cold page cache and under a time limit.
+
+With `cgroup` the process may not take more than its budget and BESIDE_BUDGET of memory, page cache counted: what the
+kernel caches of a mapped file is then within the limit too.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +18,7 @@ from typing import Any
 from bench import common
 from bench.sweep.grid import Cell, System
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
+from flexgen_h2o.core.errors import UsageError
 
 BASELINES = Path(__file__).resolve().parents[1] / "baselines"
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
@@ -19,6 +26,9 @@ LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/li
 # glibc told to keep what is freed, where there is no tcmalloc.
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 OVER_BUDGET = 300 * common.MB  # what a budget does not count: code, the interpreter, small objects
+BESIDE_BUDGET = 768 * 2**20  # of a cgroup: an empty process that has imported its libraries, and OVER_BUDGET
+# A group of its own in the first hierarchy that can be written: version 1, then version 2.
+CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))
 # -9: the kernel ran out of memory; the sweep itself kills only at the time limit.
 STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT, -9: DOES_NOT_FIT}
 SAID = 300  # characters of a failure that are kept
@@ -44,6 +54,7 @@ class Setup:
     device: str = "cpu"
     device_mem: int | None = None
     dtype: str = "bf16"
+    cgroup: bool = False
 
     def python(self, system: System) -> Path:
         return Path(sys.executable) if system.ours else self.peers / system.peer / "bin" / "python"
@@ -79,12 +90,13 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     environment, malloc = _environment(setup, system)
     _drop_page_cache(weights)
     busy = common.wait_for_quiet(setup.quiet_wait)
-    with common.BackgroundLoad() as seen:
-        code, out, said = common.run_limited(command, environment, setup.limit_s)
+    ram = setup.ram(budget)
+    with memory_limit(ram + BESIDE_BUDGET if setup.cgroup and ram else None) as held, common.BackgroundLoad() as seen:
+        code, out, said = common.run_limited([*held, *command], environment, setup.limit_s)
     facts = {
         "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
         "device": setup.device, "device_mem_bytes": setup.device_mem, "date": common.machine_facts()["date"],
-        "commit": common.machine_facts()["commit"], "limit_s": setup.limit_s,
+        "commit": common.machine_facts()["commit"], "limit_s": setup.limit_s, "cgroup": setup.cgroup,
     }  # fmt: skip
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
@@ -94,9 +106,33 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     found = _figures(out)
     if found is None:
         return {"status": FAILED, "reason": f"printed no figures; {_reason(said)}".removesuffix("; ")} | facts
-    ram = setup.ram(budget)
     over = ram is not None and found["peak_rss_bytes"] > ram + OVER_BUDGET
     return found | {"status": OVER if over else OK} | facts
+
+
+@contextmanager
+def memory_limit(nbytes: int | None) -> Iterator[list[str]]:
+    """What to put before a command so that it runs in a memory cgroup of `nbytes` (None: nothing, without a limit).
+
+    Raises UsageError where no group can be made.
+    """
+    if nbytes is None:
+        yield []
+        return
+    for root, limit in CGROUPS:
+        group = Path(root) / f"flexgen_h2o-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(nbytes))
+        except OSError:
+            group.is_dir() and group.rmdir()
+            continue
+        try:
+            yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+        finally:
+            group.rmdir()
+        return
+    raise UsageError("--cgroup: no memory cgroup can be made here; it takes root and a writable /sys/fs/cgroup")
 
 
 def _command(

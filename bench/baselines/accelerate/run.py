@@ -29,10 +29,13 @@ from contract import (
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Where a family's modules keep their layers, and what it has besides. A head goes by either name.
-LAYERS = {"opt": "model.decoder.layers", "llama": "model.layers", "gpt_neox": "gpt_neox.layers"}
+LAYERS = {
+    "opt": "model.decoder.layers", "llama": "model.layers", "gpt_neox": "gpt_neox.layers", "qwen3_moe": "model.layers",
+    "olmoe": "model.layers",
+}  # fmt: skip
 OUTSIDE = {
     "opt": ("embed_tokens", "embed_positions", "project_in", "project_out", "final_layer_norm"),
-    "llama": ("embed_tokens", "norm", "rotary_emb"),
+    **dict.fromkeys(("llama", "qwen3_moe", "olmoe"), ("embed_tokens", "norm", "rotary_emb")),
     "gpt_neox": ("embed_in", "emb_dropout", "final_layer_norm", "rotary_emb"),
 }
 HEADS = ("lm_head", "embed_out")
@@ -126,7 +129,8 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         layer.register_forward_hook(lambda *_, tensors=tensors: _forget(tensors))
 
     def forget_all() -> None:
-        for path in request.weight_files:
+        # Experts, which transformers joins when it loads them, have been written again to the offload folder.
+        for path in (*request.weight_files, *request.offload_dir.glob("model.*.safetensors")):
             drop_page_cache(path)
 
     return generate(model, request, meter, before=forget_all) | {

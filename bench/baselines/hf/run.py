@@ -1,7 +1,8 @@
 """Hugging Face generate, all in RAM or on the card.
 
 Variants: sdpa, eager (its two attentions), each with -static (a KV cache allocated once instead of one that grows: no
-copy of it a step, but attention also over columns that are still empty); the best counts.
+copy of it a step, but attention also over columns that are still empty); sdpa-loop (experts one after another instead
+of its grouped product). The best counts.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     from hf_generate import generate, torch_dtype
     from transformers import AutoModelForCausalLM
 
-    attention, _, cache = request.variant.partition("-")
+    attention, _, other = request.variant.partition("-")
+    cache, experts = (None, {"experts_implementation": "eager"}) if other == "loop" else (other or None, {})
     torch.set_num_threads(request.threads)
     model = (
         AutoModelForCausalLM.from_pretrained(
-            request.model_dir, dtype=torch_dtype(request), attn_implementation=attention
+            request.model_dir, dtype=torch_dtype(request), attn_implementation=attention, **experts
         )
         .eval()
         .to(request.device)
     )
-    return generate(model, request, meter, cache=cache or None) | {
-        "setting": {"attention": attention, "cache": cache or "dynamic"}
+    return generate(model, request, meter, cache=cache) | {
+        "setting": {"attention": attention, "cache": cache or "dynamic", **experts}
     }
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ("sdpa", "eager", "sdpa-static", "eager-static"), ("torch", "transformers")))
+    sys.exit(main(measure, ("sdpa", "eager", "sdpa-static", "eager-static", "sdpa-loop"), ("torch", "transformers")))

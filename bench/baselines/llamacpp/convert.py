@@ -1,8 +1,9 @@
 """Convert a Hugging Face folder without a tokenizer for llama.cpp: convert.py FOLDER TARGET.gguf bf16|q8_0.
 
-LLaMA and GPT-NeoX with plain rotary embeddings. llama.cpp's own converter refuses a folder without a tokenizer; GGUF
-has a vocabulary of none, to which token ids are given as they are. Matrices keep their bf16 (or become 8-bit blocks of
-32, as llama.cpp's own Q8_0); vectors become float32, as llama.cpp wants them.
+LLaMA, GPT-NeoX, Qwen3-MoE and OLMoE with plain rotary embeddings. llama.cpp's own converter refuses a folder without a
+tokenizer; GGUF has a vocabulary of none, to which token ids are given as they are. Matrices keep their bf16 (or become
+8-bit blocks of 32, as llama.cpp's own Q8_0); vectors and routers become float32, as llama.cpp wants them. One tensor is
+in memory at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,25 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contract import StoredTensor, stored_tensors
 
+Bits = np.ndarray[Any, np.dtype[np.uint16]]
+# What goes into a file under a name: its shape, and what reads its bf16 values as bits.
+Source = tuple[str, tuple[int, ...], Callable[[], Bits]]
 LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)$")
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)$")
+_LLAMA = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+}  # fmt: skip
+_MIXTURE = {
+    **_LLAMA, "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
+    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
+}  # fmt: skip
 NAMES: dict[str, dict[str, str]] = {
-    "llama": {
-        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    },
+    "llama": _LLAMA,
+    "qwen3_moe": _MIXTURE,
+    "olmoe": _MIXTURE,
     "gpt_neox": {
         "input_layernorm": "attn_norm", "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
         "post_attention_layernorm": "ffn_norm", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
@@ -50,12 +63,14 @@ def main() -> int:
     half = target.with_suffix(".part")
     writer = GGUFWriter(half, family.replace("_", ""))
     _describe(writer, config)
-    for tensor in stored_tensors(sorted(source.glob("*.safetensors"))):
-        for name, values in _converted(tensor, family, config):
-            _add(writer, name, values, kind)
+    sources = list(_sources(stored_tensors(sorted(source.glob("*.safetensors"))), family, config))
+    for name, shape, _ in sources:
+        _announce(writer, name, shape, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for name, shape, read in sources:
+        writer.write_tensor_data(_values(name, shape, read(), kind))
     writer.close()
     half.rename(target)
     return 0
@@ -73,7 +88,12 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     parameters = config.get("rope_parameters") or {}
-    if config["model_type"] == "llama":
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+    if config["model_type"] != "gpt_neox":
         writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
         writer.add_key_length(width)
         writer.add_value_length(width)
@@ -87,46 +107,79 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
         writer.add_rope_dimension_count(int(share * width))
 
 
-def _converted(
-    tensor: StoredTensor, family: str, config: dict[str, Any]
-) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.uint16]]]]:
-    """The tensor's name in GGUF and its bf16 values as bits, in the order that llama.cpp expects."""
-    count = (tensor.end - tensor.start) // 2
-    if count != int(np.prod(tensor.shape)):
-        raise SystemExit(f"{tensor.path}: {tensor.name} is not in bf16")
-    bits = np.memmap(tensor.path, np.uint16, "r", tensor.start, tuple(tensor.shape))
-    found = LAYER.search(tensor.name)
-    if found is None:
-        name, kind = tensor.name.rsplit(".", 1)
-        yield f"{NAMES[family][name]}.{kind}", bits
-        return
-    layer, role, kind = found.groups()
-    name = NAMES[family].get(role)
-    if name is None:  # buffers of older checkpoints
-        return
-    heads = config["num_attention_heads"]
+def _sources(tensors: Iterator[StoredTensor], family: str, config: dict[str, Any]) -> Iterator[Source]:
+    """Tensors by their names in GGUF; the experts of a layer as one."""
+    experts: dict[str, dict[int, StoredTensor]] = {}
+    for tensor in tensors:
+        if tensor.end - tensor.start != 2 * int(np.prod(tensor.shape)):
+            raise SystemExit(f"{tensor.path}: {tensor.name} is not in bf16")
+        found = LAYER.search(tensor.name)
+        if found is None:
+            name, kind = tensor.name.rsplit(".", 1)
+            yield f"{NAMES[family][name]}.{kind}", tuple(tensor.shape), partial(_bits, tensor)
+            continue
+        layer, role, kind = found.groups()
+        expert = EXPERT.search(role)
+        name = NAMES[family].get(expert[2] if expert else role, "")
+        full = f"blk.{layer}.{name}.{kind}"
+        if expert:
+            experts.setdefault(full, {})[int(expert[1])] = tensor
+        elif name:  # not buffers of older checkpoints
+            yield full, tuple(tensor.shape), partial(_ordered, tensor, name, config)
+    for full, each in experts.items():
+        ordered = [each[i] for i in range(len(each))]
+        yield full, (len(each), *ordered[0].shape), partial(_stacked, ordered)
+
+
+def _bits(tensor: StoredTensor) -> Bits:
+    return np.memmap(tensor.path, np.uint16, "r", tensor.start, tuple(tensor.shape))
+
+
+def _stacked(tensors: list[StoredTensor]) -> Bits:
+    return np.stack([_bits(tensor) for tensor in tensors])
+
+
+def _ordered(tensor: StoredTensor, name: str, config: dict[str, Any]) -> Bits:
+    """Rows in the order that llama.cpp expects."""
+    bits, heads = _bits(tensor), config["num_attention_heads"]
     if name == "attn_k":
         heads = config.get("num_key_value_heads") or heads
-    if name in ("attn_q", "attn_k"):  # llama.cpp turns neighbours, transformers halves
-        bits = bits.reshape(heads, 2, len(bits) // heads // 2, -1).swapaxes(1, 2).reshape(bits.shape)
-    elif name == "attn_qkv":  # a head's q, k and v side by side; llama.cpp wants all q first
-        bits = bits.reshape(heads, 3, len(bits) // heads // 3, -1).swapaxes(0, 1).reshape(bits.shape)
-    yield f"blk.{layer}.{name}.{kind}", bits
+    if name in ("attn_q", "attn_k") and config["model_type"] == "llama":  # it turns neighbours, transformers halves
+        return bits.reshape(heads, 2, len(bits) // heads // 2, -1).swapaxes(1, 2).reshape(bits.shape)
+    if name == "attn_qkv":  # a head's q, k and v side by side; llama.cpp wants all q first
+        return bits.reshape(heads, 3, len(bits) // heads // 3, -1).swapaxes(0, 1).reshape(bits.shape)
+    return bits
 
 
-def _add(writer: Any, name: str, bits: np.ndarray[Any, np.dtype[np.uint16]], kind: str) -> None:
+def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quant_shape_to_byte_shape
+
+    if _stays_float(name, shape):
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+        return
+    dtype = GGMLQuantizationType.Q8_0 if kind == "q8_0" else GGMLQuantizationType.BF16
+    stored = quant_shape_to_byte_shape(shape, dtype)
+    writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=dtype)
+
+
+def _values(name: str, shape: tuple[int, ...], bits: Bits, kind: str) -> np.ndarray[Any, Any]:
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    if bits.ndim == 1:
-        writer.add_tensor(name, _floats(bits))
-    elif kind == "q8_0":
-        writer.add_tensor(name, quantize(_floats(bits), GGMLQuantizationType.Q8_0), raw_dtype=GGMLQuantizationType.Q8_0)
-    else:
-        writer.add_tensor(name, bits.view(np.uint8), raw_dtype=GGMLQuantizationType.BF16)
+    if _stays_float(name, shape):
+        return _floats(bits)
+    if kind == "q8_0":
+        found: np.ndarray[Any, Any] = quantize(_floats(bits), GGMLQuantizationType.Q8_0)
+        return found
+    return np.ascontiguousarray(bits).view(np.uint8)
 
 
-def _floats(bits: np.ndarray[Any, np.dtype[np.uint16]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _stays_float(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 1 or "ffn_gate_inp" in name
+
+
+def _floats(bits: Bits) -> np.ndarray[Any, np.dtype[np.float32]]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

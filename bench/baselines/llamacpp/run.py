@@ -1,4 +1,5 @@
-"""llama.cpp, everything in RAM. Variants: bf16 (the weights as they are), q8_0 (its own 8-bit blocks).
+"""llama.cpp. Variants: bf16 (the weights as they are) and its own formats q8_0, q4_0, q4_k (Q4_K_M), all in RAM; with
+-mmap behind it mapped from the file, of which the kernel reads again what its page cache does not keep.
 
 Prompts as one batch of many sequences, then a token of each a step (its batched decode), chosen by numpy's argmax. The
 folder is converted once into the offload dir. Peak memory is over a process that has imported llama_cpp. Settings
@@ -21,6 +22,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, RefusedError, Request, main
 
 SETTINGS: dict[str, int] = {"flash_attn": 1, "kv_unified": 0, "ubatch": 512}
+FTYPES = {"q4_0": 2, "q4_k": 15}  # LLAMA_FTYPE_MOSTLY_Q4_0, _Q4_K_M
+QUANTISE = """
+import sys, llama_cpp
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = int(sys.argv[3])
+sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), params))
+"""
+VARIANTS = ("bf16", "q8_0", "q4_0", "q4_k", "bf16-mmap", "q8_0-mmap", "q4_0-mmap", "q4_k-mmap")
 MOST_ROWS = 256  # sequences of a context: LLAMA_MAX_SEQ
 
 
@@ -88,7 +97,7 @@ def _context(path: Path, request: Request, settings: dict[str, int]) -> Iterator
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
     llama_cpp.llama_backend_init()
     loading = llama_cpp.llama_model_default_params()
-    loading.use_mmap = False
+    loading.use_mmap = request.variant.endswith("-mmap")
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
     if model is None:
         raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -121,22 +130,33 @@ def _say_nothing(level: int, text: bytes, data: Any) -> None:
 
 def _converted(request: Request) -> Path:
     """The GGUF file, made in a process of its own so that the converter's memory is not counted."""
-    path = request.offload_dir / f"llamacpp-{request.model_dir.name}-{request.variant}.gguf"
-    if not path.exists():
-        request.offload_dir.mkdir(parents=True, exist_ok=True)
-        convert = [sys.executable, str(Path(__file__).with_name("convert.py"))]
-        done = subprocess.run(
-            [*convert, str(request.model_dir), str(path), request.variant],
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode == RefusedError.exit_code:
-            raise RefusedError(done.stderr.strip().splitlines()[-1])
-        if done.returncode:
-            raise RuntimeError(f"convert.py: {done.stderr.strip()[-500:]}")
+    kind = request.variant.removesuffix("-mmap")
+    path = _gguf(request, kind)
+    if path.exists():
+        return path
+    request.offload_dir.mkdir(parents=True, exist_ok=True)
+    first = kind if kind in ("bf16", "q8_0") else "bf16"
+    whole = _gguf(request, first)
+    if not whole.exists():
+        _run([str(Path(__file__).with_name("convert.py")), str(request.model_dir), str(whole), first])
+    if whole != path:
+        half = path.with_suffix(".part")
+        _run(["-c", QUANTISE, str(whole), str(half), str(FTYPES[kind])])
+        half.rename(path)
     return path
 
 
+def _gguf(request: Request, kind: str) -> Path:
+    return request.offload_dir / f"llamacpp-{request.model_dir.name}-{kind}.gguf"
+
+
+def _run(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode == RefusedError.exit_code:
+        raise RefusedError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise RuntimeError(f"{arguments[0]}: {done.stderr.strip()[-500:]}")
+
+
 if __name__ == "__main__":
-    sys.exit(main(measure, ("bf16", "q8_0"), ("llama_cpp_python", "gguf"), framework="llama_cpp", devices=("cpu",)))
+    sys.exit(main(measure, VARIANTS, ("llama_cpp_python", "gguf"), framework="llama_cpp", devices=("cpu",)))
