@@ -135,7 +135,7 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    step += _routing_bytes(spec, max(shape.tokens, shape.rows)) if spec.experts else 0
+    step += _routing_bytes(spec, shape.joined) if spec.experts else 0
     form = weight_format(spec, policy, itemsize)
     if form.decodes or form.in_int8:
         largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
