@@ -127,7 +127,8 @@ class Executor:
         engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches])
         engine.hidden.begin_block([self._most_tokens(b) for b in self._batches])
         self._inputs: dict[int, SweepInput] = {}
-        self._chosen: dict[int, frozenset[int]] = {}  # experts that tokens of a micro-batch go to, of the last router
+        self._joined: dict[int, tuple[int, ...]] = {}  # HiddenStore.joined, at the last router
+        self._chosen: dict[int, frozenset[int]] = {}  # experts that tokens of the micro-batches joined to one go to
         for k in range(count):
             self._begin_sweep(k)
         self._sweep = Sweep()
@@ -168,13 +169,22 @@ class Executor:
             self._sweep.prompts += fed.prompt_tokens
             self._stats.fed_tokens += fed.prompt_tokens
         layer = self._layers[step.layer]
+        together = self._together(layer, k)
+        if not together:  # computed with an earlier one
+            return None
         if layer.kind == "experts" and self._skips and self._chosen[k].isdisjoint(layer.experts):
             self._engine.hidden.skip((step.sweep, step.layer, k))
             return None
-        return self._inputs[k].phase
+        phases = {self._inputs[j].phase for j in together}
+        return phases.pop() if len(phases) == 1 else "mixed"
+
+    def _together(self, layer: Layer, k: int) -> tuple[int, ...]:
+        """Micro-batches that the layer computes in the step of micro-batch `k`."""
+        return self._joined.get(k, ()) if layer.kind == "experts" and self._skips else (k,)
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
-        self._hidden = self._engine.hidden.open(key, region)
+        last = self._together(self._layers[key[1]], key[2])[-1]
+        self._hidden = self._engine.hidden.open(key, region, last)
 
     def open_cache(self, key: UnitKey, region: Region | None) -> None:
         _, block, k = key
@@ -236,8 +246,10 @@ class Executor:
         self._layer_start = now
         layer = self._layers[step.layer]
         if self._skips and layer.kind == "attention" and self._engine.spec.experts_of(layer.block):
-            chosen = (self._chosen[k] for k, batch in enumerate(self._batches) if batch.rows)
-            self._weights.choose(layer.block, chain.from_iterable(chosen))
+            self._joined = self._engine.hidden.joined()
+            for first, together in self._joined.items():
+                self._chosen[first] = frozenset().union(*(self._chosen[k] for k in together))
+            self._weights.choose(layer.block, chain.from_iterable(self._chosen[first] for first in self._joined))
         if step.layer < len(self._layers) - 1:
             return False
         if self._sweep.fed:

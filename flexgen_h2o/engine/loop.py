@@ -18,6 +18,7 @@ from itertools import count, tee
 from typing import Any, Generic, Protocol, TypeVar
 
 from flexgen_h2o.core.model import Layer
+from flexgen_h2o.core.units import JOINED_TOKENS
 from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
 
@@ -54,6 +55,25 @@ def zigzag(
             for layer in range(num_layers):
                 for micro_batch in range(first, min(first + size, num_micro_batches)):
                     yield Step(sweep, layer, micro_batch)
+
+
+def joined(tokens: Sequence[int], together: bool = True) -> dict[int, tuple[int, ...]]:
+    """Neighbouring micro-batches that a group of experts computes together, by the first of them: an expert's matrices
+    are then brought from memory once for the rows of all.
+
+    tokens: of each micro-batch in this sweep; those without any are left out. JOINED_TOKENS at most, or one
+    micro-batch; not together: each alone.
+    """
+    found: list[list[int]] = []
+    room = 0
+    for k, fed in enumerate(tokens):
+        if fed > room or not together:
+            found.append([])
+            room = JOINED_TOKENS
+        if fed:
+            found[-1].append(k)
+            room -= fed
+    return {run[0]: tuple(run) for run in found if run}
 
 
 def weight_sequence(num_sweeps: int | None, unit_of_layer: tuple[int, ...]) -> Iterator[int]:
@@ -203,7 +223,8 @@ class Runner(Protocol):
 
     def begin_step(self, step: Step) -> str | None:
         """The phase of the step's rows (prefill, decode or mixed); None where the layer has nothing to do for the
-        micro-batch: it has no rows, or its tokens chose no expert of the group."""
+        micro-batch: it has no rows, its tokens chose no expert of the group, or an earlier step has computed them
+        (`joined`)."""
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
         """Hidden states are loaded, into the region or where they live."""

@@ -15,6 +15,7 @@ from flexgen_h2o.core.model import WAITS_BELOW, LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.packing import KVPrices, SlotPacking
 from flexgen_h2o.core.units import (
     ALIGN,
+    JOINED_TOKENS,
     PAGE,
     READ_THREADS,
     ROW_BLOCK,
@@ -55,6 +56,12 @@ class BlockShape:
     def logits(self) -> int:
         """Rows of logits at a time."""
         return max(self.rows, min(SCORED_CHUNK, self.tokens)) if self.scores else self.rows
+
+    @property
+    def joined(self) -> int:
+        """Tokens that a group of experts computes together at most (loop.joined)."""
+        tokens = max(self.tokens, self.rows)
+        return max(tokens, min(JOINED_TOKENS, self.micro_batches * tokens))
 
     @property
     def most_slots(self) -> int:
@@ -211,7 +218,7 @@ def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
 def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
     """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
     tokens = max(shape.tokens, shape.rows)
-    chunk = min(TOKEN_CHUNK, tokens * (spec.experts.per_token if spec.experts else 1))
+    chunk = min(TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else tokens)
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     embedding = max((t.shape[-1] for t in spec.embedding), default=0)
     widths = {
@@ -286,7 +293,7 @@ def memory_plan(
     blocking = blocking_bytes(spec, form, device_is_host)
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
-        workspace |= int8_sizes(spec, tokens)
+        workspace |= int8_sizes(spec, shape.joined if spec.experts else tokens)
     # A stage of a pipeline exchanges the hidden states of a micro-batch with one neighbour or two.
     neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
     common_prefix = round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)

@@ -4,8 +4,8 @@ Weights: resident rows are read once; streamed rows (on disk, and on host where 
 loaded into a ring ahead of the compute that needs them. Both stay in the format that they are stored in
 (checkpoint/formats): where it is one to be decoded, matrices are decoded into one buffer when their unit is opened.
 
-Hidden states: a unit is a micro-batch, (tokens, width); in place where the home is the device, else brought into a ring
-for each layer and stored after it. Nothing here knows a format or a model.
+Hidden states: a unit is a micro-batch, (tokens, width); in place where the home is the device, next to those of the
+block's others, else brought into a ring for each layer and stored after it. Nothing here knows a format or a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
-from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey
+from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, joined
 from flexgen_h2o.engine.memory_plan import (
     hidden_home_bytes,
     hidden_is_streamed,
@@ -287,11 +287,12 @@ class HiddenStore:
         self._now = [0] * len(most)
         self._closed: list[tuple[int, int] | None] = [None] * len(most)
         self._stores: list[list[Waitable]] = [[] for _ in most]
-        self._offsets: list[list[dict[str, int]]] = []  # of a micro-batch, of each field, by tier
+        self._starts = [0] * len(most)  # in a field that is in place: tokens of the micro-batches before, in this sweep
+        self._offsets: list[list[dict[str, int]]] = []  # of a field, of each micro-batch, by tier
         used = dict.fromkeys(("device", "host", "disk"), 0)
-        for tokens in most:
+        for row in self._rows:
             self._offsets.append([])
-            for row in self._rows:
+            for tokens in most:
                 self._offsets[-1].append(dict(used))
                 for tier, nbytes in hidden_home_bytes(tokens, self._shares, row).items():
                     used[tier] += nbytes
@@ -306,6 +307,10 @@ class HiddenStore:
     def skip(self, key: UnitKey) -> None:
         """A layer leaves the micro-batch as it is, and does not open it."""
         self._closed[key[2]] = key[:2]
+
+    def joined(self) -> dict[int, tuple[int, ...]]:
+        """Micro-batches that a layer may open together, by the first of them (loop.joined)."""
+        return joined(self._now, not self._streamed)
 
     # Source of a Stream[UnitKey]
 
@@ -335,11 +340,15 @@ class HiddenStore:
 
     # Compute side
 
-    def open(self, key: UnitKey, region: Region | None) -> Hidden:
-        tokens, found = self._now[key[2]], list[torch.Tensor]()
+    def open(self, key: UnitKey, region: Region | None, last: int | None = None) -> Hidden:
+        """last: of micro-batches that are opened together (`joined`), of which the key names the first."""
+        _, layer, k = key
+        tokens, found = sum(self._now[k : k + 1 if last is None else last + 1]), list[torch.Tensor]()
         if region is not None:
             wait_all(region.after)
-        for data, (width, dtype) in zip(self._open(key[2], region), self._fields, strict=True):
+        elif layer == 0:  # what was there before is of no use any more
+            self._starts[k] = sum(self._now[:k])
+        for data, (width, dtype) in zip(self._open(k, region), self._fields, strict=True):
             found.append(data[: tokens * width * dtype.itemsize].view(dtype).view(tokens, width))
         return Hidden(*found)
 
@@ -349,7 +358,9 @@ class HiddenStore:
             sizes = self._region_sizes(k)
             return list(region.data[: sum(sizes)].split(sizes))
         (part,) = split_rows(self._now[k], self._shares)
-        return [self._memory[part.tier][offsets[part.tier] :] for offsets in self._offsets[k]]
+        start, memory = self._starts[k], self._memory[part.tier]
+        fields = zip(self._offsets, self._rows, strict=True)
+        return [memory[offsets[0][part.tier] + start * row :] for offsets, row in fields]
 
     def close(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for."""
@@ -377,9 +388,9 @@ class HiddenStore:
         """The region's bytes of each part of a micro-batch, and its home in memory or on disk."""
         found: list[tuple[torch.Tensor, torch.Tensor | FileRange]] = []
         parts = split_rows(self._now[k], self._shares)
-        for field, row, offsets in zip(self._open(k, region), self._rows, self._offsets[k], strict=True):
+        for field, row, offsets in zip(self._open(k, region), self._rows, self._offsets, strict=True):
             for part in parts:
-                data, start = field[part.start * row : part.end * row], offsets[part.tier]
+                data, start = field[part.start * row : part.end * row], offsets[k][part.tier]
                 if part.tier != "disk":
                     found.append((data, self._memory[part.tier][start : start + data.numel()]))
                 else:

@@ -135,7 +135,7 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    step += _routing_bytes(spec, max(shape.tokens, shape.rows)) if spec.experts else 0
+    step += _routing_bytes(spec, shape) if spec.experts else 0
     form = weight_format(spec, policy, itemsize)
     if form.decodes or form.in_int8:
         largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
@@ -143,11 +143,11 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     return step
 
 
-def _routing_bytes(spec: ModelSpec, tokens: int) -> int:
+def _routing_bytes(spec: ModelSpec, shape: BlockShape) -> int:
     """Of a router's probabilities, sorted, of a chunk of tokens; of sorting what tokens chose by expert; and of what
     experts give, weighed in fp32."""
     assert spec.experts is not None
-    chunk, pairs = min(TOKEN_CHUNK, tokens), tokens * spec.experts.per_token
+    chunk, pairs = min(TOKEN_CHUNK, max(shape.tokens, shape.rows)), shape.joined * spec.experts.per_token
     weighed = 4 * min(TOKEN_CHUNK, pairs) * spec.hidden_size
     return ROUTER_BYTES * chunk * spec.experts.count + ROUTING_BYTES * pairs + weighed
 

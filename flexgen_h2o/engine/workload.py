@@ -139,6 +139,13 @@ class Batch:
         group = PromptGroup(prefix, (prompt_len - common - prefix,) * rows, common)
         return cls.of((PromptGroup(common, ()), group) if opens and common else (group,))
 
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> Batch:
+        """Micro-batches that are computed as one (loop.joined)."""
+        longest = max(b.longest for b in batches)
+        rows, tokens, pairs, saved = (sum(getattr(b, n) for b in batches) for n in ("rows", "tokens", "pairs", "saved"))
+        return cls(rows, tokens, longest, pairs, saved)
+
     @property
     def fed(self) -> int:
         """Tokens of the prefill sweep."""

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of
 from flexgen_h2o.core.model import Layer, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
-from flexgen_h2o.engine.loop import ATTENTION_KINDS
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, joined
 from flexgen_h2o.engine.memory_plan import layer_plan, layer_steps, waits_for_router
 from flexgen_h2o.engine.workload import Batch
 from flexgen_h2o.planner.profile import HardwareProfile
@@ -20,6 +20,7 @@ from flexgen_h2o.planner.work import (
     Product,
     Transfer,
     Work,
+    hidden_is_brought,
     hidden_moves,
     kv_load_moves,
     kv_store_moves,
@@ -59,7 +60,8 @@ class TransferCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """One (layer, micro-batch) step. Seconds; issue_s: of the thread that issues it, beside its kernels."""
+    """One (layer, micro-batch) step; of experts, one of the micro-batches that are joined. Seconds; issue_s: of the
+    thread that issues it, beside its kernels."""
 
     device_s: float
     host_s: float
@@ -177,6 +179,11 @@ class Costs:
         hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
         return StepCost(device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, *hidden)))
 
+    def joined(self, block: Sequence[Batch], sweep: int) -> dict[int, Batch]:
+        """What a group of experts computes as one, by the first of its micro-batches (engine/loop.joined)."""
+        runs = joined([tokens_of(batch, sweep) for batch in block], not hidden_is_brought(self.at))
+        return {first: Batch.joined([block[k] for k in run]) for first, run in runs.items()}
+
     def compute_seconds(self, work: Work) -> tuple[float, float]:
         """Seconds of the device, and of the host while the device waits."""
         at, p, rates, width = self.at, self.profile, self.profile.rates(self.dtype), float(self.at.spec.head_dim)
@@ -280,11 +287,11 @@ class Costs:
         self, block: Sequence[Batch], sweep: int
     ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
         """The transfers and the steps of a sweep, each with how often."""
-        batches = Counter(block)
+        batches, of_experts = Counter(block), Counter(self.joined(block, sweep).values())
         steps = [
             (self.step(index, batch, sweep), layers * count)
             for index, layers in Counter(self.kinds).items()
-            for batch, count in batches.items()
+            for batch, count in (of_experts if self.layers.layers[index].kind == "experts" else batches).items()
         ]
         moved = [
             (load, count)

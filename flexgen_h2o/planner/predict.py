@@ -240,10 +240,12 @@ class _StepCosts(dict[UnitKey, StepCost]):
 
     def __init__(self, costs: tuple[Costs, Costs], block: Sequence[Batch], sweeps: Sequence[int]) -> None:
         self._of = costs, block, sweeps
+        self.joined = [costs[0].joined(block, sweep) for sweep in (0, 1)]
 
     def __missing__(self, key: UnitKey) -> StepCost:
         (costs, block, sweeps), (sweep, layer, k) = self._of, key
-        found = self[key] = costs[sweep > 0].step(layer, block[k], sweeps[sweep])
+        batch = self.joined[sweep > 0][k] if costs[0].layers.layers[layer].kind == "experts" else block[k]
+        found = self[key] = costs[sweep > 0].step(layer, batch, sweeps[sweep])
         return found
 
 
@@ -324,8 +326,10 @@ class _Simulation:
     def fence(self) -> Waitable:
         return _Event(self, self.device)
 
-    def begin_step(self, step: Step) -> str:
+    def begin_step(self, step: Step) -> str | None:
         self.costs_now, self.tokens_now = self.costs[step.sweep > 0], self._tokens[step.sweep > 0]
+        if self._layers[step.layer].kind == "experts" and step.micro_batch not in self._steps.joined[step.sweep > 0]:
+            return None
         return "decode" if step.sweep else "prefill"
 
     def open_cache(self, key: UnitKey, region: Region | None) -> None:

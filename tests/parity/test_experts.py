@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flexgen_h2o import Policy, SamplingParams
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import Experts, TensorSpec
 from flexgen_h2o.core.units import TOKEN_CHUNK
+from flexgen_h2o.engine import loop
 from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Hidden
+from flexgen_h2o.models import Hidden, moe
 from flexgen_h2o.models.layers import mix_experts
+from tests.eviction.engine import run_with
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
-from tests.parity.reference import Reference, assert_equal, random_prompts, run, tokens_of
+from tests.parity.conftest import EOS_LENGTHS
+from tests.parity.reference import (
+    Reference,
+    assert_equal,
+    folder_with_eos,
+    greedy,
+    random_prompts,
+    run,
+    token_that_ends,
+    tokens_of,
+)
 
 SHAPES = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen3_moe, the first layer an MLP, odd sizes")
 GROUPS = (1, 3, 0)
@@ -49,6 +62,49 @@ def test_blocks_of_more_rows(rows: int, reference: Callable[[str], Reference], t
         assert tokens_of(run(known.folder, prompts, policy, tmp_path, params)) == tokens_of(alone)
 
 
+@pytest.mark.parametrize(("shape", "policy"), [
+    ("qwen3_moe", Policy(2, 5)), ("qwen3_moe", Policy(2, 5, (0, 0, 50, 0, 0, 0), expert_group=3)),
+    ("gpt_oss", Policy(4, 3)), ("gpt_oss", Policy(1, 9, (0, 50, 100, 0, 100, 0), expert_group=1)),
+])  # fmt: skip
+def test_rows_that_end_while_others_of_their_block_go_on(
+    shape: str, policy: Policy, reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """Among them all rows of a micro-batch, and some of one that others are behind."""
+    known, prompts, most = reference(shape), random_prompts(EOS_LENGTHS, seed=2), 9
+    eos = token_that_ends([greedy(known.model, p, most) for p in prompts])
+    want = [greedy(known.model, p, most, eos) for p in prompts]
+    assert len({len(row) for row in want}) >= 3
+    folder = folder_with_eos(known.folder, tmp_path / "model", eos)
+    assert tokens_of(run(folder, prompts, policy, tmp_path, SamplingParams(max_tokens=most))) == want
+    with LLM(str(folder), replace(policy, num_gpu_batches=2), dtype="float32", offload_dir=tmp_path) as llm:
+        assert run_with(llm, prompts, SamplingParams(max_tokens=most), refill=True).tokens == want
+
+
+@pytest.mark.parametrize(
+    ("most", "stand_in", "prefill", "decode"),
+    [
+        (None, False, [36], [5]),
+        (35, False, [35, 1], [5]),
+        (4, False, [21, 14, 1], [4, 1]),
+        (None, True, [21, 14, 1], [2, 2, 1]),
+    ],
+)
+def test_the_micro_batches_of_a_block_are_computed_together(
+    most: int | None, stand_in: bool, prefill: list[int], decode: list[int],
+    reference: Callable[[str], Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Once for each group of experts, in decode sweeps too; each alone where hidden states are brought to a device."""
+    known, rows, experts = reference("qwen3_moe"), list[int](), moe.experts
+    if most is not None:
+        monkeypatch.setattr(loop, "JOINED_TOKENS", most)
+    monkeypatch.setattr(moe, "experts", lambda spec, w, group, hidden, ws: (rows.append(len(hidden.x)), experts(spec, w, group, hidden, ws)))  # fmt: skip # noqa: E501
+    policy, budget = Policy(2, 3, (0, 100, 0, 100, 0, 100), expert_group=8), MemoryBudget("64MiB" if stand_in else None)
+    out = run(known.folder, known.prompts, policy, tmp_path, SamplingParams(max_tokens=3), budget)
+    assert tokens_of(out) == [row[:3] for row in known.tokens]
+    blocks = known.model.config.num_hidden_layers
+    assert rows == prefill * blocks + decode * blocks * 2
+
+
 @pytest.mark.parametrize(("rows", "group"), [(1, 0), (2, 2)])
 def test_groups_that_nobody_chose_are_not_read(
     rows: int, group: int, reference: Callable[[str], Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,7 +112,7 @@ def test_groups_that_nobody_chose_are_not_read(
     known, loaded = reference("olmoe"), list[str]()
     load = WeightStore.load
     monkeypatch.setattr(WeightStore, "load", lambda self, unit, *more: (loaded.append(self.plan.units[unit].name), load(self, unit, *more))[1])  # fmt: skip # noqa: E501
-    policy, params = Policy(rows, 1, (0, 0, 100, 0, 100, 0), expert_group=group), SamplingParams(max_tokens=1)
+    policy, params = Policy(1, rows, (0, 0, 100, 0, 100, 0), expert_group=group), SamplingParams(max_tokens=1)
     run(known.folder, known.prompts[:rows], policy, tmp_path, params)
     size = group or 1
     groups = {

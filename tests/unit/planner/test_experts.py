@@ -10,7 +10,8 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.memory_plan import expert_group, unit_kinds, waits_for_router
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan, expert_group, unit_kinds, waits_for_router
+from flexgen_h2o.engine.temporaries import ROUTING_BYTES
 from flexgen_h2o.engine.workload import WorkloadShape
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.planner.lp import MOST_MICRO_BATCH, SearchSpace
@@ -101,6 +102,36 @@ def test_micro_batches_are_larger_where_each_expert_sees_few_rows() -> None:
     asked = space(spec, 10_000)
     sizes = {gbs for gbs, _ in asked.block_sizes()}
     assert asked.most_micro_batch == 4 * MOST_MICRO_BATCH and max(sizes) == 10_000 // 8
+
+
+@pytest.mark.parametrize("hidden", [(100, 0), (0, 100), (0, 0)])
+def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int]) -> None:
+    """On a host: experts compute for as long as if the block were one micro-batch. Where hidden states are brought to a
+    card each micro-batch is computed alone."""
+    for is_host in (True, False):
+        at = replace(space(SPEC, 24), machine=machine(is_host))
+        policies = [Policy(gbs, 24 // gbs, (0, 0, 0, 100, *hidden), expert_group=4) for gbs in (24, 8)]
+        whole, parts = (at.machine.costs(SPEC, policy, at.need) for policy in policies)
+        index = next(i for i, layer in enumerate(parts.layers.layers) if layer.kind == "experts")
+        batches = at.need.block((8, 8, 8))
+        seconds = [parts.step(index, batch, 1).device_s for batch in parts.joined(batches, 1).values()]
+        in_place = hidden == (100, 0) or (is_host and hidden == (0, 100))
+        if in_place:
+            assert seconds == [whole.step(index, at.need.block((24,))[0], 1).device_s]
+        else:
+            assert seconds == [parts.step(index, batches[0], 1).device_s] * 3
+
+
+def test_the_memory_plan_counts_the_rows_that_experts_compute_together() -> None:
+    """Step buffers and temporaries of two micro-batches are those of one that is as large, but for attention's."""
+    sizes = [dict(plan_of(gbs, 24 // gbs).workspace) for gbs in (24, 12)]
+    assert sizes[0]["routed"] == sizes[1]["routed"] == 24 * 2 * 64 * 4 and sizes[0]["q"] == 2 * sizes[1]["q"]
+    needs = [sum(b.nbytes for b in plan_of(12, k).buffers if b.name == "temporaries") for k in (1, 2)]
+    assert needs[1] - needs[0] == 12 * 2 * (ROUTING_BYTES + 4 * 64)
+
+
+def plan_of(gbs: int, batches: int) -> MemoryPlan:
+    return space(SPEC, gbs * batches).memory(Policy(gbs, batches, ON_DISK, expert_group=4), SEQUENTIAL)
 
 
 def test_rows_that_compute_for_as_long_as_weights_load() -> None:
