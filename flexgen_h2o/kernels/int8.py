@@ -119,8 +119,8 @@ class Int8Rows(RowPart):
             scales = start + packed.shape[1] - INT8_ROW_BYTES
             sums = scales + WORD
         return products.job_of(
-            inputs.around(ZERO), (start, row_step, n), bias, out, x_scales=inputs.scales.data_ptr(), scales=scales,
-            scale_step=step, row_sums=sums, sum_step=step, zero=zero,
+            inputs.around(ZERO), (start, row_step, n, self.columns), bias, out, x_scales=inputs.scales.data_ptr(),
+            scales=scales, scale_step=step, row_sums=sums, sum_step=step, zero=zero,
         )  # fmt: skip
 
     def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:

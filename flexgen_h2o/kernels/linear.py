@@ -70,7 +70,7 @@ class DenseRows(RowPart):
         if not products.takes(inputs, self.rows.shape[1]) or self.rows.stride(1) != 1:
             return None
         rows = self.rows
-        return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, len(rows)), bias, out)
+        return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out)
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         if adds:
@@ -231,8 +231,8 @@ class BlockedRows(RowPart):
         return len(self.memory)
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job:
-        assert inputs.dtype == self.memory.dtype and inputs.shape[1] == self.memory.shape[1]
-        return products.job_of(inputs, (self.memory.data_ptr(), 0, len(self)), bias, out)
+        assert inputs.dtype == self.memory.dtype
+        return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError("tables of embeddings are not blocked")

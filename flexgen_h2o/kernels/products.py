@@ -31,10 +31,7 @@ def has_loop(dtype: torch.dtype) -> bool:
 
 
 def takes(x: torch.Tensor, columns: int) -> bool:
-    """Does the loop take these inputs, with rows of a weight of so many columns? ValueError: the inputs have others,
-    and the loop, which has addresses, would not see it."""
-    if x.shape[1] != columns:
-        raise ValueError(f"products: inputs {tuple(x.shape)} for a weight of {columns} columns")
+    """Does the loop take these inputs, with rows of a weight of so many columns?"""
     nbytes = columns * x.itemsize
     return x.device.type == "cpu" and nbytes % _WORD == 0 and nbytes >= _LEAST and has_loop(x.dtype)
 
@@ -68,20 +65,20 @@ class Job(NamedTuple):
 
 
 def job_of(
-    x: torch.Tensor, weight: tuple[int, int, int], bias: torch.Tensor | None, out: torch.Tensor, **in_int8: int
+    x: torch.Tensor, weight: tuple[int, int, int, int], bias: torch.Tensor | None, out: torch.Tensor, **in_int8: int
 ) -> Job:
-    """x: (rows, columns), which `takes` has let pass; weight: address, bytes from a row to the next (0: blocked), rows;
-    bias: (n,), out: (rows, n), of one dtype. in_int8: the other fields of a Job.
+    """x: (rows, columns), which `takes` has let pass; weight: address, bytes from a row to the next (0: blocked), rows,
+    columns; bias: (n,), out: (rows, n), of one dtype. in_int8: the other fields of a Job.
     """
     (tokens, columns), (x_step, x_one), (out_step, out_one) = x.shape, x.stride(), out.stride()
-    start, row_step, rows = weight
+    start, row_step, rows, wanted = weight
     biases = 0
     if bias is not None:
         biases = bias.data_ptr()
         if bias.dtype != out.dtype or bias.shape != (rows,) or bias.stride() != (1,):
             raise mismatch("products: bias and out", bias, out)
-    if x_one != 1 or out_one != 1 or out.shape != (tokens, rows):
-        raise mismatch(f"products: x, {rows} rows and out", x, out)
+    if x_one != 1 or out_one != 1 or columns != wanted or out.shape != (tokens, rows):
+        raise mismatch(f"products: x, a weight of {rows} x {wanted} and out", x, out)
     itemsize = x.itemsize
     return Job(
         0, tokens, x.data_ptr(), x_step * itemsize, start, row_step, rows, columns * itemsize // _WORD, biases,
