@@ -43,6 +43,15 @@ def _alike() -> Iterator[None]:
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _loops_are_compiled_here() -> Iterator[None]:
+    """Not by other processes, of which a fresh checkout would start some thirty, each with torch to import. Processes
+    of tests start theirs, and so do tests/unit/kernels/test_warm_up.py."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("flexgen_h2o.kernels.warm_up._call_in_a_process", lambda function, arguments: None)
+        yield
+
+
 @pytest.fixture
 def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The reference is the CPU's; and models this small lose more by waking a second thread than they gain."""
