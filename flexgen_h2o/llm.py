@@ -277,8 +277,9 @@ class LLM:
             self._common = planner.common(table.rows, engine.policy)
             refill = refill and order is None and pipeline is None
             scheduler = table.schedule(blocks, refill, more, len(self._common))
-            if scheduler.is_continuous or any(row.given for row in table.rows):
-                self.predicted = None  # it is of blocks whose rows begin together, and take a token a sweep
+            # A prediction is of blocks whose rows begin together, and take a token a sweep.
+            is_foreseen = not scheduler.is_continuous and not any(row.given for row in table.rows)
+            self.predicted = planner.predict(table.rows, engine.policy, engine.plan) if is_foreseen else None
             before, self._blocks = engine.io_bytes_by_kind, scheduler.stats
             engine.timeline.reset()
             with contextlib.ExitStack() as stack:
@@ -355,14 +356,12 @@ class LLM:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
         engine, planner = self._engine, self._planner
         if engine is not None and planner.serves(engine.plan, engine.policy, self.asked_policy, rows):
-            self.predicted = planner.predict(rows, engine.policy, engine.plan)
             return engine
         self.close()
         self._check_eviction()
         budgets, part, dtype = self._budgets(), planner.part, getattr(torch, self.dtype)
         planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
         self._policy = policy = planned.policy
-        self.predicted = planner.predict(rows, policy, planned.memory)
         form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
         compile_subprocess(
             warm_up, self._device.torch_device, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),

@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="flexgen_h2o-cache-")
 
 import atexit
+import gc
 import random
 import shutil
 import signal
@@ -26,11 +27,18 @@ import torch
 from tests.forks import Forks, default_signals, fork_server
 
 torch.set_num_threads(2)
+gc.disable()  # until all is loaded: `pytest_collection_finish`
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # The same examples in every run, and no time limit per example: the machines have noisy neighbours.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays loaded, and no collection of garbage looks at it: a full one took 0.1 s."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +49,15 @@ def _alike() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loops_are_compiled_here() -> Iterator[None]:
+    """Not by other processes, of which a fresh checkout would start some thirty, each with torch to import. Processes
+    of tests start theirs, and so do tests/unit/kernels/test_warm_up.py."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("flexgen_h2o.kernels.warm_up._call_in_a_process", lambda function, arguments: None)
+        yield
 
 
 @pytest.fixture

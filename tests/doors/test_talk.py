@@ -236,6 +236,8 @@ def test_a_second_signal_ends_the_chat(chat: Door, rotary: Path, monkeypatch: py
     assert answer.code == 130 and answer.err.splitlines()[-1] == "chat: ended by SIGINT"
 
 
+# In the dtype whose loops the server has loaded.
+IN_A_PROCESS = ("--offload-dir", "o", "--device", "cpu", "--dtype", "float32")
 NOBODY_READS = """
 import os, sys
 read, write = os.pipe()
@@ -250,7 +252,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 def test_nobody_reads_the_answers(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("import os\nclass Shape:\n")
-    ended = forks.run(tmp_path, NOBODY_READS, "chat", "--offload-dir", "o", "--device", "cpu", "--gen-len", "4")
+    ended = forks.run(tmp_path, NOBODY_READS, "chat", *IN_A_PROCESS, "--gen-len", "4")
     assert ended.code == 1 and "Traceback" not in ended.err, ended.err
 
 
@@ -268,7 +270,7 @@ sys.exit(cli.main(sys.argv[2:]))
 def test_on_a_terminal(forks: Forks, tmp_path: Path) -> None:
     """Typed turns; Ctrl-C ends an answer, or drops a line; Ctrl-D ends the chat."""
     master, slave = pty.openpty()
-    flags = ["--offload-dir", "o", "--device", "cpu", "--gen-len", "900", "--ignore-eos", "--gpu-batch-size", "1"]
+    flags = [*IN_A_PROCESS, "--gen-len", "900", "--ignore-eos", "--gpu-batch-size", "1"]
     process = forks.start(tmp_path, ON_TERMINAL, os.ttyname(slave), "chat", *flags)
     shown = b""
 

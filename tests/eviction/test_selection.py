@@ -78,8 +78,13 @@ def test_shapes(
 
 
 @pytest.mark.parametrize(
-    ("bits", "window", "placement"), [(4, 16, "kv on host"), (3, 4, "kv split three ways"), (8, 0, "kv on disk")]
-)
+    ("bits", "window", "placement"),
+    [
+        (3, 4, "kv split three ways"), (3, 0, "kv on disk"),
+        pytest.param(4, 16, "kv on host", marks=pytest.mark.slow),  # loops of their own, as in tests/unit/kernels
+        pytest.param(8, 0, "kv on disk", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_packed_columns(
     bits: int, window: int, placement: str, known: Callable[[str], Known], selected: Callable[..., Wanted],
     tmp_path: Path,

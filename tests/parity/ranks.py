@@ -1,15 +1,9 @@
-"""A rank of a pipeline for tests, run by torchrun: many small runs in one set of processes, whose start takes seconds.
-
-    torchrun --nproc-per-node 2 -m tests.parity.ranks RUNS ANSWERS
-
-RUNS: JSON, a list of `Run` as objects. ANSWERS: what rank 0 writes, tokens and report of each run.
-"""
+"""A rank of a pipeline for tests: many small runs in one set of processes, which take time to meet."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +47,7 @@ class Run:
 
 
 def main(runs: str, answers: str) -> int:
+    """runs: a JSON file, a list of `Run` as objects. answers: what rank 0 writes, tokens and report of each run."""
     torch.set_num_threads(1)
     pipeline = join_pipeline(None)
     with tempfile.TemporaryDirectory() as offload_dir:
@@ -60,7 +55,3 @@ def main(runs: str, answers: str) -> int:
     if pipeline.is_first:
         Path(answers).write_text(json.dumps(found))
     return leave(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

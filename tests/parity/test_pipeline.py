@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.distributed import Pipeline, check_same, join_pipeline
 from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.prompts import Prompt
+from tests.forks import Forks
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.ranks import Run
 from tests.parity.reference import Ended, Reference, make_reference, random_model, random_prompts
@@ -43,10 +45,29 @@ def torchrun(ranks: int, *argv: object, timeout: int = 100) -> subprocess.Comple
     )
 
 
-def answers_of(ranks: int, runs: list[Run], folder: Path) -> list[dict[str, Any]]:
+# A rank, with what torchrun would set.
+RANK = """
+import os, sys
+rank, ranks, port, *files = sys.argv[1:]
+os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_PORT=port)
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+from tests.parity.ranks import main
+sys.exit(main(*files))
+"""
+
+
+def answers_of(forks: Forks, ranks: int, runs: list[Run], folder: Path) -> list[dict[str, Any]]:
+    """Ranks are forked off; torchrun, which takes seconds to start, is left to the slow tests of the door."""
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
-    done = torchrun(ranks, "-m", "tests.parity.ranks", folder / "runs.json", folder / "answers.json")
-    assert done.returncode == 0, done.stderr[:6000]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(ranks):
+        (folder / f"rank-{rank}").mkdir()
+        files = folder / "runs.json", folder / "answers.json"
+        started.append(forks.start(folder / f"rank-{rank}", RANK, rank, ranks, port, *files))
+    for process in started:
+        assert process.wait() == 0, process.err[:6000]
     found: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text())
     return found
 
@@ -56,7 +77,7 @@ def run_of(reference: Reference, policy: Policy, **more: Any) -> Run:
 
 
 def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
-    three_blocks: Reference, tmp_path: Path
+    three_blocks: Reference, forks: Forks, tmp_path: Path
 ) -> None:
     """And report together, each holding only its layers."""
     names = list(CONFIGURATIONS)
@@ -64,7 +85,7 @@ def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
     for i, percent in enumerate(PLACEMENTS.values()):
         configuration = CONFIGURATIONS[names[i % len(names)]]
         runs.append(run_of(three_blocks, configuration.policy(percent), stand_in=configuration.stand_in))
-    answers = answers_of(2, runs, tmp_path)
+    answers = answers_of(forks, 2, runs, tmp_path)
     for answer, placement in zip(answers, ("all on device", *PLACEMENTS), strict=True):
         assert answer["tokens"] == three_blocks.tokens, placement
     check_joint_report(answers[0]["report"], three_blocks, [[0, 2], [2, 3]], tmp_path)
@@ -86,7 +107,7 @@ def check_joint_report(report: dict[str, Any], known: Reference, blocks: list[li
 
 @pytest.mark.slow
 def test_micro_batches_families_eviction_and_compression_are_those_of_one_process(
-    three_blocks: Reference, reference: Callable[[str], Reference], ended: Ended, tmp_path: Path
+    three_blocks: Reference, reference: Callable[[str], Reference], ended: Ended, forks: Forks, tmp_path: Path
 ) -> None:
     llama, neox, disk = reference("llama"), reference("gpt_neox"), (30, 0, 30, 0, 30, 0)
     windows = reference("qwen2, windows of some layers")
@@ -108,7 +129,7 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         run_of(windows, Policy(2, 1, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
         run_of(reference("gpt_oss, all experts chosen, no biases"), Policy(2, 2, disk)),
     ]
-    found = answers_of(2, runs, tmp_path)
+    found = answers_of(forks, 2, runs, tmp_path)
     for run, answer in zip(runs, found, strict=True):
         alone = run.do(None, str(tmp_path / "offload"))
         assert answer["tokens"] == alone["tokens"], run
@@ -118,8 +139,8 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
 
 
 @pytest.mark.slow
-def test_three_ranks_report_together(three_blocks: Reference, tmp_path: Path) -> None:
-    (answer,) = answers_of(3, [run_of(three_blocks, Policy(2, 1))], tmp_path)
+def test_three_ranks_report_together(three_blocks: Reference, forks: Forks, tmp_path: Path) -> None:
+    (answer,) = answers_of(forks, 3, [run_of(three_blocks, Policy(2, 1))], tmp_path)
     assert answer["tokens"] == three_blocks.tokens
     check_joint_report(answer["report"], three_blocks, [[0, 1], [1, 2], [2, 3]], tmp_path)
 

@@ -30,7 +30,7 @@ from flexgen_h2o.kernels.linear import DenseRows, linear_each, linear_relu
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.slots import attend
-from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
+from flexgen_h2o.kernels.warm_up import _call_in_a_process, compile_subprocess, warm_up
 from flexgen_h2o.kernels.workspace import Workspace
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -174,6 +174,7 @@ def test_where_no_process_starts_this_one_compiles(executable: str, monkeypatch:
         if len(calls) == 1 and executable:
             raise warm_up_module._NotCompiledError
 
+    monkeypatch.setattr(warm_up_module, "_call_in_a_process", _call_in_a_process)  # as it is outside of tests
     monkeypatch.setattr(warm_up_module.pickle, "dumps", lambda _: b"")
     compile_subprocess(call, torch.ones(1))
     assert len(calls) == 1 + bool(executable)
