@@ -180,6 +180,9 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
     yield f"{dtype}: others"
     faster = "int4 to int8 on the device, times faster", three_digits(rates.requantise_speedup)
     yield from _columns([*((what, three_digits(rate / GIGA)) for what, rate in others.items()), faster])
+    if rates.decode_speedup:
+        yield f"{dtype}: quantised checkpoints, times faster than int4 to dtype"
+        yield from _columns([(name, three_digits(ratio)) for name, ratio in rates.decode_speedup.items()])
 
 
 def _curves(curves: dict[str, Curve], scale: float = GIGA) -> list[str]:

@@ -7,21 +7,26 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# make MODEL MACHINE FLAG...: policies/MODEL/MACHINE.json and MACHINE-h2o20.json
+# make ORGANISATION/NAME MACHINE FLAG...: policies/MODEL/MACHINE.json and MACHINE-h2o20.json
 make() {
-    local model="$1" machine="$2"
+    local name="$1" machine="$2" model
     shift 2
+    model="$(basename "${name,,}")"
+    model="${model%-v0.1}"
     mkdir -p "policies/$model"
-    local search=("${PYTHON:-python3}" -m flexgen_h2o.policy_search --model "facebook/$model" --hardware "$machine"
+    local search=("${PYTHON:-python3}" -m flexgen_h2o.policy_search --model "$name" --hardware "$machine"
         --prompt-len 512 --gen-len 32 --num-prompts 1024 "$@")
     "${search[@]}" --output "policies/$model/$machine.json" | grep -A1 "^policy, found"
     "${search[@]}" --hh-ratio 0.1 --output "policies/$model/$machine-h2o20.json" | grep -A1 "^policy, found"
 }
 
 for machine in t4 a100-80; do
-    make opt-6.7b "$machine"
-    make opt-30b "$machine"
-    make opt-175b "$machine"
+    for model in facebook/opt-6.7b facebook/opt-30b facebook/opt-175b openai/gpt-oss-20b openai/gpt-oss-120b \
+        mistralai/Mixtral-8x7B-v0.1; do
+        make "$model" "$machine"
+    done
 done
-make opt-6.7b build-2core # the checkpoint of OPT-175B does not fit that machine's disk
-make opt-30b build-2core
+# The others' checkpoints do not fit that machine's disk.
+for model in facebook/opt-6.7b facebook/opt-30b openai/gpt-oss-20b Qwen/Qwen3-30B-A3B; do
+    make "$model" build-2core
+done

@@ -2,19 +2,20 @@
 
 Nothing runs. For each model and memory the fastest policy for a pile of 10,000 prompts is searched, in the two ways of
 SETTINGS, with the saved profiles of a 2-core CPU without a card and of a T4 whose memory is set to other cards' sizes.
-Prints the tables of docs/which-model.md, a row a model; `-`: no policy fits.
+Prints the tables of docs/which-model.md, a row a model and card; `-`: no policy fits.
 
-    python -m bench.planner.which_model                                       all models: half an hour
+    python -m bench.planner.which_model --cells CELLS.jsonl                   all models; goes on where it was ended
     python -m bench.planner.which_model --models Qwen/Qwen3-8B ./my-model
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench import common
@@ -32,63 +33,53 @@ from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.search import search
 
 MODELS = (
-    *(f"Qwen/Qwen3-{size}" for size in ("0.6B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")),
-    "allenai/OLMoE-1B-7B-0924", "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1", "facebook/opt-30b",
-    "meta-llama/Meta-Llama-3-70B",
+    "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B", "openai/gpt-oss-20b",
+    "openai/gpt-oss-120b", "allenai/OLMoE-1B-7B-0924", "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1",
+    "facebook/opt-30b",
 )  # fmt: skip
 NIGHT_S, GB = 10 * 3600, 10**9
-COMPRESSION = ("compress_weight", "compress_cache")
-# A title, what is kept of KV, and what may be compressed where that is faster.
+RAM, CARDS = (8, 16, 32, 64), (0, 8, 16, 24)  # GB
+# A title, what is kept of KV, and whether weights and KV are in 4 bits.
 SETTINGS = (
-    ("Weights and the whole KV cache in 16 bits", Full(), ()),
-    ("20% of the KV columns, weights and KV in 4 bits where that is faster", H2O(kv_budget=0.2), COMPRESSION),
-)  # fmt: skip
+    ("Weights as published and the whole KV cache in 16 bits", Full(), False),
+    ("Weights in 4 bits (those of gpt-oss as published), 20% of the KV columns in 4 bits", H2O(kv_budget=0.2), True),
+)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A machine: a saved profile with other memory. card: GB of it, 0 for none."""
+    """A machine: a saved profile with other memory. ram, card: GB; card 0 for none."""
 
-    profile: str
-    dtype: str
     ram: int
-    card: int = 0
+    card: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.card} GB card, {self.ram} GB" if self.card else f"{self.ram} GB"
-
-    def space(
-        self, spec: ModelSpec, args: argparse.Namespace, kept: Eviction, compress: Sequence[str]
-    ) -> SearchSpace:  # fmt: skip
-        need = need_of(kept, args.num_prompts, {(args.prompt_len, args.gen_len)}, spec.num_blocks)
-        machine = Machine(read_profile(find_profile(self.profile)), self.dtype, not self.card)
+    def space(self, spec: ModelSpec, args: argparse.Namespace, kept: Eviction, in_4_bits: bool) -> SearchSpace:
+        need = need_of(kept, args.num_prompts, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows)
+        profile, dtype = ("t4", "float16") if self.card else ("build-2core", "bfloat16")
+        machine = Machine(read_profile(find_profile(profile)), dtype, not self.card)
+        policy = Policy(compress_weight=in_4_bits and spec.quantization is None, compress_cache=in_4_bits)
         memory = {"device": self.card, "host": self.ram, "disk": args.disk}
         budgets = {tier: less_margin(size * GB) for tier, size in memory.items()}
-        return SearchSpace(spec, need, Policy(), machine, budgets, compress)
-
-
-PLACES = (
-    *(Place("build-2core", "bfloat16", ram) for ram in (8, 16, 32, 64)),
-    *(Place("t4", "float16", 32, card) for card in (8, 16, 24)),
-)
+        return SearchSpace(spec, need, policy, machine, budgets)
 
 
 def main() -> int:
     args = _parse()
-    found: dict[str, list[dict[str, Any]]] = {}
-    for title, kept, compress in SETTINGS:
-        print(f"\n{title}:\n\n| model | {' | '.join(place.name for place in PLACES)} |")
-        print(f"|---|{'---|' * len(PLACES)}", flush=True)
+    asked = {name: getattr(args, name) for name in ("num_prompts", "prompt_len", "gen_len", "disk")}
+    kept = _Cells(args.cells)
+    for title, eviction, in_4_bits in SETTINGS:
+        print(f"\n{title}:\n\n| model | card | {' | '.join(f'{ram} GB of RAM' for ram in RAM)} |")
+        print(f"|---|---|{'---|' * len(RAM)}", flush=True)
         for name in args.models:
             spec = find_spec(name, None)
-            cells = [_predicted(place.space(spec, args, kept, compress)) for place in PLACES]
-            found[f"{name}, {title}"] = cells
-            shown = (f"{cell['night']:,}" if cell["night"] else "-" for cell in cells)
-            print(f"| {name.split('/')[-1]} | {' | '.join(shown)} |", flush=True)
-    asked = {name: getattr(args, name) for name in ("num_prompts", "prompt_len", "gen_len", "disk")}
-    common.finish({"benchmark": "which_model", **asked, "places": [place.name for place in PLACES], "found": found},
-                  args.output)  # fmt: skip
+            for card in CARDS:
+                nights = []
+                for ram in RAM:
+                    key = {"model": name, "setting": title, "ram": ram, "card": card, **asked}
+                    nights.append(kept.found(key, Place(ram, card).space(spec, args, eviction, in_4_bits))["night"])
+                shown = " | ".join(f"{night:,}" if night else "-" for night in nights)
+                print(f"| {name.split('/')[-1]} | {f'{card} GB' if card else 'none'} | {shown} |", flush=True)
+    common.finish({"benchmark": "which_model", **asked, "found": kept.cells}, args.output)
     return 0
 
 
@@ -100,13 +91,36 @@ def _parse() -> argparse.Namespace:
     add("--prompt-len", type=positive, default=512)
     add("--gen-len", type=positive, default=128)
     add("--disk", type=positive, default=500, metavar="GB", help="free disk (500)")
+    add("--cells", type=Path, metavar="FILE", help="a line a search; what is there is not searched again")
     add("--output", action=common.ResultFile, help="also write the JSON object here")
     return parser.parse_args()
 
 
+class _Cells:
+    """The searches that were made, by what was asked; kept in a file of JSON lines, where one is given."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.cells: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def found(self, asked: dict[str, Any], space: SearchSpace) -> dict[str, Any]:
+        profile = space.machine.profile
+        key = {**asked, "profile": profile.machine, "measured": profile.date}
+        for cell in self.cells:
+            if cell["asked"] == key:
+                return cell
+        cell = {"asked": key, **_predicted(space)}
+        self.cells.append(cell)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(cell) + "\n")
+        return cell
+
+
 def _predicted(space: SearchSpace) -> dict[str, Any]:
     """night: prompts that 10 hours are enough for, at the pile's pace."""
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         plan = search(space)
     except DoesNotFitError:
@@ -115,9 +129,9 @@ def _predicted(space: SearchSpace) -> dict[str, Any]:
     night = int(float(f"{space.need.rows * NIGHT_S / found.total_s:.2g}"))
     return {
         "night": night, "tokens_per_s": found.tokens_per_s, "seconds": found.total_s, "bound_by": found.bound_by,
-        "compressed": [name for name in COMPRESSION if getattr(policy, name)], "percent": policy.percent,
+        "percent": policy.percent,
         "gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches,
-        "search_s": time.perf_counter() - began,
+        "search_s": time.process_time() - began,
     }  # fmt: skip
 
 

@@ -146,8 +146,9 @@ class Costs:
             return 0.0
         kind = self._kind_of[unit]
         if kind not in self._dequantised:
-            rates = self.profile.rates(self.dtype)
-            faster = rates.requantise_speedup if self.at.form.in_int8 else 1.0
+            rates, form = self.profile.rates(self.dtype), self.at.form
+            unpacking = rates.requantise_speedup if form.in_int8 else 1.0
+            faster = rates.decode_speedup.get(form.decoder, unpacking)
             nbytes = _decoded_elements(layouts_of(self.at.form, self.layers.units[unit].tensors)) * self.at.itemsize
             self._dequantised[kind] = nbytes / (rates.device_dequantise_bytes_per_s * faster)
         return self._dequantised[kind]

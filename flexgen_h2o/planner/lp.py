@@ -39,6 +39,7 @@ LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are taken where memory is left over
 Budgets = Mapping[str, int | None]
 Percent = tuple[int, int, int, int, int, int]  # of weights, cache, hidden on device and host; the rest is on disk
 NOTHING: Percent = (0, 0, 0, 0, 0, 0)
+STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,15 @@ class SearchSpace:
     def overflow(self, policy: Policy, depth: Depth) -> dict[str, int]:
         """Bytes over budget by tier."""
         return self.memory(policy, depth).overflow(dict(self.budgets))
+
+    def deepest(self, policy: Policy) -> Depth | None:
+        """The deepest look-ahead that is worth memory and fits: on each tier with what holds least there."""
+        places: tuple[Percent, ...] = (NOTHING, (0, 0, 0, 100, 0, 0), STREAMED_WEIGHTS)
+        for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
+            over = [self.overflow(replace(policy, percent=percent), depth) for percent in places]
+            if not any(all(tier in one for one in over) for tier in TIERS):
+                return depth
+        return None
 
     def block_sizes(self) -> Iterator[tuple[int, int]]:
         """(micro-batch, micro-batches) of blocks that cut the pile evenly into 1, 2, 4, ... parts."""

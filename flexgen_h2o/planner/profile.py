@@ -16,12 +16,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.checkpoint.formats import QUANTISED
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
 from flexgen_h2o.core.units import GIB
 
-PROFILE_SCHEMA = 4
+PROFILE_SCHEMA = 5
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
 # EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
 UNKNOWN_INT8_SPEEDUP = 1.6
@@ -31,6 +32,8 @@ MOST_SPEEDUP = 100.0
 MOST_BYTES = 2**63
 # How a note begins where other processes took enough of the cores to be seen in the figures.
 BUSY_NOTE = "measured while other processes took"
+# Of a format of quantised checkpoints, into the dtype and into int8 rows (checkpoint.formats.WeightFormat.decoder).
+DECODERS = frozenset(name + kind for name in QUANTISED for kind in ("", "_int8"))
 LEAST_SHAPE = 2**-10  # out / in of a matrix
 SHIPPED = policies_folder() / "profiles"
 
@@ -77,7 +80,9 @@ class ComputeRates:
     4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how
     many times faster products are with matrices in RAM that are held blocked (kernels/linear.py), over [rows];
     int8_speedup: the same of products in int8 (kernels/int8.py), inputs and results included. requantise_speedup:
-    how many times faster the same values in 4 bits become int8 rows than the dtype.
+    how many times faster the same values in 4 bits become int8 rows than the dtype. decode_speedup: by DECODERS, how
+    many times faster than 4 bits become the dtype matrices of quantised checkpoints do (`mxfp4`), or become int8 rows
+    (`mxfp4_int8`); one that is not there takes as long as 4 bits.
     """
 
     matmul_flops_per_s: Products
@@ -94,6 +99,7 @@ class ComputeRates:
     blocked_speedup: Curve = AS_FAST
     int8_speedup: Curve = AS_FAST
     requantise_speedup: float = 1.0
+    decode_speedup: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def _product_rates(self) -> dict[tuple[float, float, float], float]:
@@ -279,16 +285,20 @@ def profile_from_json(body: object) -> HardwareProfile:
 def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an older schema, and those that came later as if nothing were known of them."""
     since_4 = {"overlay_bytes_per_s": MOST_RATE, "short_read_compute_s": 0.0, "cache_load_step_s": 0.0}
-    found, compute = {**since_4, **given}, given.get("compute")
-    if schema > 2 or not isinstance(compute, dict):
+    found, compute = {**({} if schema > 3 else since_4), **given}, given.get("compute")
+    if not isinstance(compute, dict):
         return found
 
-    def new(dtype: str) -> dict[str, Any]:
+    def unknown(dtype: str) -> dict[str, Any]:
         on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
-        since_3 = {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}, "requantise_speedup": 1.0}
-        return since_3 if schema > 1 else {"blocked_speedup": {"1": 1.0}, **since_3}
+        since: dict[int, dict[str, Any]] = {
+            2: {"blocked_speedup": {"1": 1.0}},
+            3: {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}, "requantise_speedup": 1.0},
+            5: {"decode_speedup": {}},
+        }
+        return {name: value for came, new in since.items() if came > schema for name, value in new.items()}
 
-    return {**found, "compute": {d: {**new(d), **r} if isinstance(r, dict) else r for d, r in compute.items()}}
+    return {**found, "compute": {d: {**unknown(d), **r} if isinstance(r, dict) else r for d, r in compute.items()}}
 
 
 def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[str, Any]:
@@ -379,6 +389,14 @@ def _compute(name: str, value: object) -> dict[str, ComputeRates]:
     return found
 
 
+def _ratios(name: str, value: object) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{name}: a JSON object is expected")
+    if unknown := sorted(set(value) - DECODERS):
+        raise UsageError(f"{name}: {unknown[0]!r} is not one of {', '.join(sorted(DECODERS))}")
+    return {key: _number(name, ratio) for key, ratio in value.items()}
+
+
 def _notes(name: str, value: object) -> dict[str, str]:
     if not isinstance(value, dict):
         raise UsageError(f"{name}: a JSON object is expected")
@@ -394,6 +412,7 @@ _READERS: dict[str, Any] = {
     "Curve": _curve,
     "Products": _products,
     "Mapping[str, ComputeRates]": _compute,
+    "Mapping[str, float]": _ratios,
     "Mapping[str, str]": _notes,
 }
 

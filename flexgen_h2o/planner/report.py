@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
-from flexgen_h2o.engine.memory_plan import prices_of
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes, prices_of
 from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.predict import PHASES
@@ -27,6 +27,7 @@ LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
 GUESSES = 8  # of the rows that balance computing and loading, each from the one before
 FEW_COLUMNS, FEW_FLAGS = 0.2, "--kv-budget 0.2 --compress-cache"  # that hold KV of more rows
+NIGHT_HOURS = 10
 LEAST_GAIN = 1e-4  # of the whole time; less is called nothing
 SMALL_GAIN = 1e-3  # less is said with two digits after the point
 
@@ -121,6 +122,7 @@ def to_text(answer: Answer, plan: Plan, flags: str, command: str) -> str:
         *_gains(answer, plan),
         f"throughput: {three_digits(plan.prediction.tokens_per_s)} new tokens a second",
         f"time for all prompts: {format_seconds(plan.prediction.total_s)}",
+        *_night(answer, plan),
     ]
     seconds = [*_seconds(plan), *_experts(answer, plan)]
     return "\n".join([*_about(answer), "", *policy, "", *_memory(answer, plan), "", *seconds, "", *end])
@@ -140,6 +142,25 @@ def _about(answer: Answer) -> Iterator[str]:
     if answer.kv_loss is not None:
         yield f"quality: KL {answer.kv_loss:g} nats to the full cache for opt-tiny (docs/quality.md, the KV frontier)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
+    yield _checkpoint(answer)
+
+
+def _checkpoint(answer: Answer) -> str:
+    """Bytes and format of the checkpoint, whose files are no part of the disk's budget."""
+    spec, itemsize = answer.space.spec, answer.space.machine.itemsize
+    config, nbytes = spec.quantization or {}, format_bytes(checkpoint_bytes(spec, itemsize))
+    stored = f"as published ({config['quant_method']})" if config else f"in {8 * itemsize} bits a number"
+    return f"checkpoint: {nbytes}, {stored}, read in place and not in the disk's budget"
+
+
+def _night(answer: Answer, plan: Plan) -> Iterator[str]:
+    """What is done of a pile that takes longer than a night."""
+    need, seconds = answer.space.need, plan.prediction.total_s
+    if seconds > NIGHT_HOURS * 3600:
+        nights = seconds / NIGHT_HOURS / 3600
+        rows = int(need.rows / nights)
+        done = f"{rows:,} prompts, {rows * need.gen_len:,} new tokens"
+        yield f"a night of {NIGHT_HOURS} hours: {done}; all take {nights:.1f} nights"
 
 
 def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
@@ -159,7 +180,11 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
         yield f"loaded ahead: {', '.join(rings)}"
     if answer.disk_read_bytes:
         more = "" if answer.more is None else f"; {answer.more.text}"
-        yield f"disk reads in all: {format_bytes(answer.disk_read_bytes)}{more}"
+        need = answer.space.need
+        blocks = -(-need.rows // plan.policy.block_size)
+        each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
+        walked = f"{each} a sweep ({_counted(blocks, 'block')}, {_counted(need.gen_len, 'sweep')} each)"
+        yield f"disk reads in all: {format_bytes(answer.disk_read_bytes)}, {walked}{more}"
 
 
 def _seconds(plan: Plan) -> Iterator[str]:

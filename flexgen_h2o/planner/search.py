@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations, product
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
@@ -23,7 +23,7 @@ from flexgen_h2o.engine.workload import even_blocks, shape_of
 from flexgen_h2o.planner.lp import (
     BATCHES,
     LOOK_AHEADS,
-    NOTHING,
+    STREAMED_WEIGHTS,
     Budgets,
     Percent,
     SearchSpace,
@@ -37,18 +37,19 @@ from flexgen_h2o.planner.lp import (
     solve,
     tier_percents,
 )
-from flexgen_h2o.planner.predict import CUT_BLOCKS, Prediction, cut_blocks, predict
+from flexgen_h2o.planner.predict import CUT_BLOCKS, MOST_WALKED, Prediction, cut_blocks, predict
 from flexgen_h2o.planner.work import disk_read_bytes
 
 FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
 # A KV unit is read as far as it is filled, on average more than this share of what is set aside for it.
 LEAST_READ = 0.5
 IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
-STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
 MOST_SOLVED = 64
 OPTIMISM = 1.25  # the program knows no waits and no contention: what it says of a plan may come out so much longer
-# Of the coarse grid, best first: at least so many, and more while that is quick (steps of the schedule, all told).
-LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS = 6, 24, 40_000
+# Of the coarse grid, best first: at least so many, and more while that is quick (steps of the schedule, all told); then
+# those of so few steps that the program calls faster than the fastest. Blocks of many micro-batches take most steps and
+# wait most, which the program does not know: alone they would hide what is better.
+LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS, FEW_STEPS = 6, 24, 40_000, 4_000
 MOST_STEPS = 4  # around the best
 EQUAL = 1.003  # plans whose seconds differ by less are equally fast
 TIGHTER = 0.95  # budgets for the program where rounding found no way into the real ones
@@ -90,16 +91,8 @@ def search(space: SearchSpace) -> Plan:
 
     DoesNotFitError, with the smallest budget that would do, when nothing fits.
     """
-    found: list[Plan] = []
-    steps = 0
-    for i, (candidate, solution) in enumerate(_solved(space)):
-        if found and (i >= MOST_SIMULATED or (i >= LEAST_SIMULATED and steps > QUICK_STEPS)):
-            break
-        steps += _layers_walked(space, candidate.policy) * candidate.policy.num_gpu_batches * min(space.need.gen_len, 8)
-        found += _simulated(space, candidate, solution)
-    if not found:
-        # One row at a time, where budgets leave room for little more.
-        found = [evaluate(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)]
+    # One row at a time, where budgets leave room for little more.
+    found = _coarse(space) or [evaluate(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)]
     if not found:
         raise DoesNotFitError(too_small(space))
     # What is all in memory, and what is not, improve in different directions.
@@ -113,10 +106,27 @@ def search(space: SearchSpace) -> Plan:
     )
 
 
-def _layers_walked(space: SearchSpace, policy: Policy) -> int:
-    """Layers of the model, or as much fewer as a simulation walks fewer blocks of it."""
+def _coarse(space: SearchSpace) -> list[Plan]:
+    """The best of the coarse grid, simulated."""
+    found: list[Plan] = []
+    tried = steps = 0
+    fastest = math.inf
+    for seconds, candidate, solution in _solved(space):
+        own = _steps(space, candidate.policy)
+        is_quick = steps <= QUICK_STEPS or (own <= FEW_STEPS and seconds < fastest)
+        if found and (tried == MOST_SIMULATED or (tried >= LEAST_SIMULATED and not is_quick)):
+            continue
+        tried, steps = tried + 1, steps + own
+        found += _simulated(space, candidate, solution)
+        fastest = min((plan.seconds for plan in found), default=math.inf)
+    return found
+
+
+def _steps(space: SearchSpace, policy: Policy) -> int:
+    """Of the schedule that a simulation walks."""
     layers = len(layers_of(space.spec, policy).layers)
-    return layers * cut_blocks(space.spec.num_blocks, layers) // CUT_BLOCKS
+    walked = layers * cut_blocks(space.spec.num_blocks, layers) // CUT_BLOCKS
+    return walked * policy.num_gpu_batches * min(space.need.gen_len, MOST_WALKED)
 
 
 def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
@@ -126,7 +136,7 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
     slopes for a little more memory, at the program's own shares. They say nothing of larger batches that more memory
     allows, and a rounded policy may be bound by something else than the program.
     """
-    solution = _solve(space, policy, _depth(space, policy) or SEQUENTIAL, space.budgets)
+    solution = _solve(space, policy, space.deepest(policy) or SEQUENTIAL, space.budgets)
     if solution is None:
         return {}
     return {tier: max(0.0, dual) * _blocks(space, policy) for tier, dual in solution.gain_s_per_gib.items()}
@@ -151,8 +161,8 @@ def _likely_blocks(space: SearchSpace, policy: Policy) -> float:
     return full + (1 + rest / policy.block_size) / 2
 
 
-def _solved(space: SearchSpace) -> list[tuple[Candidate, Solution]]:
-    """The coarse grid's candidates with the program's placements, fastest first."""
+def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
+    """The coarse grid's candidates with the program's placements and seconds of the pile, fastest first."""
     found: list[tuple[float, Candidate, Solution]] = []
     fastest = math.inf
     for candidate in candidates(space)[:MOST_SOLVED]:
@@ -162,8 +172,7 @@ def _solved(space: SearchSpace) -> list[tuple[Candidate, Solution]]:
         if solution is not None:
             found.append((solution.seconds * _likely_blocks(space, candidate.policy), candidate, solution))
             fastest = min(fastest, found[-1][0])
-    found.sort(key=lambda entry: entry[0])
-    return [(candidate, solution) for _, candidate, solution in found]
+    return sorted(found, key=itemgetter(0))
 
 
 def _solve(space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets) -> Solution | None:
@@ -275,7 +284,7 @@ def _over_memory(space: SearchSpace, policy: Policy, depth: Depth) -> float:
 
 def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
     """The candidate with its lower bound; None when it cannot fit."""
-    depth = _depth(space, policy)
+    depth = space.deepest(policy)
     if depth is None:
         return None
     # Reads take from compute, so that in memory it takes least; but on the host's side of attention a device has less.
@@ -287,16 +296,6 @@ def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
         least_s[phase] = max(least_s[phase], min(corner.busy[phase]["device_compute"] for corner in corners))
     bound_s = least_s["prefill"] + (space.need.gen_len - 1) * least_s["decode"]
     return Candidate(policy, depth, bound_s * _blocks(space, policy))
-
-
-def _depth(space: SearchSpace, policy: Policy) -> Depth | None:
-    """The deepest look-ahead that is worth memory and fits: on each tier with what holds least there."""
-    places: tuple[Percent, ...] = (NOTHING, (0, 0, 0, 100, 0, 0), STREAMED_WEIGHTS)
-    for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
-        over = [space.overflow(replace(policy, percent=percent), depth) for percent in places]
-        if not any(all(tier in one for one in over) for tier in TIERS):
-            return depth
-    return None
 
 
 # ---- one row at a time, where budgets are tight

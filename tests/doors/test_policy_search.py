@@ -240,7 +240,9 @@ def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_t
     assert two[1]["disk_read_bytes"] <= 1.01 * fewer * 2**30 < two[0]["disk_read_bytes"] / 2
     assert two[0]["worth_more"]["budgets"]["host"] <= 1.25 * least + 2**20
     shown = plan(f"{task} --host-mem {int(least)}", "host").out
-    assert re.search(r"^disk reads in all: [\d.]+ GiB; with [\d.]+ MiB \(host\) at most [\d.]+ GiB$", shown, re.M)
+    assert re.search(
+        r"^disk reads in all: [\d.]+ GiB, .* a sweep \(.*\); with [\d.]+ MiB \(host\) at most [\d.]+ GiB$", shown, re.M
+    )
 
 
 def test_what_does_not_fit_is_said_in_both_ways(plan: Door) -> None:

@@ -40,15 +40,29 @@ def lines_of(asked: Answer, plan: Plan, **more: object) -> list[str]:
     return to_text(answer, plan, "--percent ...", "run ...").splitlines()
 
 
+def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> None:
+    """And the bytes of a quantised checkpoint as it is."""
+    asked = question(Full())
+    plan = plan_of(asked, STREAMED)
+    hours_25 = replace(plan.prediction, prefill_s=40_000.0, decode_s=50_000.0)
+    lines = lines_of(asked, replace(plan, prediction=hours_25), disk_read_bytes=8 * GIB)
+    assert lines[-1] == "a night of 10 hours: 3 prompts, 12 new tokens; all take 2.5 nights"
+    assert "disk reads in all: 8.00 GiB, 2.00 GiB a sweep (1 block, 4 sweeps each)" in lines
+    mxfp4 = replace(asked.space.spec, quantization={"quant_method": "mxfp4"})
+    quantised = replace(asked, space=replace(asked.space, spec=mxfp4))
+    assert ", as published (mxfp4), read in place" in lines_of(quantised, plan)[2]
+
+
 def test_tables_say_what_the_plan_says() -> None:
     asked = question(Full())
     plan = plan_of(asked, STREAMED)
     lines = lines_of(asked, plan)
     assert "8 prompts of 32 tokens, 4 new tokens each, full KV cache" in lines[0]
     assert "nominal, device, host and disk (profile of no date: nominal)" in lines[1]
-    assert lines[3:7] == ["policy, as given:", "  --percent ...", "run it:", "  run ..."]
+    assert lines[2].startswith("checkpoint: ") and "in 16 bits a number" in lines[2]
+    assert lines[4:8] == ["policy, as given:", "  --percent ...", "run it:", "  run ..."]
     words = {line.split()[0]: line for line in lines if line}
-    device, _, disk = lines[9:12]
+    device, _, disk = lines[10:13]
     assert device.startswith("device") and "4.00 GiB" in device and "weight ring" in device
     assert disk.startswith("disk") and "cache" in disk and "50.00 GiB" in disk
     assert any(line.startswith("disk read") for line in lines) and any(line.startswith("disk write") for line in lines)

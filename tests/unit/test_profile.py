@@ -43,6 +43,7 @@ RATES = ComputeRates(
     blocked_speedup=Curve(((1.0, 1.1), (32.0, 1.4))),
     int8_speedup=Curve(((1.0, 2.1), (32.0, 1.9))),
     requantise_speedup=1.3,
+    decode_speedup={"mxfp4": 0.7, "awq_int8": 0.2},
 )
 PROFILE = HardwareProfile(
     machine="test", description="none", date="2026-11-20", source="made up", device_is_host=True,
@@ -66,7 +67,11 @@ def test_comes_back_from_its_file(tmp_path: Path) -> None:
     assert profile_from_json(body) == replace(PROFILE, notes={})
 
 
-NEW = {2: ("blocked_speedup",), 3: ("int8_speedup", "requantise_speedup")}  # by the schema that they came with
+NEW = {
+    2: ("blocked_speedup",),
+    3: ("int8_speedup", "requantise_speedup"),
+    5: ("decode_speedup",),
+}  # by the schema that they came with
 SINCE_4 = {
     "overlay_bytes_per_s": MOST_RATE,
     "short_read_compute_s": 0.0,
@@ -85,16 +90,19 @@ def of_schema(schema: int, **changes: Any) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.parametrize(("schema", "is_host"), [(1, True), (2, True), (2, False), (3, False)])
+@pytest.mark.parametrize(("schema", "is_host"), [(1, True), (2, True), (2, False), (3, False), (4, True)])
 def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: bool) -> None:
     """Products in int8: what is known of one CPU over bf16, nothing over other dtypes and of cards."""
     blocked = RATES.blocked_speedup if schema >= 2 else Curve.flat(1.0)
-    plain = in_bf16 = RATES
+    plain = in_bf16 = replace(RATES, decode_speedup={})
     if schema < 3:
-        plain = replace(RATES, blocked_speedup=blocked, int8_speedup=Curve.flat(1.0), requantise_speedup=1.0)
+        plain = replace(plain, blocked_speedup=blocked, int8_speedup=Curve.flat(1.0), requantise_speedup=1.0)
         in_bf16 = replace(plain, int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP)) if is_host else plain
     assert profile_from_json(of_schema(schema, device_is_host=is_host)) == replace(
-        PROFILE, device_is_host=is_host, compute={"float32": plain, "bfloat16": in_bf16}, **SINCE_4
+        PROFILE,
+        device_is_host=is_host,
+        compute={"float32": plain, "bfloat16": in_bf16},
+        **(SINCE_4 if schema < 4 else {}),
     )
 
 
@@ -130,7 +138,10 @@ def _set(*keys: str, to: Any = GONE) -> Callable[[dict[str, Any]], None]:
 F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
-    (_set("schema", to=5), "schema is 5, this version reads 1 to 4"),
+    (_set("schema", to=6), "schema is 6, this version reads 1 to 5"),
+    (_set(*F32, "decode_speedup", "mxfp3", to=1), "decode_speedup: 'mxfp3' is not one of awq, "),
+    (_set(*F32, "decode_speedup", "mxfp4", to=1000), "decode_speedup: 1000 is out of range"),
+    (_set(*F32, "decode_speedup", to=1), "decode_speedup: a JSON object"),
     (_set("kernel_s"), "'kernel_s' is missing"),
     (_set("speed", to=1), "unknown field 'speed'"),
     (_set("machine", to=3), "machine: 3"),

@@ -58,8 +58,9 @@ def test_a_saved_policy_costs_what_its_file_says(name: str, capsys: pytest.Captu
 
 
 def test_every_model_machine_and_cache_is_there() -> None:
-    machines = {"opt-6.7b": ("t4", "a100-80", "build-2core"), "opt-30b": ("t4", "a100-80", "build-2core"),
-                "opt-175b": ("t4", "a100-80"), "qwen3-30b-a3b": ("build-2core",)}  # fmt: skip
+    cards, core = ("t4", "a100-80"), "build-2core"
+    machines = {"opt-6.7b": (*cards, core), "opt-30b": (*cards, core), "opt-175b": cards, "qwen3-30b-a3b": (core,),
+                "gpt-oss-20b": (*cards, core), "gpt-oss-120b": cards, "mixtral-8x7b": cards}  # fmt: skip
     wanted = {f"{model}/{name}{kind}" for model, names in machines.items() for name in names for kind in ("", "-h2o20")}
     assert set(NAMES) == wanted
 

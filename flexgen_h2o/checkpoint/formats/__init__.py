@@ -33,6 +33,7 @@ FORMATS = {
     "int8": "flexgen_h2o.checkpoint.formats.int8",
     "dense": "flexgen_h2o.checkpoint.formats",
 }
+QUANTISED = frozenset(FORMATS) - {"groupwise", "int8", "dense"}  # of checkpoints
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,11 @@ class WeightFormat:
     def in_int8(self) -> bool:
         """Are products in int8?"""
         return False
+
+    @property
+    def decoder(self) -> str:
+        """What decodes a quantised checkpoint's matrices, as profiles name it; "" of others."""
+        return ""
 
     @property
     def packed(self) -> PackedFormat | None:

@@ -54,6 +54,10 @@ class Quantised(WeightFormat):
     def in_int8(self) -> bool:
         return self.to_int8
 
+    @property
+    def decoder(self) -> str:
+        return f"{self.name}_int8" if self.to_int8 else self.name
+
     def holds(self, tensor: TensorSpec) -> bool:
         """Is it quantised?"""
         module = tensor.name.removesuffix(".weight")

@@ -15,20 +15,18 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.core.units import GIB, MIB, TOKEN_CHUNK
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.engine.temporaries import product_sizes
-from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, block_int8_rows, pack_int8_rows, requantise_rows
+from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
-from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.evict import keep_prompt_columns
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.slots import KVRows, SlotTable
-from flexgen_h2o.planner.profile import AS_FAST, MOST_SPEEDUP, ComputeRates, Curve
+from flexgen_h2o.planner.profile import AS_FAST, Curve
 from flexgen_h2o.planner.profile import Products as Rates
 from flexgen_h2o.tiers.device import Device
 
@@ -366,9 +364,6 @@ def warm_cores(bench: Bench, dtype: torch.dtype) -> None:
         bench.once(call)
 
 
-PACKED_BITS = 4
-
-
 def memory_rate(bench: Bench) -> float:
     """Bytes a second, read and written, of a copy between two buffers larger than the caches."""
     target, source = (bench.empty(torch.uint8, bench.sizes.memory_bytes) for _ in range(2))
@@ -382,67 +377,16 @@ def kernel_seconds(bench: Bench) -> float:
 
 
 def other_rates(bench: Bench, dtype: torch.dtype) -> Figures:
-    """Fields of ComputeRates: of norms and activations, of unpacking weights, and of choosing tokens.
-
-    Int8 rows are made only where the host computes: no card has made them.
-    """
+    """Fields of ComputeRates: of norms and activations, and of choosing tokens."""
     (tokens, width), logits = bench.sizes.block, bench.normal(dtype, *bench.sizes.logits)
-    # Rows in 4 bits that unpack to weight_bytes of the dtype, more than the caches hold: one row over and over.
-    row_bytes = SlotPacking(width, PACKED_BITS).slot_bytes
-    packed = bench.empty(torch.uint8, bench.sizes.weight_bytes // (width * dtype.itemsize), row_bytes)
-    packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))
-    out = bench.empty(dtype, len(packed), width)
     x, weight, bias = (bench.normal(dtype, *shape) for shape in ((tokens, width), (width,), (width,)))
     sampler, rows = Sampler(SamplingParams()), range(len(logits))
     calls: list[Call] = [
         lambda: torch.relu_(F.layer_norm(x, (width,), weight, bias)),  # each reads and writes all of x
         lambda: sampler.sample(logits, rows, rows),
-        lambda: unpack_rows(packed, PACKED_BITS, out),
     ]
-    if bench.device.is_host:
-        parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), int8_row_bytes(width)))
-        calls.append(lambda: requantise_rows(packed, 0, parts, width))
-    elementwise, choice, dequantise, *requantise = bench.seconds_of(*calls)
+    elementwise, choice = bench.seconds_of(*calls)
     return {
         "elementwise_bytes_per_s": 4 * tokens * width * dtype.itemsize / elementwise,
-        "device_dequantise_bytes_per_s": bench.sizes.weight_bytes / dequantise,
         "logits_per_s": logits.numel() / choice,
-        "requantise_speedup": dequantise / requantise[0] if requantise else 1.0,
     }
-
-
-def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
-    """host: of the host, which is `bench` itself where the host computes; nothing is measured twice there."""
-    kind = getattr(torch, dtype)
-    prefill, column_sums = prefill_rates(bench, kind)
-    plain, scored = decode_rates(bench, kind)
-    others = other_rates(bench, kind)
-    others["requantise_speedup"] = _in_bounds(others["requantise_speedup"])
-    faster: Figures = {
-        name: Curve(tuple((rows, _in_bounds(ratio)) for rows, ratio in curve.points))
-        for name, curve in speedups(bench, kind).items()
-    }
-    rates = ComputeRates(
-        matmul_flops_per_s=matmul_rates(bench, kind),
-        prefill_attention_flops_per_s=prefill,
-        column_sums_flops_per_s=column_sums,
-        device_attention_bytes_per_s=plain,
-        device_scored_attention_bytes_per_s=scored,
-        host_attention_bytes_per_s=plain,
-        host_scored_attention_bytes_per_s=scored,
-        host_dequantise_bytes_per_s=others["device_dequantise_bytes_per_s"],
-        **others,
-        **faster,
-    )
-    if host is bench:
-        return rates
-    plain, scored = decode_rates(host, kind)
-    return replace(
-        rates, host_attention_bytes_per_s=plain, host_scored_attention_bytes_per_s=scored,
-        host_dequantise_bytes_per_s=other_rates(host, kind)["device_dequantise_bytes_per_s"],
-    )  # fmt: skip
-
-
-def _in_bounds(speedup: float) -> float:
-    """What a profile may hold: on a busy machine the ratio of two timings may be anything."""
-    return min(MOST_SPEEDUP, max(1 / MOST_SPEEDUP, speedup))

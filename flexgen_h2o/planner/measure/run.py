@@ -31,12 +31,12 @@ from flexgen_h2o.planner.measure.bench import (
     Bench,
     Figures,
     Sizes,
-    compute_rates,
     kernel_seconds,
     memory_rate,
     other_rates,
     warm_cores,
 )
+from flexgen_h2o.planner.measure.compute import compute_rates
 from flexgen_h2o.planner.measure.engine import (
     DiskProbe,
     check_space,

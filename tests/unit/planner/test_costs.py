@@ -222,6 +222,17 @@ def test_of_a_quantised_checkpoint_only_what_is_quantised_is_unpacked() -> None:
     assert sum(t.seconds for t in quantised.weight_load(1, 1)) < sum(t.seconds for t in plain.weight_load(1, 1))
 
 
+def test_a_quantised_checkpoint_is_decoded_at_its_own_rate() -> None:
+    """As 4 bits are unpacked where the profile does not tell."""
+    where = measured(TIMES, requantise=1.25)
+    spec = replace(SPEC, quantization={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    for on, name, unknown in ((False, "gptq", 1.0), (True, "gptq_int8", 1.25)):
+        rates = replace(where.profile.compute[DTYPE], decode_speedup={name: 0.2})
+        known = replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
+        own, any_s = (costs_of(Policy(4, int8_compute=on), NEED, m, spec).dequantise_s(1) for m in (known, where))
+        assert own == pytest.approx(any_s * unknown / 0.2) and any_s > 0
+
+
 def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:
     """On a device that is asynchronous: with overlap issuing goes on beside other steps, without each is waited for."""
     where = machine(False, step_s=1e-3, device_is_asynchronous=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +19,20 @@ from flexgen_h2o.core.units import GIB, MIB
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.lp import SearchSpace, find_corners, placements, solve
+from flexgen_h2o.planner import search as policies
+from flexgen_h2o.planner.lp import SearchSpace, Solution, find_corners, placements, solve
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import Curve, find_profile, nominal_profile, read_profile
-from flexgen_h2o.planner.search import Plan, bounded, candidates, evaluate, search, sensitivity, tight_fit
+from flexgen_h2o.planner.search import (
+    Candidate,
+    Plan,
+    bounded,
+    candidates,
+    evaluate,
+    search,
+    sensitivity,
+    tight_fit,
+)
 from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, fitted, machine
 
 NEED = WorkloadShape.full(8, 20, 5, BLOCKS)
@@ -184,6 +196,42 @@ def test_bound_is_none_of_reads_that_are_not_needed() -> None:
     found = bounded(SearchSpace(spec, need, policy, costly, HUGE), policy)
     assert found is not None
     assert found.bound_s <= evaluate(SearchSpace(spec, need, Policy(), costly, HUGE), policy).prediction.total_s
+
+
+def test_blocks_that_wait_do_not_hide_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many micro-batches take long to simulate, and twice as long as the program says: those of one are looked at, too,
+    as far as the program calls them faster than what was simulated."""
+    spec = known("opt-6.7b")
+    need = WorkloadShape.full(64, 64, 32, spec.num_blocks)
+    space = SearchSpace(spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), HUGE)
+    slow = [(100.0 + i, Policy(1 + i, 32)) for i in range(10)]
+    quick = [(120.0 + i, Policy(1 + i, 1)) for i in range(10)] + [(205.0, Policy(20, 1))]
+    tried: list[Policy] = []
+
+    def simulated(_: SearchSpace, candidate: Candidate, solution: Solution) -> list[Any]:
+        tried.append(candidate.policy)
+        seconds = solution.seconds * (2 if candidate.policy.num_gpu_batches > 1 else 1)
+        return [SimpleNamespace(policy=candidate.policy, seconds=seconds)]
+
+    solved = [(s, Candidate(policy, SEQUENTIAL, 0.0), Solution(s, (), {})) for s, policy in slow + quick]
+    monkeypatch.setattr(policies, "_solved", lambda _: solved)
+    monkeypatch.setattr(policies, "_simulated", simulated)
+    found = policies._coarse(space)
+    assert min(found, key=attrgetter("seconds")).policy == quick[0][1]
+    assert sum(policy.num_gpu_batches > 1 for policy in tried) == policies.LEAST_SIMULATED
+    assert tried[policies.LEAST_SIMULATED :] == [quick[0][1]]
+
+
+@pytest.mark.slow
+def test_more_memory_is_not_slower() -> None:
+    """OLMoE on two cores: with 16 GB many micro-batches look best to the program, and wait."""
+    spec = built_in_spec("allenai/OLMoE-1B-7B-0924")
+    assert spec is not None
+    need = WorkloadShape.full(10_000, 512, 128, spec[0].num_blocks)
+    machine = Machine(read_profile(find_profile("build-2core")), "bfloat16", True)
+    budgets = [{"device": 0, "host": int(0.9 * ram * 10**9), "disk": 450 * 10**9} for ram in (8, 16)]
+    less, more = (search(SearchSpace(spec[0], need, Policy(), machine, room)).seconds for room in budgets)
+    assert more < less
 
 
 # ---- what fits

@@ -17,6 +17,7 @@ from flexgen_h2o.kernels.linear import BlockedRows, block_rows
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.measure import bench as compute
+from flexgen_h2o.planner.measure import compute as whole
 from flexgen_h2o.planner.measure import engine as steps
 from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, Bench, Sizes
@@ -82,7 +83,7 @@ def test_a_device_of_its_own_gains_nothing_by_int8() -> None:
     bench = Bench(StandInDevice(), TINY)
     with torch.inference_mode():
         assert compute.speedups(bench, torch.float16) == {"blocked_speedup": AS_FAST, "int8_speedup": AS_FAST}
-        assert compute.other_rates(bench, torch.float16)["requantise_speedup"] == 1.0
+        assert set(whole.weight_rates(bench, torch.float16)[1]) == set(whole.CHECKPOINTS)
 
 
 def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +145,10 @@ def test_loads_cost_what_runs_that_read_take_more() -> None:
 
 def test_ratios_of_disturbed_timings_can_be_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept profile that cannot be read would be measured anew at each run."""
-    others = dict.fromkeys(("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s"), 1e9)
     faster = {"blocked_speedup": Curve.flat(1e5), "int8_speedup": Curve.flat(1e-5)}
-    monkeypatch.setattr(compute, "other_rates", lambda *_: {**others, "requantise_speedup": 1e-3})
-    monkeypatch.setattr(compute, "speedups", lambda *_: faster)
-    profile = replace(nominal_profile(True), compute={"float32": compute.compute_rates(bench, bench, "float32")})
+    monkeypatch.setattr(whole, "weight_rates", lambda *_: (1e9, {"int8": 1e-3, "mxfp4": 1e-5, "awq_int8": 1e5}))
+    monkeypatch.setattr(whole, "speedups", lambda *_: faster)
+    profile = replace(nominal_profile(True), compute={"float32": whole.compute_rates(bench, bench, "float32")})
     assert profile_from_json(profile.to_json()) == profile
 
 

@@ -1,0 +1,138 @@
+"""Everything that one dtype computes at: how fast weights in 4 bits and in the formats of quantised checkpoints become
+numbers of it, with the rates of measure/bench.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flexgen_h2o.checkpoint.formats import Held, WeightFormat, weight_format
+from flexgen_h2o.checkpoint.writing import any_bytes
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
+from flexgen_h2o.kernels.int8 import blank_int8_rows, requantise_rows
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.planner.measure.bench import (
+    Bench,
+    Call,
+    Figures,
+    decode_rates,
+    matmul_rates,
+    other_rates,
+    prefill_rates,
+    speedups,
+)
+from flexgen_h2o.planner.profile import MOST_SPEEDUP, ComputeRates, Curve
+from flexgen_h2o.tiers.stream import Part
+
+PACKED_BITS = 4
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+# A quantization_config of each format whose decoder is measured.
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
+    },
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+}  # fmt: skip
+DECODED_SHARE = 16  # of weight_bytes: ten matrices that are decoded take little memory
+_WHOLE_BLOCKS = 128  # rows and columns that fill blocks and groups of all formats
+
+
+def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
+    """host: of the host, which is `bench` itself where the host computes; nothing is measured twice there."""
+    kind = getattr(torch, dtype)
+    prefill, column_sums = prefill_rates(bench, kind)
+    plain, scored = decode_rates(bench, kind)
+    unpacking, decoding = weight_rates(bench, kind)
+    faster: Figures = {
+        name: Curve(tuple((rows, _in_bounds(ratio)) for rows, ratio in curve.points))
+        for name, curve in speedups(bench, kind).items()
+    }
+    rates = ComputeRates(
+        matmul_flops_per_s=matmul_rates(bench, kind),
+        prefill_attention_flops_per_s=prefill,
+        column_sums_flops_per_s=column_sums,
+        device_attention_bytes_per_s=plain,
+        device_scored_attention_bytes_per_s=scored,
+        host_attention_bytes_per_s=plain,
+        host_scored_attention_bytes_per_s=scored,
+        device_dequantise_bytes_per_s=unpacking,
+        host_dequantise_bytes_per_s=unpacking,
+        requantise_speedup=_in_bounds(decoding.pop("int8", 1.0)),
+        decode_speedup={name: _in_bounds(ratio) for name, ratio in decoding.items()},
+        **other_rates(bench, kind),
+        **faster,
+    )
+    if host is bench:
+        return rates
+    plain, scored = decode_rates(host, kind)
+    return replace(
+        rates, host_attention_bytes_per_s=plain, host_scored_attention_bytes_per_s=scored,
+        host_dequantise_bytes_per_s=weight_rates(host, kind, {})[0],
+    )  # fmt: skip
+
+
+def _in_bounds(speedup: float) -> float:
+    """What a profile may hold: on a busy machine the ratio of two timings may be anything."""
+    return min(MOST_SPEEDUP, max(1 / MOST_SPEEDUP, speedup))
+
+
+def weight_rates(
+    bench: Bench, dtype: torch.dtype, checkpoints: Mapping[str, Mapping[str, Any]] = CHECKPOINTS
+) -> tuple[float, dict[str, float]]:
+    """Bytes a second of the dtype that 4 bits are unpacked into, and how many times faster values become int8 rows
+    (`int8`) and those of quantised checkpoints either, by ComputeRates.decode_speedup's names.
+
+    Int8 rows are made only where the host computes: no card has made them.
+    """
+    width = bench.sizes.block[1]
+    # Rows in 4 bits that unpack to weight_bytes of the dtype, more than the caches hold: one row over and over.
+    packed = bench.empty(
+        torch.uint8, bench.sizes.weight_bytes // (width * dtype.itemsize), SlotPacking(width, PACKED_BITS).slot_bytes
+    )
+    packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))
+    out = bench.empty(dtype, len(packed), width)
+    calls: dict[str, tuple[Call, int]] = {"": (lambda: unpack_rows(packed, PACKED_BITS, out), out.numel())}
+    if bench.device.is_host:
+        parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), int8_row_bytes(width)))
+        calls["int8"] = lambda: requantise_rows(packed, 0, parts, width), out.numel()
+    columns = -(-width // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
+    rows = -(-len(packed) // DECODED_SHARE // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
+    for config in checkpoints.values():
+        for in_int8 in (False, True)[: 1 + bench.device.is_host]:
+            form = quantised_format(config, dtype, in_int8)
+            calls[form.decoder] = decoding(bench, form, dtype, rows, columns)[0], rows * columns
+    seconds = bench.seconds_of(*(call for call, _ in calls.values()))
+    rates = {name: count / spent for (name, (_, count)), spent in zip(calls.items(), seconds, strict=True)}
+    unpacking = rates.pop("")
+    return unpacking * dtype.itemsize, {name: rate / unpacking for name, rate in rates.items()}
+
+
+def quantised_format(config: Mapping[str, Any], dtype: torch.dtype, in_int8: bool) -> WeightFormat:
+    """Of checkpoints with this quantization_config."""
+    known = built_in_spec("facebook/opt-125m")
+    assert known is not None
+    return weight_format(replace(known[0], quantization=config), Policy(int8_compute=in_int8), dtype.itemsize)
+
+
+def decoding(bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int) -> tuple[Call, int]:
+    """A call that decodes a matrix of random bytes, and the bytes that it has as stored."""
+    layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
+    raw, pieces = [any_bytes(stored) for stored in layout.stored], []
+    for stored, made in zip(layout.stored, raw, strict=True):
+        held = stored.held(made, stored.dtypes[0])
+        pieces.append(bench.empty(torch.uint8, held.numel()).copy_(held.view(-1)))
+    memory = bench.empty(torch.uint8, rows * layout.decoded_row_bytes)
+    out = form.decoded_parts(layout, memory, Workspace(memory, {}, dtype))
+    whole = [Held(Part("host", 0, layout.cut_shape[0]), pieces)]
+    return lambda: form.decode(layout, whole, out), sum(one.numel() for one in raw)
