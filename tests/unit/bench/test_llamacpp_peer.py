@@ -22,9 +22,9 @@ LLAMA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 2, "num_k
 NEOX: dict[str, Any] = {"model_type": "gpt_neox", "num_attention_heads": 2}
 
 
-def stored(folder: Path, name: str, rows: int) -> StoredTensor:
-    """A tensor (rows, 3) whose values, as bits, are the numbers of their rows."""
-    bits = np.repeat(np.arange(rows, dtype=np.uint16), 3)
+def stored(folder: Path, name: str, rows: int, first: int = 0) -> StoredTensor:
+    """A tensor (rows, 3) whose values, as bits, are the numbers of their rows, from `first` on."""
+    bits = np.repeat(np.arange(first, first + rows, dtype=np.uint16), 3)
     header = json.dumps({name: {"dtype": "BF16", "shape": [rows, 3], "data_offsets": [0, bits.nbytes]}}).encode()
     (folder / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bits.tobytes())
     return next(stored_tensors([folder / "x.safetensors"]))
@@ -48,11 +48,23 @@ def stored(folder: Path, name: str, rows: int) -> StoredTensor:
 def test_rows_are_in_the_order_of_llamacpp(
     tmp_path: Path, config: dict[str, Any], name: str, rows: int, becomes: str, order: list[int]
 ) -> None:
-    ((found, bits),) = load("llamacpp/convert.py")._converted(
-        stored(tmp_path, name, rows), config["model_type"], config
+    ((found, shape, read),) = load("llamacpp/convert.py")._sources(
+        iter([stored(tmp_path, name, rows)]), config["model_type"], config
     )
-    assert found == becomes
-    assert bits.shape == (rows, 3) and bits[:, 0].tolist() == order
+    assert found == becomes and shape == (rows, 3)
+    assert read().shape == (rows, 3) and read()[:, 0].tolist() == order
+
+
+def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
+    tensors = []
+    for expert in (2, 0, 1):  # as files have them: in any order
+        folder = tmp_path / str(expert)
+        folder.mkdir()
+        tensors.append(stored(folder, f"model.layers.3.mlp.experts.{expert}.down_proj.weight", 2))
+    ((found, shape, read),) = load("llamacpp/convert.py")._sources(
+        iter(tensors), "qwen3_moe", {"num_attention_heads": 2}
+    )
+    assert (found, shape, read().shape) == ("blk.3.ffn_down_exps.weight", (3, 2, 3), (3, 2, 3))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -66,6 +67,8 @@ def _scaled(rates: ComputeRates, name: str, factor: float) -> ComputeRates:
     value: Any = getattr(rates, name)
     if isinstance(value, Curve):
         return replace(rates, **{name: value.scaled(factor)})
+    if isinstance(value, Mapping):
+        return replace(rates, **{name: {key: rate * factor for key, rate in value.items()}})
     if isinstance(value, tuple):
         scaled = tuple((shape, tuple((i, c.scaled(factor)) for i, c in by_inner)) for shape, by_inner in value)
         return replace(rates, **{name: scaled})
