@@ -125,18 +125,18 @@ def walked_sweeps(gen_len: int) -> tuple[int, ...]:
 
 
 def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
-    """Of a deep model a few transformer blocks are walked, and twice as many: what the others add is the difference,
-    for each as much."""
+    """Of a deep model a few transformer blocks are walked, and twice as many: the others add the difference, each as
+    much, and no less time than any resource works for them (the fewer may wait where the more do not)."""
     depth = costs.at.spec.num_blocks
     cut = cut_blocks(depth, len(costs.layers.layers))
     if 2 * cut >= depth or on_span is not None:
         return _walk(costs, plan, block, on_span)
     few, more = (_walk(replace(costs, at=costs.at.cut(n)), plan, block, None) for n in (cut, 2 * cut))
-    times = depth / cut - 2
-    return {
-        phase: {name: full + max(0.0, full - few[phase][name]) * times for name, full in more[phase].items()}
-        for phase in PHASES
-    }
+    for phase, full in more.items():
+        added = {name: max(0.0, seconds - few[phase][name]) for name, seconds in full.items()}
+        added[ALL] = max(added[ALL], added["device_compute"] + added["host_compute"], *map(added.__getitem__, LANES))
+        more[phase] = {name: seconds + added[name] * (depth / cut - 2) for name, seconds in full.items()}
+    return more
 
 
 def cut_blocks(depth: int, layers: int) -> int:
@@ -150,9 +150,9 @@ def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) 
     walked = walked_sweeps(gen_len)
     both = costs.with_contention(block, 0), costs.with_contention(block, gen_len // 2 or 1)
     result = simulate(both, plan, block, walked, on_span)
-    sums = [{ALL: end, **busy} for end, busy in zip(result.ends, result.busy, strict=True)]
-    before = [dict.fromkeys(sums[0], 0.0), *sums]
-    sweeps = [{name: now[name] - past[name] for name in now} for past, now in zip(before, sums, strict=False)]
+    ends = ({ALL: end, **busy} for end, busy in zip(result.ends, result.busy, strict=True))
+    sums = [dict.fromkeys((ALL, *RESOURCES), 0.0), *ends]
+    sweeps = [{name: now[name] - past[name] for name in now} for past, now in pairwise(sums)]
     decode = {name: _sum_of_sweeps(walked[1:], [sweep[name] for sweep in sweeps[1:]]) for name in sums[0]}
     spent = {"prefill": sweeps[0], "decode": decode}
     spent["decode" if gen_len > 1 else "prefill"][ALL] += result.settle_s

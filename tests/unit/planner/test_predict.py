@@ -79,6 +79,17 @@ def test_a_deep_model_costs_what_walking_all_of_it_says(percent: Percent, pyrami
     )
 
 
+def test_waits_of_a_shallow_cut_take_nothing_from_the_other_blocks() -> None:
+    """Of the fewer blocks that are walked the sweep waits for the head's weights, of the more it does not."""
+    deep = make_spec(num_hidden_layers=40, vocab_size=2000)
+    where = machine(True, disk_read_bytes_per_s=1e8, step_s=1e-3)
+    policy, need = Policy(4, 3, WEIGHTS_ON_DISK), WorkloadShape.full(12, 60, 6, 40)
+    plan, blocks = plan_of(policy, need, True, deep), even_blocks(policy, need)
+    part = predict(deep, policy, need, where, plan, blocks)
+    whole = predict(deep, policy, need, where, plan, blocks, lambda *span: None)
+    assert part.decode_s == pytest.approx(whole.decode_s, rel=0.005)
+
+
 def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
     """Seconds, tokens and busy seconds of a pile are sums over its blocks."""
     where, policy = machine(True, step_s=1e-3), Policy(4, 2, (0, 0, 100, 0, 100, 0))
