@@ -138,6 +138,8 @@ def _local(model: str) -> Path | None:
     folder = usable_path(model, "--model")
     if folder.is_dir():
         return _with_config(folder, f"--model {model}")
+    if model.lower().endswith(".gguf"):
+        raise UsageError(f"--model {model}: GGUF is not read; give the Hugging Face folder it was made from")
     if model in PACKAGED:
         if not PACKAGED[model].is_dir():
             raise UsageError(f"--model {model}: {PACKAGED[model]} is missing; install the package again")

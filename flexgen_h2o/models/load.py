@@ -184,9 +184,11 @@ def find_model(model: str, path: str | None, revision: str | None = None) -> Mod
             return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)
     built_in = built_in_spec(source.name)
     if built_in is None:
+        near = difflib.get_close_matches(model, built_in_names(), n=3)
         raise UsageError(
-            f"--model {model}: random weights (--path _DUMMY_) need a local model folder or one of the built-in "
-            f"shapes: {', '.join(built_in_names())}"
+            f"--model {model}: random weights (--path {DUMMY}) need a built-in shape"
+            f"{' such as ' + ', '.join(near) if near else ''} (docs/cli.md lists them), or a local folder with a"
+            " config.json; with a quantization_config in it they are in that format"
         )
     return Model(built_in[0].name, *built_in, None, True, None)
 

@@ -33,7 +33,8 @@ FORMATS = {
     "int8": "flexgen_h2o.checkpoint.formats.int8",
     "dense": "flexgen_h2o.checkpoint.formats",
 }
-QUANTISED = frozenset(FORMATS) - {"groupwise", "int8", "dense"}  # of checkpoints
+SWITCHED = ("groupwise", "int8", "dense")  # by a policy's switches, or their absence; the others are of checkpoints
+QUANTISED = frozenset(FORMATS) - {*SWITCHED}
 
 
 @dataclass(frozen=True)
@@ -281,8 +282,9 @@ def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize
             return found
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     raise UsageError(
-        f"quantization_config: quant_method {method!r} is not supported (known formats:"
-        f" {', '.join(FORMATS)}); give an unquantised checkpoint"
+        f"quantization_config: quant_method {method!r:.60} is not supported, only"
+        f" {', '.join(name for name in FORMATS if name not in SWITCHED)}; give a checkpoint in one of these"
+        " (docs/formats.md), or an unquantised one"
     )
 
 

@@ -99,7 +99,7 @@ class Quantised(WeightFormat):
             what = ("rows", "columns")[axis]
             raise UsageError(
                 f"quantization_config: {self.name} takes matrices whose {what} are a multiple of {of}, and"
-                f" {tensor.key!r} has {tensor.shape[axis]}; {_OTHER}"
+                f" {tensor.key!r} has {tensor.shape[axis]}; give an unquantised checkpoint"
             )
         return tensor.shape[axis] // of
 
@@ -150,8 +150,11 @@ def check_key(where: str, key: str, value: Any, rules: Rules) -> None:
 
 
 def refused(where: str, key: str, value: Any, allowed: Sequence[Any]) -> UsageError:
-    known = " or ".join(map(repr, allowed))
-    return UsageError(f"quantization_config: {where} with {key} {value!r:.60} is not supported, only {known}; {_OTHER}")
+    known = " or ".join(dict.fromkeys(repr(one.lower() if isinstance(one, str) else one) for one in allowed))
+    return UsageError(
+        f"quantization_config: {where} with {key} {value!r:.60} is not supported, only {known}; give such a checkpoint,"
+        " or an unquantised one"
+    )
 
 
 def whole_number(where: str, key: str, value: Any, low: int, high: int) -> int:

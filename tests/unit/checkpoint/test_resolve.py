@@ -102,6 +102,8 @@ def test_cached(home: Path) -> None:
     assert resolve(ID, None).folder == folder
     (home / "others").mkdir()
     assert resolve(ID, str(home / "others")).folder == folder
+    with pytest.raises(UsageError, match=r"--model a\.gguf: GGUF is not read"):
+        resolve("a.gguf", None)
     with pytest.raises(UsageError, match=r"--path .*: there is no such folder"):  # mistyped, most likely
         resolve(ID, str(home / "nothing here"))
 
