@@ -299,7 +299,10 @@ def calmer(profile: HardwareProfile, device: str, offload_dir: Path, progress: P
         found = profile
     if found.was_disturbed:
         parts = ", ".join(found.busy_parts(parts_of(found.compute)))
-        progress(f"predictions come from a profile measured on a busy machine; when it is quiet, again: {parts}")
+        progress(
+            "predictions come from a profile measured on a busy machine; when it is quiet, run python -m"
+            f" flexgen_h2o.hardware: {parts}"
+        )
     return found if found is profile else _kept(found, device, offload_dir, progress)
 
 
