@@ -117,7 +117,7 @@ def _details(answer: Answer) -> dict[str, Any]:
 def to_text(answer: Answer, plan: Plan, flags: str, command: str) -> str:
     """The answer's plan for a terminal. flags: the policy's; command: runs it."""
     how = f"found in {format_seconds(answer.seconds)}" if answer.searched else "as given"
-    policy = [f"policy, {how}:", f"  {flags}", "run it:", f"  {command}"]
+    policy = [f"policy, {how}:", f"  {flags}", "run it:", f"  {command}", *_of_one_block(answer, plan)]
     end = [
         *_gains(answer, plan),
         f"throughput: {three_digits(plan.prediction.tokens_per_s)} new tokens a second",
@@ -126,6 +126,14 @@ def to_text(answer: Answer, plan: Plan, flags: str, command: str) -> str:
     ]
     seconds = [*_seconds(plan), *_experts(answer, plan)]
     return "\n".join([*_about(answer), "", *policy, "", *_memory(answer, plan), "", *seconds, "", *end])
+
+
+def _of_one_block(answer: Answer, plan: Plan) -> Iterator[str]:
+    if answer.space.need.rows > plan.policy.block_size:
+        yield (
+            f"  (one block of {plan.policy.block_size:,} equal prompts; all of your own: add --prompts FILE, or batch"
+            " --input FILE with these flags)"
+        )
 
 
 def _about(answer: Answer) -> Iterator[str]:
@@ -179,12 +187,19 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
     if rings:
         yield f"loaded ahead: {', '.join(rings)}"
     if answer.disk_read_bytes:
-        more = "" if answer.more is None else f"; {answer.more.text}"
+        more = "" if answer.more is None else f"; {answer.more.text}{_saving(plan)}"
         need = answer.space.need
         blocks = -(-need.rows // plan.policy.block_size)
         each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
         walked = f"{each} a sweep ({_counted(blocks, 'block')}, {_counted(need.gen_len, 'sweep')} each)"
         yield f"disk reads in all: {format_bytes(answer.disk_read_bytes)}, {walked}{more}"
+
+
+def _saving(plan: Plan) -> str:
+    """That fewer reads save no time, where they do not."""
+    binding = {plan.prediction.binds(phase) for phase in PHASES if any(plan.prediction.busy[phase].values())}
+    is_hidden = plan.policy.overlap and binding.isdisjoint(LANES)
+    return ", which saves no time: computing takes longer than reading" if is_hidden else ""
 
 
 def _seconds(plan: Plan) -> Iterator[str]:
@@ -231,7 +246,8 @@ def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
         return
     beside = sum(plan.memory.size(name) for name in ("hidden", "workspace")) / rows
     held = f"{format_bytes(plan.memory.size('cache') / rows)} of KV and {format_bytes(beside)} for prefill"
-    yield f"blocks have {rows} rows, each {held}; with {balanced:.0f} computing takes as long as loading weights"
+    enough = f"with {balanced:,.0f} rows computing takes as long as loading weights"
+    yield f"blocks have {rows:,} rows, each {held}; {enough}"
     if not need.record and not policy.compress_cache:
         prices = prices_of(spec, replace(policy, compress_cache=True))
         slots = int(FEW_COLUMNS * (need.prompt_len + need.gen_len)) + 1
@@ -252,4 +268,4 @@ def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
 
 
 def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

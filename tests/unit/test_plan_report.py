@@ -13,10 +13,10 @@ from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.predict import PHASES, Machine
 from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile
 from flexgen_h2o.planner.report import Answer, to_json, to_text
-from flexgen_h2o.planner.search import Plan, evaluate
+from flexgen_h2o.planner.search import More, Plan, evaluate
 
 BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
 STREAMED = Policy(4, 2, (0, 50, 0, 0, 100, 0))
@@ -73,6 +73,25 @@ def test_tables_say_what_the_plan_says() -> None:
     assert not any("would save" in line for line in lines)
     alone = replace(plan, memory=replace(plan.memory, depth=Depth(1, 1, 1)))
     assert "loaded ahead: 1 weight unit, 1 KV unit" in lines_of(asked, alone)
+
+
+def test_what_the_command_leaves_out_and_reads_that_cost_no_time_are_named() -> None:
+    """The command runs one block of a pile; and where computing takes longer, reads hide behind it."""
+    asked = question(Full())
+    plan, more = plan_of(asked, Policy(2, 2)), More({"host": 2 * GIB}, 1.0 * GIB)
+    busy = {"disk_read": 1.0, "device_compute": 2.0}
+
+    def reads(**seconds: float) -> str:
+        spent = {phase: {**plan.prediction.busy[phase], **busy, **seconds} for phase in PHASES}
+        told = replace(plan, prediction=replace(plan.prediction, busy=spent))
+        lines = lines_of(asked, told, disk_read_bytes=8 * GIB, more=more)
+        assert lines[8].startswith("  (one block of 4 equal prompts; ") and "--prompts FILE" in lines[8]
+        return next(line for line in lines if line.startswith("disk reads in all"))
+
+    assert reads().endswith(
+        "2.00 GiB (host) at most 1.00 GiB, which saves no time: computing takes longer than reading"
+    )
+    assert reads(disk_read=3.0).endswith("at most 1.00 GiB")
 
 
 def test_a_profile_of_a_busy_machine_is_named_as_one() -> None:
