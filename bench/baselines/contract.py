@@ -278,13 +278,16 @@ def drop_page_cache(path: Path, start: int = 0, end: int = 0) -> None:
 def kv_and_work_bytes(request: Request) -> tuple[int, int]:
     """Bytes that a batch needs besides weights, for peers that do not plan: KV cache, and activations at their widest.
 
-    Activations: prefill's feed-forward width and four hidden states in the dtype, and logits of the last positions in
-    the dtype and in float32.
+    Activations: prefill's feed-forward width (of each of a token's experts) and four hidden states in the dtype, and
+    logits of the last positions in the dtype and in float32.
     """
     config, itemsize = request.config, 4 if request.dtype == "fp32" else 2
     hidden, layers, heads = (int(config[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     kv_width = int(config.get("num_key_value_heads") or heads) * int(config.get("head_dim") or hidden // heads)
     tokens = request.rows * (request.prompt_len + request.gen_len)
     wide = int(config.get("ffn_dim") or config["intermediate_size"]) + 4 * hidden
+    if "num_experts_per_tok" in config:  # of each expert of a token its inputs, gate, up, their product and its results
+        ffn = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+        wide = int(config["num_experts_per_tok"]) * (3 * ffn + 2 * hidden) + 4 * hidden
     work = request.rows * (request.prompt_len * wide * itemsize + int(config["vocab_size"]) * (itemsize + 4))
     return 2 * layers * kv_width * itemsize * tokens, work
