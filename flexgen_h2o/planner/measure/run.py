@@ -23,6 +23,7 @@ from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import user_cache_dir
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import GIB, MIB, format_bytes
+from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.resources import LANE_THREADS
 from flexgen_h2o.planner.measure.bench import (
     CARD,
@@ -299,10 +300,7 @@ def calmer(profile: HardwareProfile, device: str, offload_dir: Path, progress: P
         found = profile
     if found.was_disturbed:
         parts = ", ".join(found.busy_parts(parts_of(found.compute)))
-        progress(
-            "predictions come from a profile measured on a busy machine; when it is quiet, run python -m"
-            f" flexgen_h2o.hardware: {parts}"
-        )
+        progress(f"predictions come from a {MEASURED_BUSY}: {parts}")
     return found if found is profile else _kept(found, device, offload_dir, progress)
 
 
