@@ -45,7 +45,7 @@ def main() -> None:
     cells = []
     for cell in args.cells:
         common.wait_for_quiet(args.quiet_wait)
-        with Reader(model, Policy(percent=(0, 0, 0, 100, 0, 100)), args.dtype, args.offload_dir, GIB) as reader:
+        with Reader(model, Policy(percent=(0, 0, 0, 100, 0, 100)), args.dtype, args.offload_dir, 2 * GIB) as reader:
             nbytes, seconds = reader.read(1, 4 * GB)
         cells.append(_measure(args, model.spec, cell, nbytes / seconds, probe.now()))
         _show(cells[-1])
