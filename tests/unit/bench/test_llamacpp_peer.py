@@ -60,11 +60,12 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
     for expert in (2, 0, 1):  # as files have them: in any order
         folder = tmp_path / str(expert)
         folder.mkdir()
-        tensors.append(stored(folder, f"model.layers.3.mlp.experts.{expert}.down_proj.weight", 2))
+        tensors.append(stored(folder, f"model.layers.3.mlp.experts.{expert}.down_proj.weight", 2, 10 * expert))
     ((found, shape, read),) = load("llamacpp/convert.py")._sources(
         iter(tensors), "qwen3_moe", {"num_attention_heads": 2}
     )
     assert (found, shape, read().shape) == ("blk.3.ffn_down_exps.weight", (3, 2, 3), (3, 2, 3))
+    assert read()[:, :, 0].tolist() == [[0, 1], [10, 11], [20, 21]]
 
 
 @pytest.mark.parametrize(
