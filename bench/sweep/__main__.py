@@ -95,15 +95,9 @@ def _run(argv: list[str] | None) -> int:
     values = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in defaults.items()}
     results = args.results or common.ROOT / "bench" / "results" / args.machine
     setup = Setup(
-        args.peers,
-        args.offload_dir,
-        args.threads,
-        values["limit"],
-        values["quiet_wait"],
-        args.device,
-        args.device_mem,
+        args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"], args.device, args.device_mem,
         cgroup=args.cgroup,
-    )
+    )  # fmt: skip
     path = results / f"{args.name}.jsonl"
     with claimed(path):
         store = Store(path, args.again)

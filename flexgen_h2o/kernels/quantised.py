@@ -155,10 +155,10 @@ def unpack_gptq(
         least, most = (int(end) for end in torch.aminmax(groups.index))
         if not 0 <= least <= most < len(scales):  # neither loops nor a card's lookup check
             raise ValueError(f"has columns of the groups {least} to {most}, of {len(scales)}")
-    if groups.index is not None and is_compiled(out):
-        in_order = Groups(groups.size, groups.at)
-        is_in_order = torch.equal(groups.index.long(), in_order.of_columns(out.shape[1], out.device))
-        groups = in_order if is_in_order else groups
+        if is_compiled(out):
+            in_order = Groups(groups.size, groups.at)
+            is_in_order = torch.equal(groups.index.long(), in_order.of_columns(out.shape[1], out.device))
+            groups = in_order if is_in_order else groups
     for some in row_slices(len(out), out.shape[1]):
         codes, scale, zero = (_turned(stored[:, some]) for stored in (words, scales, zeros))
         unpack_integers(codes.view(torch.uint8), bits, scale, zero, groups, out[some])

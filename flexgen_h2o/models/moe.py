@@ -141,9 +141,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Experts of a layer, and those of a token. UsageError: too many of either, or in all layers, to be a model's."""
-    name = next((n for n in ("num_experts", "num_local_experts") if n in config), "num_experts")
-    # transformers hands either under one name.
-    count = check_int("num_experts or num_local_experts", config.get(name), low=1, high=MOST_EXPERTS)
+    given = config.get("num_experts", config.get("num_local_experts"))  # transformers hands either under one name
+    count = check_int("num_experts or num_local_experts", given, low=1, high=MOST_EXPERTS)
     if count * int(config["num_hidden_layers"]) > MOST_IN_ALL:
         raise UsageError(
             f"num_experts: {count} in each of {config['num_hidden_layers']} layers (num_hidden_layers) are more than"

@@ -181,7 +181,9 @@ class Costs:
         return StepCost(device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, *hidden)))
 
     def joined(self, block: Sequence[Batch], sweep: int) -> dict[int, Batch]:
-        """What a group of experts computes as one, by the first of its micro-batches (engine/loop.joined)."""
+        """What a group of experts computes as one, by the first of its micro-batches (loop.joined). {}: no experts."""
+        if self.at.spec.experts is None:
+            return {}
         runs = joined([tokens_of(batch, sweep) for batch in block], not hidden_is_brought(self.at))
         return {first: Batch.joined([block[k] for k in run]) for first, run in runs.items()}
 

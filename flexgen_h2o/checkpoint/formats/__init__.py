@@ -33,8 +33,8 @@ FORMATS = {
     "int8": "flexgen_h2o.checkpoint.formats.int8",
     "dense": "flexgen_h2o.checkpoint.formats",
 }
-SWITCHED = ("groupwise", "int8", "dense")  # by a policy's switches, or their absence; the others are of checkpoints
-QUANTISED = frozenset(FORMATS) - {*SWITCHED}
+# Of checkpoints; the others are by a policy's switches, or their absence.
+QUANTISED = tuple(name for name in FORMATS if name not in ("groupwise", "int8", "dense"))
 
 
 @dataclass(frozen=True)
@@ -282,9 +282,8 @@ def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize
             return found
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     raise UsageError(
-        f"quantization_config: quant_method {method!r:.60} is not supported, only"
-        f" {', '.join(name for name in FORMATS if name not in SWITCHED)}; give a checkpoint in one of these"
-        " (docs/formats.md), or an unquantised one"
+        f"quantization_config: quant_method {method!r:.60} is not supported, only {', '.join(QUANTISED)}; give a"
+        " checkpoint in one of these (docs/formats.md), or an unquantised one"
     )
 
 
