@@ -146,7 +146,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--results", type=Path, help="another folder for the results")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
-    add("--cgroup", action="store_true", help="hold each system to its budget by a memory cgroup, page cache counted")
+    add("--cgroup", action="store_true", help="hold systems to a budget by a memory cgroup, page cache counted")
     add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES for another device)")
     args = parser.parse_args(argv)
     if args.limit == 0:

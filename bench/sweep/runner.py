@@ -97,7 +97,7 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     facts = {
         "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
         "device": setup.device, "device_mem_bytes": setup.device_mem, "date": common.machine_facts()["date"],
-        "commit": common.machine_facts()["commit"], "limit_s": setup.limit_s, "cgroup": setup.cgroup,
+        "commit": common.machine_facts()["commit"], "limit_s": setup.limit_s, "cgroup": bool(held),
     }  # fmt: skip
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
@@ -108,7 +108,7 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     if found is None:
         return {"status": FAILED, "reason": f"printed no figures; {_reason(said)}".removesuffix("; ")} | facts
     # A group lets nothing be over: what counts as a process's own memory may be pages of a file that it has mapped.
-    over = not setup.cgroup and ram is not None and found["peak_rss_bytes"] > ram + OVER_BUDGET
+    over = not held and ram is not None and found["peak_rss_bytes"] > ram + OVER_BUDGET
     return found | {"status": OVER if over else OK} | facts
 
 

@@ -143,9 +143,8 @@ class Executor:
 
     def _most_tokens(self, batch: MicroBatch) -> int:
         """Of its largest sweep."""
-        shape = self._engine.plan.shape
         if self._waiting is not None:
-            return max(shape.tokens, shape.rows)
+            return self._engine.plan.shape.most_tokens
         return max(batch.prompt_tokens, sum(row.max_tokens_per_sweep for row in batch.rows))
 
     # Runner of a Walk

@@ -21,14 +21,19 @@ from flexgen_h2o.core.units import (
     ROW_BLOCK,
     SCORED_CHUNK,
     STAGING_BYTES,
-    TOKEN_CHUNK,
     WIRE_BUFFERS,
     WRITE_THREADS,
     advice,
     format_bytes,
     round_up,
 )
-from flexgen_h2o.engine.temporaries import blocking_bytes, int8_sizes, temporary_bytes, unpacked_cache_bytes
+from flexgen_h2o.engine.temporaries import (
+    blocking_bytes,
+    int8_sizes,
+    temporary_bytes,
+    unpacked_cache_bytes,
+    workspace_sizes,
+)
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, split_rows
@@ -58,10 +63,14 @@ class BlockShape:
         return max(self.rows, min(SCORED_CHUNK, self.tokens)) if self.scores else self.rows
 
     @property
+    def most_tokens(self) -> int:
+        """Of a micro-batch in any sweep."""
+        return max(self.tokens, self.rows)
+
+    @property
     def joined(self) -> int:
         """Tokens that a group of experts computes together at most (loop.joined)."""
-        tokens = max(self.tokens, self.rows)
-        return max(tokens, min(JOINED_TOKENS, self.micro_batches * tokens))
+        return max(self.most_tokens, min(JOINED_TOKENS, self.micro_batches * self.most_tokens))
 
     @property
     def most_slots(self) -> int:
@@ -215,25 +224,6 @@ def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
     return sum(layout.part_bytes(Part("disk", 0, layout.cut_shape[0])) for layout in layouts)
 
 
-def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
-    """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
-    tokens = max(shape.tokens, shape.rows)
-    chunk = min(TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else tokens)
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    embedding = max((t.shape[-1] for t in spec.embedding), default=0)
-    widths = {
-        "q": tokens * q_width,
-        "k": tokens * kv_width,
-        "v": tokens * kv_width,
-        "mixed": tokens * q_width,
-        "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
-        "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
-        "logits": shape.logits * spec.vocab_size if spec.head else 0,
-        **{buffer.name: chunk * buffer.width for buffer in spec.buffers},
-    }
-    return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
-
-
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
     """Bytes that each tier sets aside for a micro-batch of at most `tokens`.
 
@@ -289,7 +279,7 @@ def memory_plan(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
-    tokens, form = max(shape.tokens, shape.rows), weight_format(spec, policy, itemsize)
+    tokens, form = shape.most_tokens, weight_format(spec, policy, itemsize)
     blocking = blocking_bytes(spec, form, device_is_host)
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
@@ -441,7 +431,7 @@ def _hidden_buffers(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.hidden_shares, device_is_host)
-    tokens, rows = max(shape.tokens, shape.rows), hidden_row_bytes(spec, itemsize)
+    tokens, rows = shape.most_tokens, hidden_row_bytes(spec, itemsize)
     homes = [hidden_home_bytes(tokens, shares, row) for row in rows]
     found = [Buffer("hidden", tier, shape.micro_batches * nbytes) for home in homes for tier, nbytes in home.items()]
     if hidden_is_streamed(shares, device_is_host):

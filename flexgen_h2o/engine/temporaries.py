@@ -1,4 +1,4 @@
-"""Bytes that a step takes besides what it is given: upper estimates of what torch allocates and frees in it.
+"""Bytes that a step takes besides what it is given: its buffers, and upper estimates of what torch allocates and frees.
 
 Products in int8 (kernels/int8.py) take step buffers besides, each used by one product at a time. While rows are being
 blocked (kernels/linear.py, int8.py) torch takes temporaries.
@@ -42,6 +42,25 @@ THREADS = 16  # that attend at once, at most, of which each has memory of its ow
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 ROUTER_BYTES = 20  # of a token and expert: logits and probabilities in fp32, and their order
 ROUTING_BYTES = 40  # of a token's choice: its expert, sorted, with int64 places
+
+
+def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
+    """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
+    tokens = shape.most_tokens
+    chunk = min(TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else tokens)
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    embedding = max((t.shape[-1] for t in spec.embedding), default=0)
+    widths = {
+        "q": tokens * q_width,
+        "k": tokens * kv_width,
+        "v": tokens * kv_width,
+        "mixed": tokens * q_width,
+        "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
+        "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
+        "logits": shape.logits * spec.vocab_size if spec.head else 0,
+        **{buffer.name: chunk * buffer.width for buffer in spec.buffers},
+    }
+    return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
 
 
 def int8_sizes(spec: ModelSpec, tokens: int) -> dict[str, int]:
@@ -133,7 +152,7 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     # Probabilities, sorted and summed in float64 with their indices.
     logits = shape.logits * spec.vocab_size if spec.head else 0
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
-    chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
+    chunk = min(TOKEN_CHUNK, shape.most_tokens)
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
     step += _routing_bytes(spec, shape) if spec.experts else 0
     form = weight_format(spec, policy, itemsize)
@@ -147,7 +166,7 @@ def _routing_bytes(spec: ModelSpec, shape: BlockShape) -> int:
     """Of a router's probabilities, sorted, of a chunk of tokens; of sorting what tokens chose by expert; and of what
     experts give, weighed in fp32."""
     assert spec.experts is not None
-    chunk, pairs = min(TOKEN_CHUNK, max(shape.tokens, shape.rows)), shape.joined * spec.experts.per_token
+    chunk, pairs = min(TOKEN_CHUNK, shape.most_tokens), shape.joined * spec.experts.per_token
     weighed = 4 * min(TOKEN_CHUNK, pairs) * spec.hidden_size
     return ROUTER_BYTES * chunk * spec.experts.count + ROUTING_BYTES * pairs + weighed
 

@@ -85,7 +85,7 @@ Packed = torch.Tensor | BlockedInt8  # rows: (n, row bytes) uint8 (packing.int8_
 @dataclass(frozen=True)
 class Int8Rows(RowPart):
     """Some rows of a matrix. columns: of a row. workspace: where products find room ("int8 ..." of
-    engine/memory_plan.workspace_sizes)."""
+    engine/temporaries.workspace_sizes)."""
 
     packed: Packed
     columns: int

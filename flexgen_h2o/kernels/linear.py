@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -146,17 +147,23 @@ def grouped_linear(
     kinds = {weight[0].codes: weight[0] for weights, _, _ in maps for weight in weights}
     for kind, part in kinds.items():  # a quantised checkpoint may have left some matrices plain
         for rows, inputs in part.inputs(x):
-            found, start = [], 0
-            for expert, count in enumerate(counts):
-                first, end = max(start, rows.start), min(start + count, rows.stop)
-                start += count
-                if first < end:
-                    own = inputs[first - rows.start : end - rows.start]
-                    for weights, biases, out in maps:
-                        if weights[expert][0].codes == kind:
-                            bias = None if biases is None else biases[expert]
-                            found += _products(own, weights[expert], bias, out[first:end])
+            found = []
+            for (expert, own), (weights, biases, out) in product(_of_experts(counts, rows), maps):
+                if weights[expert][0].codes == kind:
+                    mine = inputs[own.start - rows.start : own.stop - rows.start]
+                    bias = None if biases is None else biases[expert]
+                    found += _products(mine, weights[expert], bias, out[own])
             _multiply(found)
+
+
+def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice]]:
+    """Each expert that has any of the rows, and which."""
+    start = 0
+    for expert, count in enumerate(counts):
+        first, end = max(start, rows.start), min(start + count, rows.stop)
+        start += count
+        if first < end:
+            yield expert, slice(first, end)
 
 
 def _products(

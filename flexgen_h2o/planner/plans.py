@@ -157,7 +157,7 @@ class Planner:
         if any(len(r.prompt.token_ids) <= count or r.prompt.token_ids[:count] != common for r in rows):
             return False
         need = self._need_of(rows, None).in_one_copy(count)
-        fits = need.prompt_len - count <= max(shape.tokens, shape.rows) and shape.has_slots(need.slots)
+        fits = need.prompt_len - count <= shape.most_tokens and shape.has_slots(need.slots)
         return fits and (not count or need.prompt_len <= shape.sharing)
 
     def predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:

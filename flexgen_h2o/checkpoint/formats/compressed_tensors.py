@@ -53,7 +53,7 @@ _WEIGHT_RULES: Rules = {
     "group_size": None, "block_structure": (None,), "dynamic": (False,), "actorder": (None, False, "weight", "static"),
     "scale_dtype": None, "zp_dtype": None, "observer": None, "observer_kwargs": None,
 }  # fmt: skip
-_LINEAR = "Linear"
+_LINEAR, _REGEX = "Linear", "re:"
 _WORD_BITS = 32
 _RANDOM_STD = {4: 4.6, 8: 73.9}  # of any codes
 
@@ -125,7 +125,8 @@ class CompressedTensors(Quantised):
 def _is_named(module: str, patterns: tuple[str, ...]) -> bool:
     """As compressed-tensors matches modules: a pattern is a name, or a regular expression behind "re:"."""
     return any(
-        re.match(pattern[3:], module) if pattern.startswith("re:") else pattern == module for pattern in patterns
+        re.match(pattern.removeprefix(_REGEX), module) if pattern.startswith(_REGEX) else pattern == module
+        for pattern in patterns
     )
 
 
@@ -152,8 +153,8 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
             " row (strategy 'channel'); give such a checkpoint, or an unquantised one"
         )
     left_out, targets = (
-        patterns_of(name, "ignore", found.get("ignore")),
-        patterns_of(name, "targets", scheme["targets"]),
+        patterns_of(name, "ignore", found.get("ignore"), _REGEX),
+        patterns_of(name, "targets", scheme["targets"], _REGEX),
     )
     return CompressedTensors(itemsize, left_out, asks_for_int8(policy), bits, group, symmetric, whole, targets)
 

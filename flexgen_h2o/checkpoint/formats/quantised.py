@@ -173,15 +173,18 @@ def read_group(where: str, found: Mapping[str, Any]) -> int:
     return int(size)
 
 
-def patterns_of(where: str, key: str, value: Any) -> tuple[str, ...]:
-    """A list of modules: names, or regular expressions."""
+def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, ...]:
+    """A list of modules: names, or regular expressions as is_left_out matches them. mark: what regular expressions
+    begin with, which are matched as they are, where names are nothing else."""
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise UsageError(f"quantization_config: {where} with {key} {value!r:.60}: no list of names")
     for pattern in value:
+        if not pattern.startswith(mark):
+            continue
         try:
-            re.compile(f"(?:{pattern.removeprefix('re:')}){_BOUNDARY}")
+            re.compile(pattern.removeprefix(mark) if mark else f"(?:{pattern}){_BOUNDARY}")
         except re.error as error:
             raise UsageError(f"quantization_config: {where}: {key} has {pattern!r:.60} ({error})") from error
         if _REPEATED_GROUP.search(pattern) or len(_OPEN.findall(pattern)) > _MOST_OPEN:

@@ -111,6 +111,17 @@ def test_modules_are_left_out_as_transformers_does(pattern: str, module: str, is
     assert is_left_out(module, (pattern,)) is is_left is not should_convert_module(module, [pattern])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "module", "is_left"),
+    [("re:(?i).*LM_HEAD", "lm_head", True), ("re:.*down", "model.layers.0.mlp.down_proj", True),
+     ("lm_head", "lm_head", True), ("down_proj", "model.layers.0.mlp.down_proj", False), ("a[", "lm_head", False)],
+)  # fmt: skip
+def test_modules_are_left_out_as_compressed_tensors_does(spec, pattern: str, module: str, is_left: bool) -> None:
+    """Behind "re:" an expression as it is, which may begin with flags; else a name, which is none."""
+    form = weight_format(replace(spec, quantization={**PACKED, "ignore": [pattern]}), Policy(), 2)
+    assert form.layout(TensorSpec("", f"{module}.weight", (128, 64))).decoded_row_bytes == (0 if is_left else 128)
+
+
 def test_routers_and_embeddings_are_plain(spec) -> None:
     form = weight_format(replace(spec, quantization=FP8), Policy(), 2)
     for name in ("model.layers.0.mlp.gate.weight", "model.embed_tokens.weight", "lm_head.weight"):

@@ -19,7 +19,8 @@ from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
+from flexgen_h2o.engine.memory_plan import BlockShape
+from flexgen_h2o.engine.temporaries import workspace_sizes
 from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_config, spec_from_folder
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -14,7 +14,8 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
-from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
+from flexgen_h2o.engine.memory_plan import BlockShape
+from flexgen_h2o.engine.temporaries import workspace_sizes
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.linear import DenseRows, InputRows, RowParts, vector
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, with_sinks
