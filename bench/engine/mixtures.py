@@ -31,8 +31,7 @@ from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
-from flexgen_h2o.models.load import find_checkpoint, find_model
+from flexgen_h2o.models.load import find_model
 
 ON_DISK = "--percent 0 0 0 100 0 100"
 
@@ -40,18 +39,17 @@ ON_DISK = "--percent 0 0 0 100 0 100"
 def main() -> None:
     args = _parse()
     model = find_model(args.model, args.path)
-    find_checkpoint(model, args.dtype, args.offload_dir, RANDOM_WEIGHTS_SEED, True)
+    on_disk = Policy(percent=(0, 0, 0, 100, 0, 100), compress_weight=args.compress_weight)
     probe = PeakProbe(getattr(torch, args.dtype))
     cells = []
     for cell in args.cells:
         common.wait_for_quiet(args.quiet_wait)
-        with Reader(model, Policy(percent=(0, 0, 0, 100, 0, 100)), args.dtype, args.offload_dir, 2 * GIB) as reader:
+        with Reader(model, on_disk, args.dtype, args.offload_dir, 2 * GIB) as reader:  # writes weights
             nbytes, seconds = reader.read(1, 4 * GB)
         cells.append(_measure(args, model.spec, cell, nbytes / seconds, probe.now()))
         _show(cells[-1])
-    common.finish(
-        {"benchmark": "mixtures", **common.some_of(args, "model", "host_mem", "dtype"), "cells": cells}, args.output
-    )
+    setting = common.some_of(args, "model", "host_mem", "dtype", "compress_weight")
+    common.finish({"benchmark": "mixtures", **setting, "cells": cells}, args.output)
 
 
 def _parse() -> argparse.Namespace:
@@ -59,6 +57,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--dtype", default="bfloat16")
     add("--cells", nargs="+", default=["64", "256"], help="ROWS or GBSxK, with flags of flex_opt behind it")
+    add("--compress-weight", action="store_true", help="of all cells; the weights are written in 4 bits")
     add("--prompt-len", type=positive, default=16)
     add("--gen-len", type=common.decoded, default=8)
     return parser.parse_args()
@@ -74,6 +73,7 @@ def _measure(args: argparse.Namespace, spec: ModelSpec, cell: str, disk: float, 
             sys.executable, "-m", "flexgen_h2o.flex_opt", "--no-log", "--json", str(report_file), *lengths,
             *common.as_flags(args, "model", "path", "offload_dir", "host_mem", "dtype"), *shlex.split(ON_DISK),
             "--gpu-batch-size", gbs, "--num-gpu-batches", batches or "1", *flags,
+            *(["--compress-weight"] if args.compress_weight else []),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, env=common.environment(), check=False)
         if done.returncode:

@@ -33,12 +33,12 @@ class Reader:
 
     def __init__(self, model: Model, policy: Policy, dtype: str, offload_dir: Path, ring_bytes: int) -> None:
         self._lanes = Lanes(LANE_THREADS, Timeline())
-        checkpoint = find_checkpoint(model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, False)
         layers = layers_of(model.spec, policy)
         shares = tier_shares(policy.weight_shares, device_is_host=True)
         mover = Mover(HostDevice(), self._lanes)
         workspace = Workspace(torch.empty(0, dtype=torch.uint8), {}, getattr(torch, dtype))
         form = weight_format(model.spec, policy, workspace.dtype.itemsize)
+        checkpoint = find_checkpoint(model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, True, form.packed)
         self._store = WeightStore(layers, checkpoint, shares, form, mover, workspace)
         self._units = [unit for unit in range(len(layers.units)) if self._store.nbytes(unit)]
         self._ring = Ring(host_buffer(ring_bytes))
