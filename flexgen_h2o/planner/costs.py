@@ -234,7 +234,7 @@ class Costs:
                     rate *= rates.blocked_speedup.at(rows)
                 flops = 2.0 * rows * product.inner * product.outer
                 seconds += count * (flops / rate + self.profile.kernel_s)
-        return product.times * seconds
+        return seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
         return tuple(self._transfer_cost(m) for m in moves if m.nbytes)

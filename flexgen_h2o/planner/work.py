@@ -60,14 +60,12 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Product:
-    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer). blocked: is the part held blocked?
-    times: how many there are, as is expected."""
+    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer). blocked: is the part held blocked?"""
 
     rows: int
     inner: int
     outer: int
     blocked: bool = False
-    times: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -292,11 +290,12 @@ def _experts_work(at: CostContext, layer: Layer, unit: WeightUnit, tokens: int) 
     assert experts is not None
     used = experts.share_used(tokens) * size
     pairs = tokens * experts.per_token * size / experts.count
-    # The experts of a model are alike, so the first one's products are those of any.
+    # The experts of a model are alike, so the first one's products are those of any; threads share those of all
+    # (kernels/linear.grouped_linear), which takes as long as a matrix of all their rows.
     products = _products(at, unit, max(1, round(pairs / used)))
-    own = tuple(replace(product, times=used) for product in products[: len(products) // size])
+    own = [replace(product, outer=max(1, round(used * product.outer))) for product in products[: len(products) // size]]
     width = 8 * at.spec.hidden_size + 4 * experts.ffn_size  # gathered, normed, gated, weighed and added
-    return Work(own, elementwise=pairs * width * at.itemsize)
+    return Work(tuple(own), elementwise=pairs * width * at.itemsize)
 
 
 def needed_share(at: CostContext, layer: Layer, tokens: int) -> float:
