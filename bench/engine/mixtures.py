@@ -1,8 +1,8 @@
 """How near a mixture of experts comes to the roofline with its weights on disk, by rows and by what is kept of the KV cache.
 
-Random weights at the true shape, written once. A cell is `ROWS` or `GBSxK`, and flags of flex_opt behind it. Each cell is a
-process of its own (flex_opt), and before each the disk (the engine's own requests, without compute), one large
-product and reading memory are measured. The roofline of a decode sweep is the longer of reading the weights that are
+Random weights at the true shape, written once, and prompts of random tokens. A cell is `ROWS` or `GBSxK`, and flags of
+flex_opt behind it. Each cell is a process of its own (flex_opt), and before each the disk (the engine's own requests,
+without compute), one large product and reading memory are measured. The roofline of a decode sweep is the longer of reading the weights that are
 on disk and of computing: FLOPs of what is active / peak + KV bytes / memory. Claim: decode reaches 0.75 of it, peak RSS
 stays within the budget + 300 MB over an empty process, and the prediction within 15%.
 
@@ -67,8 +67,12 @@ def _measure(args: argparse.Namespace, spec: ModelSpec, cell: str, disk: float, 
     size, *flags = shlex.split(cell)
     gbs, _, batches = size.partition("x")
     with tempfile.TemporaryDirectory() as folder:
-        report_file = Path(folder) / "report.json"
-        lengths = ["--prompt-len", str(args.prompt_len), "--gen-len", str(args.gen_len)]
+        report_file, prompts = Path(folder) / "report.json", Path(folder) / "prompts.jsonl"
+        # Equal prompts, FlexGen's, would all go to the same few experts.
+        shape = int(gbs) * int(batches or 1), args.prompt_len
+        ids = torch.randint(spec.vocab_size, shape, generator=torch.Generator().manual_seed(0)).tolist()
+        prompts.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in ids))
+        lengths = ["--prompts", str(prompts), "--gen-len", str(args.gen_len), "--ignore-eos"]
         command = [
             sys.executable, "-m", "flexgen_h2o.flex_opt", "--no-log", "--json", str(report_file), *lengths,
             *common.as_flags(args, "model", "path", "offload_dir", "host_mem", "dtype"), *shlex.split(ON_DISK),
