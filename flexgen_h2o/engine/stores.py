@@ -10,8 +10,9 @@ block's others, else brought into a ring for each layer and stored after it. Not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,11 +32,13 @@ from flexgen_h2o.engine.memory_plan import (
     weight_parts,
 )
 from flexgen_h2o.kernels.linear import RowPart, RowParts
-from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, is_streamed, split_rows, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
+
+_MANY_TASKS = 16  # matrices of a unit, about alike, from which on a thread decodes one: experts, not attention
 
 
 @dataclass
@@ -161,7 +164,7 @@ class WeightStore:
 
     def decode_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
         """The other tensors of a loaded unit: each is decoded whole, in memory that the next unit overwrites."""
-        found, start = {}, 0
+        found, tasks, start = {}, list[Callable[[], object]](), 0
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.key]
             if not layout.decoded_row_bytes:
@@ -173,8 +176,13 @@ class WeightStore:
                 self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
             found[tensor.role] = rows = self._filled[start, layout]
             whole = [Held(held.part, self._pieces(held, region)) for held in self._parts[tensor.key]]
-            self._form.decode(layout, whole, rows)
+            tasks.append(partial(self._form.decode, layout, whole, rows))
             start += round_up(nbytes, ALIGN)
+        if len(tasks) >= _MANY_TASKS and self._is_host and self._form.decodes_in_place:
+            parallel_each(tasks, start // len(tasks))
+        else:
+            for task in tasks:
+                task()
         return found
 
     def streams_as_held(self, unit: int) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -65,6 +66,7 @@ def cpu_has(feature: str) -> bool:
     return bool(binding.get_host_cpu_features().get(feature, False))
 
 
+_THREAD = threading.local()  # is_busy: with a task of `parallel_each`
 _PARTS = 8  # about as many parts of its rows a thread takes one by one
 _WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves
 
@@ -87,7 +89,7 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
     that the slowest core decides. Here each thread takes the next few rows until there are none.
     """
     threads = min(torch.get_num_threads(), rows, 1 + rows * row_bytes // _WORTH_WAKING)
-    if threads <= 1:
+    if threads <= 1 or getattr(_THREAD, "is_busy", False):
         loop(0, rows)
         return
     step = -(-rows // (threads * _PARTS))
@@ -105,3 +107,18 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
     for error in errors:
         if error is not None:
             raise error
+
+
+def parallel_each(tasks: Sequence[Callable[[], object]], task_bytes: int) -> None:
+    """Call each task on one thread, which shares its rows with no other: for many small ones, which would wake threads
+    for each. task_bytes: about how much memory one reads and writes."""
+
+    def some(first: int, end: int) -> None:
+        _THREAD.is_busy = True
+        try:
+            for task in tasks[first:end]:
+                task()
+        finally:
+            _THREAD.is_busy = False
+
+    parallel_rows(some, len(tasks), task_bytes)

@@ -162,6 +162,11 @@ class WeightFormat:
         return False
 
     @property
+    def decodes_in_place(self) -> bool:
+        """Does decoding a matrix take no memory besides?"""
+        return True
+
+    @property
     def decoder(self) -> str:
         """What decodes a quantised checkpoint's matrices, as profiles name it; "" of others."""
         return ""

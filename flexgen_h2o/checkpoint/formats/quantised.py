@@ -55,6 +55,10 @@ class Quantised(WeightFormat):
         return self.to_int8
 
     @property
+    def decodes_in_place(self) -> bool:
+        return not self.to_int8 and not self.by_columns
+
+    @property
     def decoder(self) -> str:
         return f"{self.name}_int8" if self.to_int8 else self.name
 
