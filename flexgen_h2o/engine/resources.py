@@ -64,7 +64,7 @@ class Engine:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
         self.lanes = Lanes(LANE_THREADS, timeline)
-        self.mover = Mover(device, self.lanes)
+        self.mover = Mover(device, self.lanes, pins=policy.pin_weight)
         shares = tier_shares(policy.weight_shares, device.is_host)
         form = weight_format(spec, policy, dtype.itemsize)
         with contextlib.ExitStack() as stack:

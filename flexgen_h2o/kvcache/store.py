@@ -20,8 +20,8 @@ from flexgen_h2o.kernels.beside import WholeColumns
 from flexgen_h2o.kernels.select import Sketch
 from flexgen_h2o.kernels.slots import get_last_slots, put_slots
 from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.rows import Move
 from flexgen_h2o.kvcache.slots import (
-    Move,
     PartView,
     SlotMetadata,
     metadata_view,
@@ -317,7 +317,10 @@ class CacheStore:
             return self._store_whole(unit, home, data, fence) if home.overlay.is_full else []
         assert home.memory is not None
         target = part_view(unit.layout, home.part, home.memory, self._dtype)
-        per_segment, rows = view.keys.shape[2], torch.arange(view.rows, device=slots.device)
-        index = slots // per_segment, rows, slots % per_segment
         pairs = ((target.keys, view.keys), (target.values, view.values))
+
+        def index() -> tuple[torch.Tensor, ...]:
+            per_segment = view.keys.shape[2]
+            return slots // per_segment, torch.arange(view.rows, device=slots.device), slots % per_segment
+
         return [self._mover.copy_indexed("store_cache", pairs, index, [fence])]

@@ -20,7 +20,7 @@ import torch
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE, STAGING_BYTES, TRANSFER_CHUNK, round_up
-from flexgen_h2o.tiers.device import Device
+from flexgen_h2o.tiers.device import Device, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
 
@@ -105,8 +105,8 @@ Memory = Literal["device", "host"]
 class Mover:
     """All traffic of a run. Every method queues the work and returns its `Done`."""
 
-    def __init__(self, device: Device, lanes: Lanes) -> None:
-        self.device = device
+    def __init__(self, device: Device, lanes: Lanes, pins: bool = True) -> None:
+        self.device, self._take_staging = device, device.host_staging if pins else host_buffer
         self.lanes = lanes
         self._staging = threading.local()
 
@@ -162,17 +162,20 @@ class Mover:
         return self.lanes.submit(lane, name, [job], after)
 
     def copy_indexed(
-        self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], index: tuple[torch.Tensor, ...],
-        after: Sequence[Waitable],
+        self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        index: Callable[[], tuple[torch.Tensor, ...]], after: Sequence[Waitable],
     ) -> Done:  # fmt: skip
-        """Copy dst[index] = src[index] for each (dst, src), from device to host memory. index: as torch takes it."""
+        """Copy dst[index] = src[index] for each (dst, src), from device to host memory. index: gives what torch takes,
+        once `after` is done: on a card it is worked out beside compute, behind nothing that is issued later."""
 
         def job() -> int:
             moved = 0
-            for target, source in pairs:
-                with self.device.beside_compute():  # the copies to the host wait for their stream
-                    values = source[tuple(i.to(source.device) for i in index)].to(target.device)
-                target[tuple(i.to(target.device) for i in index)] = values
+            with self.device.beside_compute():  # copies to the host wait for their stream
+                at = index()
+                there = tuple(i.to(pairs[0][0].device) for i in at)
+                found = [(target, source[at].to(target.device)) for target, source in pairs]
+            for target, values in found:
+                target[there] = values
                 moved += values.nbytes
             return moved
 
@@ -200,7 +203,7 @@ class Mover:
 
     def _thread_staging(self) -> torch.Tensor:
         if not hasattr(self._staging, "buffer"):
-            self._staging.buffer = self.device.host_staging(STAGING_BYTES)
+            self._staging.buffer = self._take_staging(STAGING_BYTES)
         return cast(torch.Tensor, self._staging.buffer)
 
 
