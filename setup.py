@@ -26,6 +26,7 @@ EXTRAS = {
         "wonderwords>=2.2",
         "matplotlib>=3.8",
     ],
+    "gpu": ["triton>=3.6"],
     "plot": ["matplotlib>=3.8"],
     "ray": ["ray[data]>=2.60,<2.64"],
 }

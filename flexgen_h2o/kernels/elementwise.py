@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.core.units import NORM_CHUNK, ROTARY_CHUNK
+from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 
@@ -22,6 +23,10 @@ def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
     gate, up: (rows, width) of one dtype, contiguous.
     """
+    if triton.takes(gate) and gate.is_contiguous() and up.is_contiguous():
+        count, reference = gate.numel(), partial(silu_gated_reference, gate, up)
+        triton.launch("rows.silu_gated", (-(-count // 1024),), reference, (gate, up, count), BLOCK=1024)
+        return gate
     if not is_compiled(gate):
         return silu_gated_reference(gate, up)
     if gate.shape != up.shape or gate.dtype != up.dtype or not (gate.is_contiguous() and up.is_contiguous()):
@@ -74,10 +79,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     (width,). All of one dtype. A row's result depends on that row alone. The compiled loop adds in another order than
     torch.
     """
-    if not is_compiled(x):
+    if not is_compiled(x) and not triton.takes(x):
         return rms_norm_reference(x, weight, eps, out, once)
     if x.dim() == 3:
         rms_norm(x.view(-1, x.shape[2]), weight, eps, out.view(-1, out.shape[2]), once)
+        return out
+    if triton.takes(x):
+        width, reference = x.shape[1], partial(rms_norm_reference, x, weight, eps, out, once)
+        sizes = x.stride(0), out.stride(0), width, eps
+        block = triton.power_of_two(width)
+        triton.launch("rows.rms_norm", (len(x),), reference, (x, weight, out, *sizes), ONCE=once, BLOCK=block)
         return out
     ok = x.shape == out.shape == (len(x), *weight.shape)
     if not ok or any(t.dtype != x.dtype or t.stride(-1) != 1 for t in (x, weight, out)):
@@ -143,6 +154,21 @@ class Rotation:
 
     def rotate(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
         """Rotate heads in place. tensors: (tokens, heads, d) of one dtype; positions: (tokens,) ints, on any device."""
+        if len(tensors) == 2 and triton.takes(*tensors) and all(t.stride(1) == t.shape[2] for t in tensors):
+            self._rotate_on_card(tensors[0], tensors[1], positions)
+            return
+        self.rotate_reference(tensors, positions)
+
+    def _rotate_on_card(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
+        pairs, (tokens, heads, width) = len(self._frequencies), q.shape
+        reference = partial(self.rotate_reference, (q, k), positions)
+        given = q, k, positions.to(q.device), self._frequencies, self._scaling
+        sizes = q.stride(0), k.stride(0), heads, width, pairs
+        grid = tokens, heads + k.shape[1]
+        triton.launch("rows.rotate", grid, reference, (*given, *sizes), BLOCK=triton.power_of_two(pairs))
+
+    def rotate_reference(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+        """`rotate` in torch operations, or in compiled loops where they do the same to the bit."""
         where, dtype = tensors[0].device, tensors[0].dtype
         for start in range(0, len(positions), ROTARY_CHUNK):
             here = slice(start, start + ROTARY_CHUNK)

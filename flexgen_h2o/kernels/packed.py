@@ -8,6 +8,7 @@ import torch
 
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
+from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
 
 _EXPONENT = 0x7F80  # of a bfloat16; all set: infinite, or not a number
@@ -28,6 +29,8 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
     """Fill out (n, columns), contiguous, with the values of packed (n, row bytes) uint8, rounded to out's dtype."""
+    if triton.takes(out) and packed.stride(0) % WORD == 0:
+        return _unpack_on_card(packed, bits, out)
     if not is_compiled(out):
         return unpack_rows_reference(packed, bits, out)
     from flexgen_h2o.kernels.compiled import rows as unpack_loops
@@ -39,6 +42,15 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
     )
     row_bytes = packing.slot_bytes + columns * out.itemsize
     parallel_rows(partial(unpack_loops.unpack, element_of(out.dtype), job), n, row_bytes)
+    return out
+
+
+def _unpack_on_card(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
+    packing, block = SlotPacking(out.shape[1], bits), 1024
+    sizes = packed.stride(0) // WORD, packing.width, packing.value_words, packing.group
+    grid = len(out), -(-packing.width // block)
+    reference = partial(unpack_rows_reference, packed, bits, out)
+    triton.launch("rows.unpack", grid, reference, (packed.view(torch.int32), out, *sizes), BITS=bits, BLOCK=block)
     return out
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
+from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, mismatch, parallel_rows
 
 TILE_ROWS = 256  # query rows; fewer where a tile of so many is over TILE_BYTES for each thread
@@ -35,6 +36,38 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: floa
     probability may be off by scale x |q.k| / 512 of itself, to either side; what a column gets from many rows is off
     by far less.
     """
+    if triton.takes(q, k, lse):
+        return _column_sums_on_card(q, k, lse, scale, first_row)
+    return column_sums_reference(q, k, lse, scale, first_row)
+
+
+def _column_sums_on_card(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int
+) -> torch.Tensor:
+    (batch, heads, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
+    sums = torch.empty(batch, kv_heads, keys, dtype=torch.float32, device=q.device)
+    strides = *q.stride()[:3], *k.stride()[:3], *lse.stride()
+    sizes = kv_heads, heads // kv_heads, rows, keys, first_row, scale
+
+    def reference() -> None:
+        sums.copy_(column_sums_reference(q, k, lse, scale, first_row))
+
+    constants = _tile(q)
+    grid = -(-keys // constants["KEYS"]), batch * kv_heads
+    triton.launch("prompts.column_sums", grid, reference, (q, k, lse, sums, *strides, *sizes), **constants)
+    return sums
+
+
+def _tile(q: torch.Tensor) -> dict[str, int]:
+    """Constants of a kernel: so many queries and keys at a time that their tiles fit a T4's shared memory."""
+    width, count = q.shape[3], 128 // q.itemsize
+    return {"D": width, "WIDTH": triton.power_of_two(width, 16), "ROWS": count, "KEYS": count}
+
+
+def column_sums_reference(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
+) -> torch.Tensor:
+    """`column_sums` tile by tile: products by torch, sums in a compiled loop where there is one."""
     batch, kv_heads, n, width = k.shape
     group, before = q.shape[1] // kv_heads, n - q.shape[2]
     q, lse = q.unflatten(1, (kv_heads, group)), lse.unflatten(1, (kv_heads, group))
@@ -101,6 +134,8 @@ def causal_attention(
     """
     if _is_compiled(q, k, v):
         return _attend_compiled(q, k, v, scale, window)[0]
+    if triton.takes(q, k, v):
+        return _attend_on_card(q, k, v, scale, window)[0]
     rows, n = q.shape[2], k.shape[2]
     enable_gqa = q.shape[1] != k.shape[1]
     attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
@@ -120,8 +155,29 @@ def causal_attention_lse(
     """
     if _is_compiled(q, k, v):
         return _attend_compiled(q, k, v, scale, window)
+    if triton.takes(q, k, v):
+        return _attend_on_card(q, k, v, scale, window)
     fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
     return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
+
+
+def _attend_on_card(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+    """The result has the heads of a token side by side."""
+    (batch, heads, rows, width), keys = q.shape, k.shape[2]
+    assert all(t.stride(3) == 1 for t in (q, k, v))
+    out = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+    strides = [step for t in (q, k, v, out) for step in t.stride()[:3]]
+    sizes = heads, heads // k.shape[1], rows, keys, keys if window is None else window, scale
+
+    def reference() -> None:
+        for ours, theirs in zip((out, lse), causal_attention_lse_reference(q, k, v, scale, window), strict=True):
+            ours.copy_(theirs)
+
+    constants = _tile(q)
+    grid = -(-rows // constants["ROWS"]), batch * heads
+    triton.launch("prompts.attend", grid, reference, (q, k, v, out, lse, *strides, *sizes), **constants)
+    return out, lse
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Result:

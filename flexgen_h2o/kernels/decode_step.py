@@ -1,0 +1,157 @@
+"""What a KV unit's rows take on a card, in one launch each: a decode step, in which the new columns take their slots,
+queries attend over the filled slots, scores grow, and each row names its next victim; and the columns of prompts. R, g,
+d, C, S, W: as in kernels/slots.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
+from flexgen_h2o.kernels.packed import pack_columns_reference
+from flexgen_h2o.kernels.slots import Pair, ScoreState, attend_reference, put_slots_reference
+
+FILLED, SLOT, POSITION, OLDEST, NEWEST, GAIN, PLACE = range(7)
+_BLOCK = 64  # columns of prompts that are put at a time
+
+
+@dataclass(frozen=True)
+class StepSlots:
+    """Some rows of a KV unit in a decode step.
+
+    keys, values: (segments, R, S, d), or packed (segments, R, S, W) as `form` says, which has neither pages nor sinks,
+    and whole columns where it is packed. first: of the unit's rows, the one that is row 0 here; a sequence is
+    `kv_heads` rows. state: (7, sequences) int32 of the whole unit: slots that are filled with the new column; its slot,
+    -1 for that of the row's victim; its position; the range of positions, both ends included, in which a row may lose a
+    slot; what a score gains, fp32 bit by bit; the column's place among whole ones, -1 for none. taken: (R,) int64,
+    written: the slots that the new columns took. scores, positions, victims: as of ScoreState, all or none.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    first: int
+    kv_heads: int
+    state: torch.Tensor
+    taken: torch.Tensor
+    scores: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    victims: torch.Tensor | None = None
+    decay: float = 1.0
+    form: SlotForm = WHOLE
+
+
+def attend_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: StepSlots, scale: float, out: torch.Tensor
+) -> None:
+    """q, out: (sequences, heads, d), k, v: (sequences, kv_heads, d), of all rows of the unit; heads lie side by side.
+    Of `out` the rows of `slots` are written, as `slots.attend` of them gives it; q.k is summed in fp32."""
+    (segments, rows, length, _), (group, width) = slots.keys.shape, (q.shape[1] // k.shape[1], q.shape[2])
+    assert all(t.stride()[1:] == (width, 1) for t in (q, k, v, out))
+    columns, products = segments * length, slots.state
+    if slots.scores is not None:
+        columns = slots.scores.shape[1]
+        products = torch.empty(rows, group, columns, dtype=torch.float32, device=q.device)
+    nothing = slots.state  # what a kernel that does not read it gets
+    of_slots = [nothing if t is None else t for t in (slots.scores, slots.positions, slots.victims)]
+    gains = slots.state[GAIN].view(torch.float32)
+    tensors = q, k, v, out, slots.keys, slots.values, slots.state, gains, *of_slots, products, slots.taken
+    strides = *(t.stride(0) for t in (q, k, v, out)), slots.keys.stride(0)
+    sizes = *strides, slots.state.shape[1], slots.first, slots.kv_heads, length, columns, scale, slots.decay
+    constants: dict[str, Any] = {
+        "G": group, "GROUP": triton.power_of_two(group, 16), "D": width, "WIDTH": triton.power_of_two(width, 16),
+        "BLOCK": _columns_at_a_time(q.dtype), "RECORDS": slots.scores is not None,
+    }  # fmt: skip
+    name, packing, whole = "slots.attend_step", slots.form.packing, slots.form.whole
+    if packing is not None:
+        assert whole is not None
+        name, tensors = "slots.attend_packed_step", (*tensors, *vars(whole).values())
+        windows = whole.slots.shape[1]
+        sizes = *sizes, windows, packing.low_words, packing.value_words, packing.words
+        constants |= {
+            "BITS": packing.bits, "SHARING": packing.group, "GROUPS": packing.groups,
+            "WINDOW": triton.power_of_two(windows, 16),
+            "num_stages": 1,  # words are loaded for each of their numbers: ahead, they would not fit shared memory
+        }  # fmt: skip
+    reference = partial(attend_step_reference, q, k, v, slots, scale, out)
+    triton.launch(name, (rows,), reference, (*tensors, *sizes), **constants)
+
+
+def _columns_at_a_time(dtype: torch.dtype) -> int:
+    """That a row attends to: as many as fit shared memory, where products in fp32 take much of it."""
+    return 16 if dtype == torch.float32 else 64
+
+
+def attend_step_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: StepSlots, scale: float, out: torch.Tensor
+) -> None:
+    """`attend_step` in torch operations."""
+    rows, kv_heads, width = slots.keys.shape[1], slots.kv_heads, q.shape[2]
+    unit_rows = torch.arange(slots.first, slots.first + rows, device=q.device)
+    state = slots.state[:, unit_rows // kv_heads]
+    here = torch.arange(rows, device=q.device)
+    taken = state[SLOT].long()
+    if slots.victims is not None:
+        taken = torch.where(taken < 0, slots.victims.long(), taken)
+    slots.taken.copy_(taken)
+    queries, keys, values, result = (
+        t.view(len(t) * kv_heads, -1, width)[slots.first : slots.first + rows] for t in (q, k, v, out)
+    )
+    columns, packing, whole = (keys, values), slots.form.packing, slots.form.whole
+    if packing is not None and whole is not None:
+        _keep_whole(whole, state[PLACE], taken, (keys, values))
+        smoothed = whole.smoothed(keys.squeeze(1)).unsqueeze(1)
+        columns = pack_columns_reference(smoothed, packing), pack_columns_reference(values, packing)
+    put_slots_reference((slots.keys, slots.values), taken.unsqueeze(1), columns)
+    scores = None
+    if slots.scores is not None and slots.positions is not None and slots.victims is not None:
+        slots.positions[here, taken], slots.scores[here, taken] = state[POSITION], 0.0
+        gains = state[GAIN].view(torch.float32)
+        of_slots = slots.scores, slots.positions, state[OLDEST], state[NEWEST]
+        scores = ScoreState(*of_slots, slots.decay, gains, slots.victims)
+    result.copy_(attend_reference(queries, slots.keys, slots.values, state[FILLED], scale, scores, slots.form))
+
+
+def put_prompts(k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, areas: Pair, first: int) -> None:
+    """Columns of prompts into the slots 0, 1, ... of some rows of theirs, in one launch.
+
+    k, v: (b, n, kv_heads, d), numbers of a head side by side; kept: (b, kv_heads, count) int64, contiguous, the tokens
+    whose columns stay. areas: keys and values (segments, R, S, d); first: of the prompts' b x kv_heads rows, the one
+    that is row 0 of the areas.
+    """
+    (keys, values), (_, kv_heads, count), width = areas, kept.shape, k.shape[3]
+    assert k.stride(3) == v.stride(3) == 1 and kept.is_contiguous()
+    rows, length = keys.shape[1:3]
+    strides = *k.stride()[:3], *v.stride()[:3], keys.stride(0)
+    triton.launch(
+        "slots.put_prompts", (rows, -(-count // _BLOCK)), partial(put_prompts_reference, k, v, kept, areas, first),
+        (k, v, kept, keys, values, *strides, length, count, kv_heads, first), D=width,
+        WIDTH=triton.power_of_two(width, 16), BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+def put_prompts_reference(k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, areas: Pair, first: int) -> None:
+    """`put_prompts` in torch operations."""
+    rows, count, width = areas[0].shape[1], kept.shape[2], k.shape[3]
+    slots = torch.arange(count, device=k.device).expand(rows, count)
+    columns = []
+    for t in (k, v):
+        index = kept.unsqueeze(3).expand(*kept.shape, width)
+        found = t.transpose(1, 2).gather(2, index).flatten(0, 1)
+        columns.append(found[first : first + rows])
+    put_slots_reference(areas, slots, (columns[0], columns[1]))
+
+
+def _keep_whole(
+    whole: WholeColumns, places: torch.Tensor, taken: torch.Tensor, columns: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """The new columns (R, 1, d) take their places among those that are whole."""
+    whole.slots.masked_fill_(whole.slots == taken.int().unsqueeze(1), -1)  # evicted within the window
+    row = (places >= 0).nonzero().squeeze(1)
+    at = row, places[row].long()
+    for kept, new in zip((whole.keys, whole.values), columns, strict=True):
+        kept[at] = new[row].squeeze(1)
+    whole.slots[at] = taken[row].int()

@@ -1,0 +1,76 @@
+"""Rows on a card: unpacking of weights, RMS norms, gates and rotary embeddings. One launch each."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def unpack(packed, out, row_words, columns, value_words, group, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of `unpack_rows`, BLOCK columns of it. packed: int32 words of (n, row words)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    per_word: tl.constexpr = 32 // BITS
+    words = packed + row * row_words
+    word = tl.load(words + column // per_word, mask=inside, other=0)
+    code = (word >> (column % per_word * BITS)) & ((1 << BITS) - 1)
+    end = tl.load(words + value_words + column // group, mask=inside, other=0)
+    scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
+    value = code.to(tl.float32) * scale + least
+    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rms_norm(x, weight, out, x_row, out_row, width, eps, ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of `rms_norm`; BLOCK is at least its width."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    kind = out.dtype.element_ty
+    wide = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wide = wide * (1 / tl.sqrt_rn(tl.sum(wide * wide, 0) / width + eps))
+    if not ONCE:
+        wide = wide.to(kind).to(tl.float32)
+    tl.store(out + row * out_row + column, (wide * factor).to(kind), mask=inside)
+
+
+@triton.jit
+def silu_gated(gate, up, count, BLOCK: tl.constexpr):
+    """BLOCK numbers of `silu_gated`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    kind = gate.dtype.element_ty
+    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    activated = (x / (1 + tl.exp(-x))).to(kind).to(tl.float32)
+    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gate + at, (activated * other).to(kind), mask=inside)
+
+
+@triton.jit
+def rotate(q, k, positions, frequencies, scaling, q_token, k_token, heads, width, pairs, BLOCK: tl.constexpr):
+    """A head of a token: the `heads` first are q's, those behind k's. Angles in fp32; products in the dtype."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < pairs
+    if head < heads:
+        start = q + token * q_token + head * width
+    else:
+        start = k + token * k_token + (head - heads) * width
+    kind = q.dtype.element_ty
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=inside, other=0.0)
+    cos, sin = _rounded(tl.cos(angle) * scaling, kind), _rounded(tl.sin(angle) * scaling, kind)
+    first = tl.load(start + pair, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(start + pairs + pair, mask=inside, other=0.0).to(tl.float32)
+    turned = _rounded(first * cos, kind) - _rounded(second * sin, kind)
+    tl.store(start + pair, turned.to(kind), mask=inside)
+    turned = _rounded(second * cos, kind) + _rounded(first * sin, kind)
+    tl.store(start + pairs + pair, turned.to(kind), mask=inside)
+
+
+@triton.jit
+def _rounded(x, kind: tl.constexpr):
+    """As it is in another dtype, in fp32."""
+    return x.to(kind).to(tl.float32)

@@ -1,0 +1,290 @@
+"""Decode attention on a card: one launch puts each row's new column into its slot, attends over the filled slots, adds
+to their scores what they received, and names the row's next victim. R, g, d, C, S, W: as in kernels/slots.py; fields of
+a step's state: as of kernels/decode_step.StepSlots, `sequences` apart."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_NO_POSITION = tl.constexpr(2147483647)
+
+
+@triton.jit
+def attend_step(
+    q, k, v, out, keys, values, state, gains, scores, positions, victims, products, taken,
+    q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    RECORDS: tl.constexpr,
+):  # fmt: skip
+    """A row of kernels/decode_step.attend_step. GROUP, WIDTH: g and d, filled up to powers of two; products: (R, g, C)
+    fp32, written."""
+    row = tl.program_id(0).to(tl.int64)
+    sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
+    filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
+    slot = _record(row, slot, state + 2 * sequences + sequence, scores, positions, victims, taken, columns, RECORDS)
+    numbers = tl.arange(0, WIDTH)
+    in_head = numbers < D
+    place = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * D + numbers
+    new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
+    new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
+    tl.store(keys + place, new_key, mask=in_head)
+    tl.store(values + place, new_value, mask=in_head)
+    tl.debug_barrier()
+    query = tl.arange(0, GROUP)
+    of_query = (head * G + query)[:, None] * D + numbers[None, :]
+    asked = (query < G)[:, None] & in_head[None, :]
+    tile = tl.load(q + sequence * q_token + of_query, mask=asked, other=0.0)
+    most, total, mixed = _nothing(GROUP, WIDTH)
+    for first in range(0, filled, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        here = column < filled
+        at = (column // length).to(tl.int64) * segment + (row * length + column % length) * D
+        at, loads = at[:, None] + numbers[None, :], here[:, None] & in_head[None, :]
+        product = _products(tile, tl.load(keys + at, mask=loads, other=0.0), here, scale)
+        if RECORDS:
+            _keep(products, row, query, column, product, here, columns, G)
+        of_columns = tl.load(values + at, mask=loads, other=0.0)
+        most, total, mixed = _mix(product, of_columns, most, total, mixed)
+    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + sequence * out_token + of_query, mixed, mask=asked)
+    if RECORDS:
+        _score(
+            row, filled, most + tl.log(total), tl.load(gains + sequence), state + 3 * sequences + sequence, sequences,
+            scores, positions, victims, products, columns, decay, G, GROUP, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_packed_step(
+    q, k, v, out, keys, values, state, gains, scores, positions, victims, products, taken,
+    centres, ranges, whole_keys, whole_values, whole_slots,
+    q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
+    windows, low_words, value_words, words,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    RECORDS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, GROUPS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The same over slots of W = `words` words, with the newest columns whole beside them. SHARING: numbers that share
+    a scale, of which there are GROUPS; windows: whole columns of a row, and WINDOW the power of two above; the place
+    of the new one is the state's last field."""
+    row = tl.program_id(0).to(tl.int64)
+    sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
+    filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
+    slot = _record(row, slot, state + 2 * sequences + sequence, scores, positions, victims, taken, columns, RECORDS)
+    numbers = tl.arange(0, WIDTH)
+    in_head = numbers < D
+    centre = tl.load(centres + row * D + numbers, mask=in_head, other=0.0).to(tl.float32)
+    spread = tl.load(ranges + row * D + numbers, mask=in_head, other=1.0).to(tl.float32)
+    place = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * words
+    new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
+    new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
+    smoothed = tl.div_rn(new_key.to(tl.float32) - centre, spread)
+    _pack(smoothed, keys + place, low_words, value_words, D, WIDTH, BITS, SHARING, GROUPS)
+    _pack(new_value.to(tl.float32), values + place, low_words, value_words, D, WIDTH, BITS, SHARING, GROUPS)
+    entry = tl.arange(0, WINDOW)
+    goes = tl.load(state + 6 * sequences + sequence)
+    its = _enter(whole_slots + row * windows, entry, windows, slot, goes)
+    if goes >= 0:
+        tl.store(whole_keys + (row * windows + goes) * D + numbers, new_key, mask=in_head)
+        tl.store(whole_values + (row * windows + goes) * D + numbers, new_value, mask=in_head)
+    tl.debug_barrier()
+    query = tl.arange(0, GROUP)
+    of_query = (head * G + query)[:, None] * D + numbers[None, :]
+    asked = (query < G)[:, None] & in_head[None, :]
+    tile = tl.load(q + sequence * q_token + of_query, mask=asked, other=0.0)
+    most, total, mixed = _nothing(GROUP, WIDTH)
+    for first in range(0, filled, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        is_whole = tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) > 0
+        here = (column < filled) & (is_whole == 0)
+        at = (column // length).to(tl.int64) * segment + (row * length + column % length) * words
+        unpacked = _unpack(keys, at, here, low_words, value_words, D, WIDTH, BITS, SHARING)
+        product = _products(tile, (unpacked * spread[None, :] + centre[None, :]).to(tile.dtype), here, scale)
+        if RECORDS:
+            _keep(products, row, query, column, product, here, columns, G)
+        of_columns = _unpack(values, at, here, low_words, value_words, D, WIDTH, BITS, SHARING).to(tile.dtype)
+        most, total, mixed = _mix(product, of_columns, most, total, mixed)
+    at = (row * windows + entry)[:, None] * D + numbers[None, :]
+    loads = (its >= 0)[:, None] & in_head[None, :]
+    product = _products(tile, tl.load(whole_keys + at, mask=loads, other=0.0), its >= 0, scale)
+    if RECORDS:
+        _keep(products, row, query, its, product, its >= 0, columns, G)
+    most, total, mixed = _mix(product, tl.load(whole_values + at, mask=loads, other=0.0), most, total, mixed)
+    tl.store(out + sequence * out_token + of_query, (mixed / total[:, None]).to(out.dtype.element_ty), mask=asked)
+    if RECORDS:
+        _score(
+            row, filled, most + tl.log(total), tl.load(gains + sequence), state + 3 * sequences + sequence, sequences,
+            scores, positions, victims, products, columns, decay, G, GROUP, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _record(row, slot, position, scores, positions, victims, taken, columns, RECORDS: tl.constexpr):
+    """The slot of the new column; it is noted with its position and a score of 0."""
+    if RECORDS:
+        slot = tl.where(slot < 0, tl.load(victims + row), slot)
+        tl.store(positions + row * columns + slot, tl.load(position))
+        tl.store(scores + row * columns + slot, 0.0)
+    tl.store(taken + row, slot.to(tl.int64))
+    return slot
+
+
+@triton.jit
+def _enter(whole_slots, entry, windows, slot, goes):
+    """The slots whose columns are whole, with the new one at `goes` in the place of that which leaves the window."""
+    its = tl.load(whole_slots + entry, mask=entry < windows, other=-1)
+    its = tl.where(entry == goes, slot, tl.where(its == slot, -1, its))  # that of `slot` was evicted within the window
+    tl.store(whole_slots + entry, its, mask=entry < windows)
+    return its
+
+
+@triton.jit
+def _products(tile, of_columns, here, scale):
+    """(GROUP, columns) fp32: scale x q.k, -inf where there is no column."""
+    product = tl.dot(tile, tl.trans(of_columns), input_precision="ieee") * scale
+    return tl.where(here[None, :], product, float("-inf"))
+
+
+@triton.jit
+def _keep(products, row, query, column, product, here, columns, G: tl.constexpr):
+    kept = products + (row * G + query)[:, None] * columns + column[None, :]
+    tl.store(kept, product, mask=(query < G)[:, None] & here[None, :])
+
+
+@triton.jit
+def _nothing(GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """What `_mix` begins with."""
+    most = tl.full([GROUP], float("-inf"), tl.float32)
+    return most, tl.zeros([GROUP], tl.float32), tl.zeros([GROUP, WIDTH], tl.float32)
+
+
+@triton.jit
+def _mix(product, of_columns, most, total, mixed):
+    """The softmax of Milakov and Gimelshein (2018), which sees the columns once: its running maximum, its sum, and the
+    weighed values."""
+    highest = tl.maximum(most, tl.max(product, 1))
+    safe = tl.where(highest == float("-inf"), 0.0, highest)  # no column yet
+    less, share = tl.exp(most - safe), tl.exp(product - safe[:, None])
+    total = total * less + tl.sum(share, 1)
+    added = tl.dot(share.to(of_columns.dtype), of_columns, input_precision="ieee")
+    return highest, total, mixed * less[:, None] + added
+
+
+@triton.jit
+def _score(
+    row, filled, lse, gain, oldest, sequences, scores, positions, victims, products, columns, decay, G: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scores grow by what columns received; the lowest of those that may go names the victim, the earliest of equals.
+    oldest: of the field, behind which the newest is."""
+    tl.debug_barrier()  # products were written by other threads
+    query = tl.arange(0, GROUP)
+    newest, oldest = tl.load(oldest + sequences), tl.load(oldest)
+    lowest, earliest, victim = float("inf"), _NO_POSITION + 0, -1
+    for first in range(0, filled, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        here = column < filled
+        kept = products + (row * G + query)[:, None] * columns + column[None, :]
+        product = tl.load(kept, mask=(query < G)[:, None] & here[None, :], other=float("-inf"))
+        received = tl.sum(tl.exp(product - lse[:, None]), 0)
+        score = decay * tl.load(scores + row * columns + column, mask=here, other=0.0) + gain * received
+        tl.store(scores + row * columns + column, score, mask=here)
+        position = tl.load(positions + row * columns + column, mask=here, other=0)
+        may_leave = here & (position >= oldest) & (position <= newest)
+        candidate = tl.where(may_leave, score, float("inf"))
+        low = tl.min(candidate, 0)
+        old = tl.min(tl.where(may_leave & (candidate == low), position, _NO_POSITION), 0)
+        its = tl.max(tl.where(may_leave & (position == old), column, -1), 0)
+        better = (its >= 0) & ((low < lowest) | ((low == lowest) & (old < earliest)))
+        lowest = tl.where(better, low, lowest)
+        earliest = tl.where(better, old, earliest)
+        victim = tl.where(better, its, victim)
+    tl.store(victims + row, victim)
+
+
+# ---- packed slots (core/packing.SlotPacking)
+
+
+@triton.jit
+def _unpack(area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+            SHARING: tl.constexpr):  # fmt: skip
+    """(columns, WIDTH) fp32 of the slots that begin at the words `at`."""
+    low_bits: tl.constexpr = 2 if BITS == 3 else BITS
+    per_word: tl.constexpr = 32 // low_bits
+    number = tl.arange(0, WIDTH)
+    loads = here[:, None] & (number < D)[None, :]
+    word = tl.load(area + at[:, None] + (number // per_word)[None, :], mask=loads, other=0)
+    code = (word >> (number % per_word * low_bits)[None, :]) & ((1 << low_bits) - 1)
+    if BITS == 3:
+        word = tl.load(area + at[:, None] + (low_words + number // 32)[None, :], mask=loads, other=0)
+        code = code | (((word >> (number % 32)[None, :]) & 1) << 2)
+    end = tl.load(area + at[:, None] + (value_words + number // SHARING)[None, :], mask=loads, other=0)
+    scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
+    return code.to(tl.float32) * scale + least
+
+
+@triton.jit
+def _pack(x, area, low_words, value_words, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+          SHARING: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+    """Numbers (WIDTH,) fp32 into the words of a slot."""
+    low_bits: tl.constexpr = 2 if BITS == 3 else BITS
+    levels: tl.constexpr = (1 << BITS) - 1
+    number = tl.arange(0, WIDTH)
+    code = tl.zeros([WIDTH], tl.int32)
+    for group in tl.static_range(GROUPS):
+        inside = (number >= group * SHARING) & (number < (group + 1) * SHARING) & (number < D)
+        least = _outwards(tl.min(tl.where(inside, x, float("inf")), 0), True)
+        most = tl.max(tl.where(inside, x, float("-inf")), 0)
+        scale = _outwards(tl.div_rn(most - least, levels * 1.0), False)
+        high, low = least.to(tl.int32, bitcast=True) & -65536, (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+        tl.store(area + value_words + group, high | low)
+        level = tl.floor(tl.div_rn(x - least, scale) + 0.5)
+        level = tl.where(level == level, level, 0.0)  # a group of equals has a scale of 0
+        code = tl.where(inside, tl.minimum(tl.maximum(level, 0.0), levels * 1.0).to(tl.int32), code)
+    _join(code & ((1 << low_bits) - 1), area, low_words, WIDTH, low_bits)
+    if BITS == 3:
+        _join(code >> 2, area + low_words, value_words - low_words, WIDTH, 1)
+
+
+@triton.jit
+def _join(code, area, count, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Codes side by side in `count` words, from the lowest bit on."""
+    per_word: tl.constexpr = 32 // BITS
+    if per_word > WIDTH:
+        tl.store(area, tl.sum(code << (tl.arange(0, WIDTH) * BITS), 0))
+    else:
+        parts = tl.reshape(code, [WIDTH // per_word, per_word])
+        joined = tl.sum(parts << (tl.arange(0, per_word) * BITS)[None, :], 1)
+        word = tl.arange(0, WIDTH // per_word)
+        tl.store(area + word, joined, mask=word < count)
+
+
+@triton.jit
+def _outwards(x, down):
+    """fp32 rounded down or up to a bf16 number; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + tl.where((x < 0) == down, 0xFFFF, 0)) & -65536
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+
+
+# ---- columns of prompts
+
+
+@triton.jit
+def put_prompts(
+    k, v, kept, keys, values, k_batch, k_token, k_head, v_batch, v_token, v_head, segment, length, count, kv_heads,
+    first, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK of a row's `count` columns, which tokens kept[row] of its prompt have, into its slots from the first on.
+    first: of the prompts' rows, the one that is row 0 of the slots."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = (first + row) // kv_heads, (first + row) % kv_heads
+    slot, number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    token = tl.load(kept + (first + row) * count + slot, mask=slot < count, other=0)
+    loads = (slot < count)[:, None] & (number < D)[None, :]
+    at = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * D
+    at = at[:, None] + number[None, :]
+    of_keys = batch * k_batch + token[:, None] * k_token + head * k_head + number[None, :]
+    of_values = batch * v_batch + token[:, None] * v_token + head * v_head + number[None, :]
+    tl.store(keys + at, tl.load(k + of_keys, mask=loads, other=0.0), mask=loads)
+    tl.store(values + at, tl.load(v + of_values, mask=loads, other=0.0), mask=loads)

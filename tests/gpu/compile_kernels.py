@@ -1,0 +1,103 @@
+"""Compile every Triton kernel ahead of time for cards that are not here: python -m tests.gpu.compile_kernels [sm ...].
+
+Prints a line for each card: kernels, and the bytes of shared memory that the hungriest takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels.triton import prompts, rows, slots
+
+# Bytes of shared memory that a block may take, by compute capability: Turing (T4), Ampere (3090), Ada (4090), Hopper.
+CARDS = {75: 65536, 86: 101376, 89: 101376, 90: 232448}
+NUMBERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
+
+
+class Case(NamedTuple):
+    """A kernel with the types of its arguments in order, and its constants."""
+
+    kernel: Any
+    types: tuple[str, ...]
+    constants: dict[str, Any]
+
+
+def cases(card: int) -> Iterator[Case]:
+    """bf16 is for cards that compute in it."""
+    for kind in ("fp32", "fp16", *(["bf16"] if card >= 80 else [])):
+        t = NUMBERS[kind]
+        for bits in (4, 8):
+            yield Case(rows.unpack, ("*i32", t, "i32", "i32", "i32", "i32"), {"BITS": bits, "BLOCK": 1024})
+        for once in (False, True):
+            sizes = "i32", "i32", "i32", "fp32"
+            yield Case(rows.rms_norm, (t, t, t, *sizes), {"ONCE": once, "BLOCK": 4096})
+        yield Case(rows.silu_gated, (t, t, "i32"), {"BLOCK": 1024})
+        sizes = "i32", "i32", "i32", "i32", "i32"
+        yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
+        yield from packed_cases(t)
+        block = {"D": 128, "WIDTH": 128, "BLOCK": 64}
+        yield Case(slots.put_prompts, (t, t, "*i64", t, t, *["i32"] * 11), block)
+        tile = {"D": 128, "WIDTH": 128, **dict.fromkeys(("ROWS", "KEYS"), 32 if kind == "fp32" else 64)}
+        yield Case(prompts.attend, (*[t] * 4, "*fp32", *["i32"] * 17, "fp32"), tile)
+        yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", *["i32"] * 14, "fp32"), tile)
+        columns = 16 if kind == "fp32" else 64
+        for records, group, width in ((False, 1, 64), (True, 4, 128), (True, 8, 80)):
+            # What a kernel that records nothing gets in place of scores, positions, victims and products.
+            scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
+            yield Case(
+                slots.attend_step,
+                (*[t] * 6, "*i32", "*fp32", *scores, "*i64", *["i32"] * 10, "fp32", "fp32"),
+                {"G": group, "GROUP": 16, "D": width, "WIDTH": 64 if width == 64 else 128, "BLOCK": columns,
+                 "RECORDS": records},
+            )  # fmt: skip
+
+
+def packed_cases(t: str) -> Iterator[Case]:
+    """Of slots in few bits."""
+    columns = 16 if t == "*fp32" else 64
+    for records, bits, width in ((False, 4, 128), (True, 3, 64), (True, 8, 80)):
+        scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
+        packing = SlotPacking(width, bits)
+        yield Case(
+            slots.attend_packed_step,
+            (*[t] * 4, "*i32", "*i32", "*i32", "*fp32", *scores, "*i64", "*bf16", "*bf16", t, t, "*i32",
+             *["i32"] * 10, "fp32", "fp32", *["i32"] * 4),
+            {"G": 4, "GROUP": 16, "D": width, "WIDTH": 64 if width == 64 else 128, "BLOCK": columns, "RECORDS": records,
+             "BITS": bits, "SHARING": packing.group, "GROUPS": packing.groups, "WINDOW": 16},
+        )  # fmt: skip
+
+
+def compile_for(card: int) -> str:
+    """All kernels of a card. Says how many, and the most shared memory of one."""
+    count = most = 0
+    for kernel, types, constants in cases(card):
+        names = kernel.arg_names
+        signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+        assert len(types) + len(constants) == len(names), kernel
+        options = {"num_stages": 1} if kernel is slots.attend_packed_step else {}  # as it is launched
+        source = ASTSource(kernel, signature, constants)
+        found = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+        assert "cubin" in found.asm, kernel
+        shared = found.metadata.shared
+        assert shared <= CARDS[card], f"{kernel} {types} {constants}: {shared} bytes of shared memory on sm{card}"
+        count, most = count + 1, max(most, shared)
+    return f"sm{card}: {count} kernels, at most {most} bytes of shared memory"
+
+
+def main() -> None:
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(compile_for, map(int, sys.argv[1:] or CARDS)):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

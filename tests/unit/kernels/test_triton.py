@@ -1,0 +1,278 @@
+"""Triton's kernels against their references, by Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels import prefill_attention, triton
+from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
+from flexgen_h2o.kernels.decode_step import (
+    PLACE,
+    StepSlots,
+    attend_step,
+    attend_step_reference,
+    put_prompts,
+    put_prompts_reference,
+)
+from flexgen_h2o.kernels.elementwise import (
+    Rotation,
+    rms_norm,
+    rms_norm_reference,
+    silu_gated,
+    silu_gated_reference,
+)
+from flexgen_h2o.kernels.packed import (
+    pack_columns_reference,
+    pack_rows,
+    unpack_columns,
+    unpack_rows,
+    unpack_rows_reference,
+)
+from flexgen_h2o.kernels.prefill_attention import (
+    causal_attention_lse,
+    causal_attention_lse_reference,
+    column_sums,
+    column_sums_reference,
+)
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MULTIPLIED = (torch.float32, torch.float16)  # the interpreter has no products of bf16
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def some_slow(*lists: Iterable[Any], fast: tuple[Any, ...]) -> list[Any]:
+    """All combinations; the interpreter is slow, so the default suite has one."""
+    cases = list(product(*lists))
+    assert fast in cases
+    return [case if case == fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.fixture(autouse=True)
+def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:  # Triton 3.6's takes an array for a number, which numpy 2.4 refuses
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda number: int(number.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(triton, "DEVICES", {"cpu"})
+    monkeypatch.setattr(prefill_attention, "_is_compiled", lambda *tensors: False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [8, 64, 120, 1000, 2304])
+def test_unpacked_weights_are_the_same_to_the_bit(dtype: torch.dtype, bits: int, columns: int) -> None:
+    packed = pack_rows(torch.randn(3, columns), bits)
+    assert packed.shape[1] == SlotPacking(columns, bits).slot_bytes
+    found, expected = (torch.empty(3, columns, dtype=dtype) for _ in range(2))
+    unpack_rows(packed, bits, found)
+    unpack_rows_reference(packed, bits, expected)
+    if dtype == torch.bfloat16:  # the interpreter cuts off what a card rounds
+        torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    else:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 8), (5, 100), (2, 3, 64)])
+@pytest.mark.parametrize("once", [False, True])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], once: bool) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
+    found, expected = torch.empty_like(x), torch.empty_like(x)
+    rms_norm(x, weight, 1e-6, found, once)
+    rms_norm_reference(x, weight, 1e-6, expected, once)
+    torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (7, 1024)])
+def test_silu_gated(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    expected = silu_gated_reference(gate.clone(), up)
+    torch.testing.assert_close(silu_gated(gate, up), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "pairs"), [(4, 2, 64, 32), (3, 3, 20, 5), (1, 1, 2, 1)])
+def test_rotate(dtype: torch.dtype, heads: int, kv_heads: int, width: int, pairs: int) -> None:
+    """All of a head, or the first numbers of it."""
+    rotation = Rotation(1.0 / 100 ** (torch.arange(pairs) / pairs), 1.5)
+    tokens = torch.tensor([0, 7, 1000])
+    given = [torch.randn(3, count, width).to(dtype) for count in (heads, kv_heads)]
+    expected = [t.clone() for t in given]
+    rotation.rotate_reference(expected, tokens)
+    rotation.rotate(given, tokens)
+    for mine, theirs in zip(given, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+Sizes = tuple[int, int, int, int, list[int], int]  # sequences, kv-heads, g, d, filled slots, slots of a segment
+
+
+def step(dtype: torch.dtype, sizes: Sizes, rows: slice = slice(None)) -> tuple[list[torch.Tensor], StepSlots]:
+    """q, k and v of a step, and the rows of a unit; what is not filled holds NaN."""
+    sequences, kv_heads, group, width, filled, segment = sizes
+    every, most = sequences * kv_heads, max(filled)
+    segments = -(-most // segment)
+    keys, values = (torch.randn(segments, every, segment, width).to(dtype) for _ in range(2))
+    held = torch.tensor(filled).repeat_interleave(kv_heads)
+    for area in (keys, values):
+        flat = area.transpose(0, 1).reshape(every, segments * segment, width)
+        flat[torch.arange(segments * segment) >= held.unsqueeze(1)] = float("nan")
+        area.copy_(flat.view(every, segments, segment, width).transpose(0, 1))
+    positions = torch.stack([torch.randperm(2 * segments * segment)[: segments * segment] for _ in range(every)]).int()
+    now = torch.tensor(filled)
+    full = torch.arange(sequences) % 2 == 0  # these lose a column
+    slot = torch.where(full, -1, now - 1)
+    newest = torch.full((sequences,), 2 * segments * segment)
+    gains = torch.rand(1, sequences).view(torch.int32)
+    fields = torch.stack([now, slot, newest, newest // 8, newest - 3]).int()
+    state = torch.cat([fields, gains, torch.full((1, sequences), -1).int()])
+    victims = torch.stack([torch.randint(0, int(n), ()) for n in held]).int()
+    scores = torch.randint(0, 3, (every, segments * segment)).float()
+    heads = group * kv_heads
+    qkv = [torch.randn(sequences, count, width).to(dtype) for count in (heads, kv_heads, kv_heads)]
+    of_rows = [t[rows].clone() for t in (scores, positions, victims)]
+    first = rows.start or 0
+    count = len(victims[rows])
+    taken = torch.empty(count, dtype=torch.int64)
+    keys, values = keys[:, rows].clone(), values[:, rows].clone()
+    return qkv, StepSlots(keys, values, first, kv_heads, state, taken, *of_rows, decay=0.9)
+
+
+PROMPTS = [(1, 1, 1, 1, 1, 16), (2, 4, 2, 70, 70, 64), (1, 4, 1, 5, 130, 80), (3, 2, 2, 65, 129, 32)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "dtype"), some_slow(PROMPTS, [None, 1, 40], MULTIPLIED, fast=(PROMPTS[2], None, torch.float16))
+)
+def test_attention_over_prompts(shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
+    """All rows of prompts, or the last of them; and what columns received, without a window."""
+    batch, heads, kv_heads, rows, keys, width = shape
+    torch.manual_seed(0)
+    tokens = [(rows, heads), (keys, kv_heads), (keys, kv_heads)]
+    q, k, v = (torch.randn(batch, *of, width).to(dtype).transpose(1, 2) for of in tokens)
+    scale, close = width**-0.5, CLOSE[dtype]
+    found, lse = causal_attention_lse(q, k, v, scale, window)
+    expected, expected_lse = causal_attention_lse_reference(q, k, v, scale, window)
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=close)
+    if window is None:
+        for first in {0, keys - rows, keys - 1}:
+            mine = column_sums(q, k, expected_lse, scale, first)
+            theirs = column_sums_reference(q.float(), k.float(), expected_lse, scale, first)
+            torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
+
+
+SHAPES = {
+    "one row": (1, 1, 1, 64, [1], 4),
+    "ragged": (3, 2, 1, 16, [5, 1, 70], 8),
+    "grouped queries": (4, 2, 4, 32, [33, 64, 65, 130], 64),
+    "a width that is no power of two": (2, 2, 3, 80, [17, 90], 30),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "recorded"),
+    some_slow(SHAPES.values(), MULTIPLIED, (False, True), fast=(SHAPES["grouped queries"], torch.float32, True)),
+)
+def test_a_decode_step(shape, dtype: torch.dtype, recorded: bool) -> None:
+    torch.manual_seed(0)
+    check(*step(dtype, shape), dtype, recorded)
+
+
+@pytest.mark.parametrize("rows", [slice(1, 4), slice(3, 6)])
+def test_rows_of_a_part(rows: slice) -> None:
+    """A part may begin within the kv-heads of a sequence."""
+    check(*step(torch.float32, (3, 2, 2, 16, [5, 9, 3], 4), rows), torch.float32, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("first", "rows"), [(0, 6), (1, 4)])
+def test_columns_of_prompts(first: int, rows: int, dtype: torch.dtype) -> None:
+    """More than one segment; all rows of three prompts, or a part of them."""
+    k, v = (torch.randn(3, 90, 2, 20).to(dtype) for _ in range(2))
+    kept = torch.stack([torch.randperm(90)[:70].sort().values for _ in range(6)]).view(3, 2, 70)
+    found, expected = ([torch.zeros(3, 6, 32, 20, dtype=dtype)[:, 1 : rows + 1] for _ in range(2)] for _ in range(2))
+    put_prompts(k, v, kept, tuple(found), first)
+    put_prompts_reference(k, v, kept, tuple(expected), first)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.any() and torch.equal(mine, theirs)
+
+
+@pytest.mark.slow
+def test_many_columns() -> None:
+    check(*step(torch.float32, (1, 1, 2, 128, [4096], 512)), torch.float32, True)
+
+
+WIDTHS = [(64, 8), (128, 16), (80, 4), (64, 0)]  # and whole columns
+
+
+@pytest.mark.parametrize(
+    ("bits", "recorded", "sizes", "dtype"),
+    some_slow([2, 3, 4, 8], [False, True], WIDTHS, MULTIPLIED, fast=(3, True, (80, 4), torch.float32)),
+)
+def test_a_decode_step_of_packed_slots(bits: int, recorded: bool, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Every number of a slot, and those columns that are whole beside it: one enters, one has left its slot."""
+    torch.manual_seed(0)
+    (width, window), filled = sizes, [5, 70, 33]
+    packing = SlotPacking(width, bits)
+    qkv, slots = step(dtype, (3, 2, 4, width, filled, 32))
+    held = torch.tensor(filled).repeat_interleave(2)
+    areas = [torch.randn(*slots.keys.shape) for _ in range(2)]
+    packed = [pack_columns_reference(t, packing) for t in areas]
+    places = [torch.randperm(int(n))[:window] if n > window else -torch.ones(window) for n in held]
+    whole = WholeColumns(
+        torch.randn(len(held), width).bfloat16(), (torch.rand(len(held), width) + 0.5).bfloat16(),
+        *(torch.randn(len(held), window, width).to(dtype) for _ in range(2)), torch.stack(places).int(),
+    )  # fmt: skip
+    state = slots.state.clone()
+    if window:
+        state[PLACE] = torch.tensor([-1, window - 1, 0])
+    form = SlotForm(packing, whole=whole)
+    check(qkv, replace(slots, keys=packed[0], values=packed[1], state=state, form=form), dtype, recorded)
+
+
+def check(qkv: list[torch.Tensor], slots: StepSlots, dtype: torch.dtype, recorded: bool) -> None:
+    (q, k, v), scale = qkv, qkv[0].shape[2] ** -0.5
+    if not recorded:
+        state = slots.state.clone()
+        state[1] = state[0] - 1
+        slots = replace(slots, state=state, scores=None, positions=None, victims=None)
+    names = [name for name in vars(slots) if isinstance(getattr(slots, name), torch.Tensor)]
+    form, whole = slots.form, slots.form.whole
+    form = form if whole is None else replace(form, whole=whole.map(torch.clone))
+    expected_slots = replace(slots, **{name: getattr(slots, name).clone() for name in names}, form=form)
+    found, expected = torch.zeros_like(q), torch.zeros_like(q)
+    attend_step(q, k, v, slots, scale, found)
+    attend_step_reference(q, k, v, expected_slots, scale, expected)
+    torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    assert found.isfinite().all()
+    for name in names:
+        mine, theirs = getattr(slots, name), getattr(expected_slots, name)
+        if name == "scores":
+            torch.testing.assert_close(mine, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+        elif name in ("keys", "values") and slots.form.packing is not None:
+            assert off_by_a_rounding(mine, theirs, slots.form.packing), name
+        elif name != "victims" or dtype == torch.float32:  # rounded scores may tie otherwise
+            assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)), name
+    if whole is not None and form.whole is not None:
+        for mine, theirs in zip(vars(whole).values(), vars(form.whole).values(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def off_by_a_rounding(mine: torch.Tensor, theirs: torch.Tensor, packing: SlotPacking) -> bool:
+    """Packed numbers that are equal but for a level here and there."""
+    found, expected = (unpack_columns(t, packing, torch.float32) for t in (mine, theirs))
+    level = (expected.amax() - expected.amin()) / packing.levels
+    return bool(((found - expected).abs() <= 1.01 * level).all()) and float((found != expected).float().mean()) < 0.01
