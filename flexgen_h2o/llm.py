@@ -372,6 +372,8 @@ class LLM:
         checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint
         if not self.model.random:  # what is packed now must be what was opened at first
             self._checkpoint.check_unchanged()
+        if budgets["device"] is not None:
+            self._device.hold_to(budgets["device"])
         site = Site(self._device, budgets, self.offload_dir)
         self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
         return self._engine

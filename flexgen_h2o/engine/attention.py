@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -15,7 +16,8 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_model import Window
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, split_views
+from flexgen_h2o.kvcache.rows import RowBudgets, StepNumbers
+from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, split_views
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class UnitAttention:
         self._sparsity = sparsity
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
+        self._numbers: WeakKeyDictionary[RowBudgets, tuple[SweepInput, int | None, StepNumbers]] = WeakKeyDictionary()
         if spec.rotary is not None:
             frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
@@ -78,15 +81,24 @@ class UnitAttention:
         before, behind = split_views(views, first * self._kv_heads)
         new: list[NewColumns] = []
         if before:
-            of_rows, past = budgets.select(slice(0, first)), torch.tensor(fed.past[:first])
+            of_rows = budgets.select(slice(0, first))
             beside = common if window is None else None
             decoding = KVRows(policy, block, self._kv_heads, of_rows, before, beside, window=window)
-            new.append(decoding.new_columns(past if window is None else past + fed.common))
+            new.append(decoding.new_columns(self._step_numbers(decoding, budgets, fed)))
         if behind:
             assert store_whole  # a prompt is more than a column
             of_rows = budgets.select(slice(first, None))
             entering = KVRows(policy, block, self._kv_heads, of_rows, behind, common, window=window)
         return CacheStep(store_whole, decoding, entering, new)
+
+    def _step_numbers(self, rows: KVRows, budgets: RowBudgets, fed: SweepInput) -> StepNumbers:
+        """Of the first decode step: worked out, and copied to a card, once for blocks that share budgets."""
+        made = self._numbers.get(budgets)
+        if made is None or made[0] is not fed or made[1] != rows.window:
+            past = torch.tensor(fed.past[: fed.decoding])
+            made = fed, rows.window, rows.step_numbers(past if rows.window is None else past + fed.common)
+            self._numbers[budgets] = made
+        return made[2]
 
     def attend(
         self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -103,7 +115,7 @@ class UnitAttention:
         if rows is not None:
             for step in range(fed.steps):
                 if step:
-                    cache.new.append(rows.new_columns(cache.new[-1].positions + 1))
+                    cache.new.append(rows.new_columns(rows.step_numbers(cache.new[-1].positions + 1)))
                 here = slice(step * fed.decoding, (step + 1) * fed.decoding)
                 self._attend_slots(fed.positions[here], rows, cache.new[-1], out[here], [t[here] for t in qkv])
         if entering is not None:

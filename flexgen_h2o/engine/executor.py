@@ -29,8 +29,10 @@ from flexgen_h2o.kvcache.evict import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import Sharing
-from flexgen_h2o.kvcache.slots import Move, PromptAttention, SlotTable
+from flexgen_h2o.kvcache.rows import Move, SlotTable
+from flexgen_h2o.kvcache.slots import PromptAttention
 from flexgen_h2o.models import Hidden, Weights, family_of
+from flexgen_h2o.tiers.device import upload
 from flexgen_h2o.tiers.stream import Region, Waitable
 
 Order = Callable[[int, int], Iterator[Step]]
@@ -57,9 +59,9 @@ class Executor:
         self._max_sweeps = max_sweeps
         self._waits = self._skips and waits_for_router(engine.spec, engine.policy)
         self._weights = self._weight_stream()
-        device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
+        self._where, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
         copies = engine.common_prefix(common) if common else None
-        self._attention = UnitAttention(engine.spec, eviction, sparsity, device, copies)
+        self._attention = UnitAttention(engine.spec, eviction, sparsity, self._where, copies)
 
     @property
     def _skips(self) -> bool:
@@ -202,7 +204,7 @@ class Executor:
         if layer.kind == "receive" and self._wire is not None:
             self._wire.recv_hidden(k, x)
         if layer.kind == "embedding":
-            family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
+            family.embed(spec, w, fed.ids, fed.positions, x, ws)
         if layer.kind in ATTENTION_KINDS:
             out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
             family.attention(spec, w, x, partial(self._attention.attend, fed, self._cache, out), ws)
@@ -275,7 +277,7 @@ class Executor:
         watch = self._decoding.watches.slots
         if watch is not None and cache.decoding is not None and cache.decoding.policy.needs.record:
             rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
-            watch(rows, cache.new[-1].filled, columns_of(cache.decoding, cache.new[-1]))
+            watch(rows, cache.new[-1].filled, columns_of(cache.decoding, cache.new[-1].positions, cache.new[-1].filled))
 
     def _with_watch(self, block: int, k: int, cache: CacheStep) -> CacheStep:
         """Whoever watches the attention of prompts will see that of the rows that enter."""
@@ -295,15 +297,16 @@ class Executor:
         if batch.rows:
             # Who watches slots sees every step's, and the ranks of a pipeline tell each other one step's tokens.
             one_step = self._decoding.watches.slots is not None or self._wire is not None
-            self._inputs[k] = batch.sweep_input(None if one_step else self._decoding.known_tokens)
-            tokens = len(self._inputs[k].ids)
+            fed, where = batch.sweep_input(None if one_step else self._decoding.known_tokens), self._where
+            self._inputs[k] = replace(fed, ids=upload(fed.ids, where), positions=upload(fed.positions, where))
+            tokens = len(fed.ids)
         self._engine.hidden.begin_sweep(k, tokens)
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch, fed = self._batches[k], self._inputs[k]
 
         def logits_at(places: torch.Tensor) -> torch.Tensor:
-            return self._family.head(self._engine.spec, w, x.index_select(0, places.to(x.device)), self._workspace)
+            return self._family.head(self._engine.spec, w, x.index_select(0, upload(places, x.device)), self._workspace)
 
         score_prompts(scored_tokens(batch, fed), lambda places: logits_at(torch.tensor(places)))
         finished, moves = list[Row](), list[Move]()

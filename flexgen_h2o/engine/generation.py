@@ -26,7 +26,8 @@ from flexgen_h2o.kvcache.prefixes import (
     pack_prompts,
     row_ends,
 )
-from flexgen_h2o.kvcache.slots import Move, PromptAttention, plan_moves
+from flexgen_h2o.kvcache.rows import Move, plan_moves
+from flexgen_h2o.kvcache.slots import PromptAttention
 
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
 SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
@@ -109,7 +110,8 @@ def group_rows(
 class SweepInput:
     """The tokens of a micro-batch in one sweep, packed row after row.
 
-    ids, positions: (tokens,) int64. counts: tokens of each row. past: columns that each row has in its slots before.
+    ids, positions: (tokens,) int64; the executor has them on the device. counts: tokens of each row. past: columns that
+    each row has in its slots before.
     decoding: the first so many rows feed their newest token; the others are new and feed their prompts. groups: the
     prompts, each shared prefix fed once in front of its rows. steps: without new rows, the newest tokens may be
     followed by known ones, as many decode steps, all rows' tokens of one step after those of the step before. common:

@@ -32,7 +32,8 @@ from flexgen_h2o.kvcache.eviction.policy import (
     RowBudget,
     value_sizes,
 )
-from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable
+from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable
+from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata
 
 Spans = Sequence[tuple[int, int]]  # of each sequence, (first, count) of its tokens among the n; others are padding
 
@@ -225,7 +226,7 @@ class DroppingLayer(EvictingLayer):
         assert self.budgets is not None and self.keys is not None and bool(is_token.all())
         self._reserve_pages(int(self.past.max()))
         rows, held = self._rows(), self.keys.shape[2]
-        new = rows.new_columns(self.past)
+        new = rows.new_columns(rows.step_numbers(self.past))
         if int(new.filled.max()) > held:  # a large budget does not take its memory before it is needed
             self._widen(min(int(self.budgets.slots.max()), held + max(GROWTH, held // 4)) - held)
             rows = self._rows()
@@ -293,7 +294,7 @@ class MaskingLayer(EvictingLayer):
         if not bool(full.any()):
             return
         every_slot = torch.full_like(self.past, positions.shape[1])  # masked ones have a position that never leaves
-        rank_victims(rows, NewColumns(self.past, every_slot, []))
+        rank_victims(rows, self.past, every_slot)
         index = victims.long()[:, None]
         positions.scatter_(1, index, torch.where(full[:, None], -1, positions.gather(1, index)))
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import compress, groupby
 
 import torch
 
 from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.beside import SlotForm
+from flexgen_h2o.kernels.decode_step import StepSlots, attend_step, put_prompts
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, with_sinks
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, counts_of, fill_sketch
@@ -29,22 +30,15 @@ from flexgen_h2o.kvcache.evict import (
     keep_whole,
     rank_victims,
     record_columns,
-    record_prompt,
+    record_prompts,
     sum_up_prompt,
     sum_up_replaced,
     weighted_column_sums,
 )
 from flexgen_h2o.kvcache.eviction.policy import value_sizes
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import (
-    KVRows,
-    NewColumns,
-    PartView,
-    PromptAttention,
-    RowBudgets,
-    put_columns,
-    put_first_columns,
-)
+from flexgen_h2o.kvcache.rows import RowBudgets
+from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, PromptAttention, put_columns, put_first_columns
 
 # ---- prompts
 
@@ -157,6 +151,9 @@ def write_prompts(
     """
     k, v = kv
     n, kv_heads, width = k.shape[1:]
+    if unit.is_one_launch(view) and view.packing is None:
+        _write_at_once(view, sequence * kv_heads, kv, kept)
+        return
     for i, (keys, values) in enumerate(zip(k, v, strict=True)):
         first = (sequence + i) * kv_heads
         a, b = max(first, view.start), min(first + kv_heads, view.end)
@@ -177,10 +174,21 @@ def write_prompts(
         if view.sketch is not None:
             fill_sketch(view.sketch.map(lambda t, rows=rows: t[rows]), keys[:, heads], values[:, heads])  # type: ignore[misc]
         if view.metadata is not None:
-            record_prompt(view.metadata, rows, kept, i, heads)
+            record_prompts(view.metadata, rows, kept, slice(i * kv_heads + heads.start, i * kv_heads + heads.stop))
             if view.metadata.pages is not None:
                 pages = view.metadata.pages.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
                 sum_up_prompt(pages, unit.policy.needs.page, keys[:, heads], values[:, heads], kept.positions[i, heads])
+
+
+def _write_at_once(view: PartView, start: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns) -> None:
+    """The same on a card, some launches for all rows. start: of the unit's rows, the first of these prompts."""
+    a, b = max(start, view.start), min(start + kept.positions[..., 0].numel(), view.end)
+    if a >= b:
+        return
+    here, there = slice(a - start, b - start), slice(a - view.start, b - view.start)
+    put_prompts(*kv, kept.positions.contiguous(), (view.keys[:, there], view.values[:, there]), here.start)
+    if view.metadata is not None:
+        record_prompts(view.metadata, there, kept, here)
 
 
 # ---- new tokens
@@ -199,6 +207,11 @@ def attend_slots(
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d); out: (sequences, heads x d).
     """
     q, k, v = qkv
+    at_once = [rows.is_one_launch(view) for view in rows.views]
+    for view, slots in zip(compress(rows.views, at_once), compress(new.slots, at_once), strict=True):
+        attend_step(q, k, v, _step_slots(rows, view, new, slots), scale, out.view(q.shape))
+    if all(at_once):
+        return out
     count, width = k.shape[0] * k.shape[1], k.shape[2]
     group = q.shape[1] // k.shape[1]
     q, attn_out = q.view(count, group, width), out.view(count, group, width)
@@ -206,7 +219,9 @@ def attend_slots(
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
     positions, filled = (t.repeat_interleave(rows.kv_heads) for t in (new.positions, new.filled.int()))
     sinks = rows.sinks_of_rows(len(new.positions))
-    for view, slots in zip(rows.views, new.slots, strict=True):
+    for view, slots, is_done in zip(rows.views, new.slots, at_once, strict=True):
+        if is_done:
+            continue
         here, where = slice(view.start, view.end), view.keys.device
         queries, keys, values, held = (t[here].to(where) for t in (q, k, v, filled))
         form = view.form if sinks is None else replace(view.form, sinks=sinks[here].to(where))
@@ -214,12 +229,12 @@ def attend_slots(
             sum_up_replaced(view, rows, new, slots)
         put_columns(view, slots, keys, values)
         if view.whole is not None:
-            keep_new_whole(view.whole, rows, view, new.positions, (slots, keys, values))
+            keep_new_whole(view.whole, rows, view, new.numbers, (slots, keys, values))
         state = None
         if view.metadata is not None:
             sizes = None if view.metadata.norms is None else value_sizes(rows.policy.needs, values)
             record_columns(view.metadata, slots, positions[here].to(where), held, sizes)
-            state = _score_state(rows, view, positions[here], filled[here])
+            state = _score_state(rows, view, new)
         if common is not None:
             before = [t[here].to(where) for t in common]
             attn_out[here].copy_(_attend_behind(before, queries, view, held, scale, form.sinks))
@@ -233,24 +248,32 @@ def attend_slots(
         else:
             attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, form))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:
-        rank_victims(rows, new)
+        rank_victims(rows, new.positions, new.filled)
     return out
 
 
-def _score_state(rows: KVRows, view: PartView, positions: torch.Tensor, filled: torch.Tensor) -> ScoreState | None:
-    """What the decode kernel updates of a view's rows; None without scores. positions, filled: (rows,) on the host."""
+def _step_slots(rows: KVRows, view: PartView, new: NewColumns, taken: torch.Tensor) -> StepSlots:
+    """What one launch does a view's decode step on."""
+    whole = 0 if view.whole is None else view.whole.slots.shape[1]
+    state = new.numbers.state(view.keys.device, whole)
+    found = StepSlots(view.keys, view.values, view.start, rows.kv_heads, state, taken, form=view.form)
+    if view.metadata is None:
+        return found
+    m = view.metadata
+    return replace(found, scores=m.scores, positions=m.positions, victims=m.victims, decay=rows.policy.needs.decay)
+
+
+def _score_state(rows: KVRows, view: PartView, new: NewColumns) -> ScoreState | None:
+    """What the decode kernel updates of a view's rows; None without scores."""
     metadata = view.metadata
     if metadata is None or metadata.scores is None:
         return None
-    needs, where = rows.policy.needs, view.keys.device
-    sinks, recent = (
-        t.repeat_interleave(rows.kv_heads)[view.start : view.end] for t in (rows.budgets.sinks, rows.budgets.recent)
+    of_rows = rows.budgets.sinks.int(), (new.positions - rows.budgets.recent).int(), new.numbers.gains.float()
+    oldest, newest, gains = (
+        t.repeat_interleave(rows.kv_heads)[view.start : view.end].to(view.keys.device) for t in of_rows
     )
-    oldest, newest = (t.int().to(where) for t in (sinks, positions - recent))
-    gains = needs.gain * (filled / (positions + 1) if needs.even else torch.ones(len(positions)))
-    return ScoreState(
-        metadata.scores, metadata.positions, oldest, newest, needs.decay, gains.float().to(where), metadata.victims
-    )  # fmt: skip
+    decay = rows.policy.needs.decay
+    return ScoreState(metadata.scores, metadata.positions, oldest, newest, decay, gains, metadata.victims)
 
 
 def _attend_rolling(

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import SUMMARY_CHUNK
 from flexgen_h2o.kernels.beside import Pages, WholeColumns
 from flexgen_h2o.kernels.prefill_attention import column_sums
 from flexgen_h2o.kernels.slots import add_to_pages
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs, value_sizes
+from flexgen_h2o.kvcache.rows import StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, SlotMetadata
 
 LEAST_RANGE = 1 / 16  # of a key's channel, of the mean range of a row's channels
@@ -97,14 +97,14 @@ def weighted_column_sums(
     return column_sums(q, k, lse, scale, k.shape[2] - query_rows)
 
 
-def record_prompt(metadata: SlotMetadata, rows: slice, kept: KeptColumns, sequence: int, heads: slice) -> None:
-    """Fill the metadata of `rows`, which hold the `heads` of prompt `sequence` of `kept`."""
-    positions = kept.positions[sequence, heads]
+def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these: slice) -> None:
+    """Fill the metadata of `rows`, which hold `these` of the b x kv_heads rows of `kept`."""
+    positions = kept.positions.flatten(0, 1)[these]
     count = positions.shape[-1]
     metadata.positions[rows, :count].copy_(positions)
     for target, values in ((metadata.scores, kept.scores), (metadata.norms, kept.norms)):
         if target is not None and values is not None:
-            target[rows, :count].copy_(values[sequence, heads].gather(-1, positions))
+            target[rows, :count].copy_(values.flatten(0, 1)[these].gather(-1, positions))
     if metadata.ranks is not None:
         metadata.ranks[rows] = NO_RANK
         metadata.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=metadata.ranks.device)
@@ -137,20 +137,15 @@ def keep_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torc
 
 
 def keep_new_whole(
-    whole: WholeColumns, rows: KVRows, view: PartView, positions: torch.Tensor, new: tuple[torch.Tensor, ...]
+    whole: WholeColumns, rows: KVRows, view: PartView, numbers: StepNumbers, new: tuple[torch.Tensor, ...]
 ) -> None:
-    """New columns (slots (rows,) int64, keys and values (rows, d)) take the places of those that leave the window.
-
-    positions: (sequences,) int64 on the host.
-    """
+    """New columns (slots (rows,) int64, keys and values (rows, d)) take the places of those that leave the window."""
     slots, keys, values = new
     most = whole.slots.shape[1]
     if not most:
         return
     whole.slots.masked_fill_(whole.slots == slots.int().unsqueeze(1), -1)  # evicted within the window
-    windows = torch.tensor([window_of(most, held) for held in rows.budgets.slots.tolist()])
-    place = torch.where(windows > 0, positions % windows.clamp(min=1), -1)
-    place = place.repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
+    place = numbers.whole_places(most).repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
     row = (place >= 0).nonzero().squeeze(1)
     at = row, place[row]
     whole.keys[at], whole.values[at] = keys[row], values[row]
@@ -181,12 +176,12 @@ def sum_up_prompt(pages: Pages, page: int, k: torch.Tensor, v: torch.Tensor, kep
 
 def sum_up_replaced(view: PartView, rows: KVRows, new: NewColumns, slots: torch.Tensor) -> None:
     """The columns that new ones replace at `slots` (rows,) join their pages; to be called before they are gone."""
-    assert view.metadata is not None and new.replaces is not None
-    if not bool(new.replaces.any()):
+    assert view.metadata is not None
+    if not bool(new.numbers.replaces.any()):
         return
     where = torch.arange(view.rows, device=slots.device), slots
     page = torch.div(view.metadata.positions[where].long(), rows.policy.needs.page, rounding_mode="floor")
-    replaces = new.replaces.repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
+    replaces = new.numbers.replaces.repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
     add_to_pages((view.keys, view.values), slots, torch.where(replaces, page, -1), view.form)
 
 
@@ -209,9 +204,10 @@ def record_columns(
         metadata.ranks[rows, slots] = filled.int() - 1
 
 
-def rank_victims(rows: KVRows, new: NewColumns) -> None:
-    """Name each row's victim by the policy's own rank, where it is not the score that the decode kernel knows."""
-    columns = columns_of(rows, new)
+def rank_victims(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> None:
+    """Name each row's victim by the policy's own rank, where it is not the score that the decode kernel knows. newest,
+    filled: as of `columns_of`."""
+    columns = columns_of(rows, newest, filled)
     rank, stays = rows.policy.rank(columns), ~columns.may_leave
     lowest = rank.masked_fill(stays, float("inf")).amin(dim=-1, keepdim=True)
     last = torch.iinfo(torch.int32).max
@@ -221,8 +217,9 @@ def rank_victims(rows: KVRows, new: NewColumns) -> None:
         view.metadata.victims.copy_(victims[view.start : view.end])
 
 
-def columns_of(rows: KVRows, new: NewColumns) -> Columns:
-    """The metadata of all rows, on the device of their first part."""
+def columns_of(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> Columns:
+    """The metadata of all rows, on the device of their first part. newest, filled: (sequences,) ints, the positions of
+    the newest columns and the slots that are in use."""
     parts = [view.metadata for view in rows.views if view.metadata is not None]
     where = parts[0].positions.device
 
@@ -236,7 +233,7 @@ def columns_of(rows: KVRows, new: NewColumns) -> Columns:
     positions, budgets = whole(POSITIONS), rows.budgets
     assert positions is not None
     filled, sinks, recent, heavy, newest = (
-        t.to(where).view(-1, 1, 1) for t in (new.filled, budgets.sinks, budgets.recent, budgets.heavy, new.positions)
+        t.to(where).view(-1, 1, 1) for t in (filled, budgets.sinks, budgets.recent, budgets.heavy, newest)
     )
     slots = torch.arange(positions.shape[-1], device=where)
     may_leave = (slots < filled) & (positions >= sinks) & (positions <= newest - recent)

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from flexgen_h2o.core.packing import SKETCH_BLOCK, SlotPacking, padded_pages, sketch_shape
+from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.select import Sketch
 from flexgen_h2o.kernels.slots import put_slots
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, SCORES, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
+from flexgen_h2o.kvcache.rows import Move, RowBudgets, StepNumbers
 from flexgen_h2o.tiers.stream import Part
 
 
@@ -227,45 +229,24 @@ def common_views(memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: 
     return [PartView(0, keys, values) for keys, values in copies]
 
 
-# ---- rows and their budgets
-
-
-@dataclass(frozen=True)
-class RowBudgets:
-    """Budgets of sequences in one transformer block; each field (sequences,) int64 on the host.
-
-    prompts: tokens of the prompt. sinks, heavy, recent: columns that stay (`RowBudget`). slots: what the sequence may
-    fill; one that has filled them drops a column for each new one.
-    """
-
-    prompts: torch.Tensor
-    sinks: torch.Tensor
-    heavy: torch.Tensor
-    recent: torch.Tensor
-    slots: torch.Tensor
-
-    @property
-    def kept(self) -> torch.Tensor:
-        """Columns left of each prompt after the prefill sweep."""
-        return torch.minimum(self.prompts, self.sinks + self.heavy + self.recent)
-
-    def select(self, rows: slice | torch.Tensor) -> RowBudgets:
-        return RowBudgets(*(t[rows] for t in vars(self).values()))
+# ---- rows of a unit
 
 
 @dataclass(frozen=True)
 class NewColumns:
-    """The new columns of one decode step.
+    """The new columns of one decode step. slots: for each view, (rows,) int64 on its device, where they go; of views
+    that `attend_step` takes, once it has."""
 
-    positions: (sequences,) int64 on the host. filled: (sequences,) int64, slots in use with the new column. slots: for
-    each view, (rows,) int64 on its device, where the columns go. replaces: (sequences,) bool on the host, where they
-    take the place of another column.
-    """
-
-    positions: torch.Tensor
-    filled: torch.Tensor
+    numbers: StepNumbers
     slots: Sequence[torch.Tensor]
-    replaces: torch.Tensor | None = None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.numbers.positions
+
+    @property
+    def filled(self) -> torch.Tensor:
+        return self.numbers.filled
 
 
 @dataclass(frozen=True)
@@ -309,84 +290,33 @@ class KVRows:
         """Of `count` sequences: (rows, g) fp32."""
         return None if self.sinks is None else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
 
-    def new_columns(self, positions: torch.Tensor) -> NewColumns:
-        """Where columns at `positions` go: the next free slot, or in a full row the slot of its victim; of its oldest
-        column where nothing is recorded."""
-        budgets = self.budgets
-        held = budgets.kept + positions - budgets.prompts
-        free = torch.where(held < budgets.slots, held, -1).repeat_interleave(self.kv_heads)
-        ring = (held % budgets.slots).repeat_interleave(self.kv_heads)  # slots are filled in the order of columns
+    def step_numbers(self, positions: torch.Tensor) -> StepNumbers:
+        return StepNumbers(self.budgets, self.policy.needs, positions)
+
+    def new_columns(self, numbers: StepNumbers) -> NewColumns:
+        """Where columns go: the next free slot, or in a full row the slot of its victim; of its oldest column where
+        nothing is recorded."""
         taken = []
         for view in self.views:
-            slots = (ring if view.metadata is None else free)[view.start : view.end].to(view.keys.device)
+            if self.is_one_launch(view):  # which finds the slots
+                taken.append(torch.empty(view.rows, dtype=torch.int64, device=view.keys.device))
+                continue
+            slots = numbers.oldest_slot if view.metadata is None else numbers.free
+            slots = slots.repeat_interleave(self.kv_heads)[view.start : view.end].to(view.keys.device)
             if view.metadata is not None:
                 slots = torch.where(slots < 0, view.metadata.victims, slots)
             taken.append(slots)
-        return NewColumns(positions, torch.minimum(held + 1, budgets.slots), taken, held >= budgets.slots)
+        return NewColumns(numbers, taken)
 
-
-class SlotTable:
-    """Budgets of the rows of a micro-batch in every transformer block.
-
-    rows: (prompt tokens, most new tokens) of each, which its budgets are of, and where the prompt is fed in part, how
-    many of its tokens. elsewhere: of each block, the first tokens of all rows whose columns need no slots.
-    """
-
-    def __init__(
-        self, policy: Eviction, rows: Sequence[tuple[int, ...]], num_blocks: int, elsewhere: Sequence[int] = ()
-    ) -> None:
-        self._policy, self._num_blocks, self._elsewhere = policy, num_blocks, elsewhere or (0,) * num_blocks
-        self._table = self._entries(rows)
-
-    def compact(self, moves: Sequence[Move], remaining: int) -> None:
-        """Rows have left: `moves` bring the others to the front, `remaining` stay."""
-        self._table = self._table[:, order_after(moves, remaining)]
-
-    def admit(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """More rows, behind the others."""
-        self._table = torch.cat([self._table, self._entries(rows)], dim=1)
-
-    def at(self, block: int) -> RowBudgets:
-        return RowBudgets(*self._table[block].unbind(1))
-
-    def most_slots(self, block: int) -> int:
-        return int(self._table[block, :, -1].max())
-
-    def _entries(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """(blocks, rows, 5) int64"""
-        policy, num_blocks = self._policy, self._num_blocks
-
-        def entry(block: int, prompt_len: int, gen_len: int, fed: int | None = None) -> list[int]:
-            before = self._elsewhere[block]
-            budget = policy.budget(prompt_len - before, gen_len, block, num_blocks)
-            slots = policy.slots(prompt_len - before, gen_len, block, num_blocks)
-            return [(fed or prompt_len) - before, budget.sinks, budget.heavy, budget.recent, slots]
-
-        return torch.tensor([[entry(block, *row) for row in rows] for block in range(num_blocks)])
+    def is_one_launch(self, view: PartView) -> bool:
+        """Does `attend_step` take a decode step of the view's rows?"""
+        needs, recorded = self.policy.needs, set(self.policy.needs.record)
+        plain = view.sketch is None and self.common is None and self.sinks is None
+        scored = not recorded or (needs.ranks_by_score and recorded == {POSITIONS, SCORES})
+        return plain and scored and not needs.page and triton.takes(view.keys)
 
 
 # ---- compaction
-
-
-Move = tuple[int, int]  # from sequence, to sequence
-
-
-def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int]]:
-    """Fill the places of `leaving` (indices of `count` sequences) from the end.
-
-    Returns the moves and, for each remaining place, the sequence that stands there now.
-    """
-    gone = set(leaving)
-    remaining = count - len(gone)
-    donors = [i for i in range(count - 1, remaining - 1, -1) if i not in gone]
-    moves = list(zip(donors, sorted(i for i in gone if i < remaining), strict=True))
-    return moves, order_after(moves, remaining)
-
-
-def order_after(moves: Sequence[Move], remaining: int) -> list[int]:
-    """For each of the `remaining` places, the sequence that stands there after the moves."""
-    came_from = {target: source for source, target in moves}
-    return [came_from.get(place, place) for place in range(remaining)]
 
 
 def move_rows(views: Sequence[PartView], moves: Sequence[Move], kv_heads: int) -> None:

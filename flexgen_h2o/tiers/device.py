@@ -25,6 +25,7 @@ from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, advice, format_bytes, 
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 HUGE_PAGE = 2 * 2**20
+CARD_LIBRARY_BYTES = 64 * 2**20  # cuBLAS takes a workspace through torch's allocator, up to 32 MiB a stream
 
 
 def host_buffer(nbytes: int) -> torch.Tensor:
@@ -93,6 +94,14 @@ class Device(ABC):
     def compute_dtype(self, asked: str | None, stored: str) -> str:
         """The dtype to compute in: as asked, else as stored where this device is fast with it."""
         return asked or stored
+
+    def free_bytes(self) -> int | None:
+        """Of the card's memory; None without one."""
+        return None
+
+    def hold_to(self, nbytes: int) -> None:
+        """Let this process take no more of the card's memory than a budget of `nbytes`, and CARD_LIBRARY_BYTES."""
+        assert nbytes >= 0
 
     @abstractmethod
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -164,6 +173,18 @@ class CudaDevice(Device):
         about = torch.cuda.get_device_properties(self.torch_device)
         return str(about.name), int(about.total_memory)
 
+    def compute_dtype(self, asked: str | None, stored: str) -> str:
+        """Cards before Ampere compute bfloat16 without tensor cores: float16 in its place, unless it is asked for."""
+        has_bf16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        return asked or ("float16" if stored == "bfloat16" and not has_bf16 else stored)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def hold_to(self, nbytes: int) -> None:
+        share = (nbytes + CARD_LIBRARY_BYTES) / self.card()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.torch_device)
+
     def buffer(self, nbytes: int) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
         torch.cuda.synchronize()  # the fill must not overtake the first copy, which runs on another stream
@@ -188,7 +209,7 @@ class CudaDevice(Device):
         return cast(AbstractContextManager[object], torch.cuda.stream(_thread_stream(self.torch_device)))
 
     def fence(self) -> Waitable:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps: cores are for reading and computing
         event.record()
         return _CudaFence(event)
 
@@ -203,6 +224,12 @@ class _CudaFence:
     @property
     def is_done(self) -> bool:
         return bool(self._event.query())
+
+
+def upload(host: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """A host tensor on a device. A card gets it in the order of its stream, and nobody waits for it."""
+    pinned = host.pin_memory() if where.type == "cuda" else host
+    return pinned.to(where, non_blocking=True)
 
 
 _LOCAL = threading.local()
@@ -268,8 +295,14 @@ def resolve_budgets(
     disk = DiskBudget(most, free // processes)
     if device.is_host:
         return {"device": 0, "host": host, "disk": disk}
-    free_on_card = 0 if budget.device is not None else int(torch.cuda.mem_get_info(device.torch_device)[0])
-    on_device = budget.device if budget.device is not None else less_margin(free_on_card)
+    free_on_card, on_device = device.free_bytes(), budget.device
+    if on_device is not None and free_on_card is not None and on_device > free_on_card:
+        raise DoesNotFitError(
+            f"--device-mem {format_bytes(on_device)}: the card has {format_bytes(free_on_card)} free; give less, or end"
+            " what else is on it"
+        )
+    if on_device is None:
+        on_device = less_margin(free_on_card or 0)
     return {"device": on_device, "host": host, "disk": disk}
 
 

@@ -25,7 +25,8 @@ from flexgen_h2o.kernels.slots import ScoreState, attend
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.evict import keep_prompt_columns
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.kvcache.slots import KVRows, SlotTable
+from flexgen_h2o.kvcache.rows import SlotTable
+from flexgen_h2o.kvcache.slots import KVRows
 from flexgen_h2o.planner.profile import AS_FAST, Curve
 from flexgen_h2o.planner.profile import Products as Rates
 from flexgen_h2o.tiers.device import Device

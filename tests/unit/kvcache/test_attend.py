@@ -20,7 +20,8 @@ from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.policy import Needs
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable, part_view
+from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable
+from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata, part_view
 
 HEADS, KV_HEADS, WIDTH, SCALE = 8, 2, 4, 0.5
 GROUP = HEADS // KV_HEADS
@@ -73,7 +74,7 @@ def rows_of(counts: Sequence[int], steps: int, cuts: Sequence[int]) -> KVRows:
 
 def decode(rows: KVRows, new: Qkv, positions: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(new[0]), HEADS * WIDTH), math.nan)
-    assert attend_slots(new, rows, rows.new_columns(positions), SCALE, out) is out
+    assert attend_slots(new, rows, rows.new_columns(rows.step_numbers(positions)), SCALE, out) is out
     return out.double()
 
 
@@ -157,9 +158,8 @@ def test_the_lowest_rank_leaves_and_of_equals_the_oldest(count: int, cuts: list[
     whole = PartView(0, empty, empty, metadata)
     views = [whole.part(a, b, a) for a, b in pairwise(sorted({0, whole.rows, *(c for c in cuts if c < whole.rows)}))]
     rows = KVRows(ByScore(), 5, KV_HEADS, RowBudgets(ones, sinks, ones, recent, filled), views)
-    new = NewColumns(newest, filled, [])
-    rank_victims(rows, new)
-    columns = columns_of(rows, new)
+    rank_victims(rows, newest, filled)
+    columns = columns_of(rows, newest, filled)
     assert columns.block == 5 and torch.equal(columns.newest, newest) and torch.equal(columns.heavy, ones)
     assert columns.norms is None and columns.scores is not None  # what the policy records
     for row in range(count * KV_HEADS):

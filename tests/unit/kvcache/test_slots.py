@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.slots import (
-    KVRows,
-    PartView,
-    SlotMetadata,
-    SlotTable,
-    move_rows,
-    part_view,
-    plan_moves,
-    put_columns,
-    split_views,
-)
+from flexgen_h2o.kvcache.rows import SlotTable, plan_moves
+from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata, move_rows, part_view, put_columns, split_views
 from flexgen_h2o.kvcache.store import Overlay
 
 WIDTH, DTYPE, BLOCKS = 4, torch.float32, 3
@@ -176,7 +167,7 @@ def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
             if view.metadata is not None:
                 view.metadata.victims.random_(0, 5)
         victims = torch.cat([v.metadata.victims for v in views if v.metadata is not None]) if record else None
-        new = rows.new_columns(prompts + step)
+        new = rows.new_columns(rows.step_numbers(prompts + step))
         free = [h if h < r else None for h, r in zip(held, room, strict=True)]
         held = [min(h + 1, r) for h, r in zip(held, room, strict=True)]
         assert new.positions.tolist() == (prompts + step).tolist() and new.filled.tolist() == held

@@ -19,7 +19,8 @@ from flexgen_h2o.engine.loop import zigzag
 from flexgen_h2o.kvcache import layout as layout_module
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.slots import PartView, plan_moves, put_columns, put_first_columns, split_views
+from flexgen_h2o.kvcache.rows import plan_moves
+from flexgen_h2o.kvcache.slots import PartView, put_columns, put_first_columns, split_views
 from flexgen_h2o.kvcache.store import CacheKey, CacheStore
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import Scratch

@@ -165,11 +165,24 @@ def test_budgets_that_were_given_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_machine")
-def test_others_get_what_is_free_less_a_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * GIB, 8 * GIB))
+def test_others_get_what_is_free_less_a_margin(tmp_path: Path) -> None:
     found = resolve_budgets(MemoryBudget(), HostDevice(), tmp_path)
     assert found == {"device": 0, "host": 90 * GIB, "disk": 498 * GIB}
-    assert resolve_budgets(MemoryBudget(), StandInDevice(), tmp_path)["device"] == 4 * GIB - GIB // 2
+    assert resolve_budgets(MemoryBudget(), CardOf4GiB(), tmp_path)["device"] == 4 * GIB - GIB // 2
+
+
+class CardOf4GiB(StandInDevice):
+    def free_bytes(self) -> int:
+        return 4 * GIB
+
+
+@pytest.mark.usefixtures("_machine")
+def test_a_card_gives_no_more_than_it_has_free(tmp_path: Path) -> None:
+    assert resolve_budgets(MemoryBudget("4GiB"), CardOf4GiB(), tmp_path)["device"] == 4 * GIB
+    with pytest.raises(
+        DoesNotFitError, match=r"--device-mem 5\.00 GiB: the card has 4\.00 GiB free; give less, or end"
+    ):
+        resolve_budgets(MemoryBudget("5GiB"), CardOf4GiB(), tmp_path)
 
 
 def test_the_disk_is_the_one_of_the_folder_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,143 @@
+"""Rows of a micro-batch: their budgets, what the host knows of their new columns, and who moves up when rows leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flexgen_h2o.core.packing import window_of
+from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs
+from flexgen_h2o.tiers.device import upload
+
+Move = tuple[int, int]  # from sequence, to sequence
+
+
+def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int]]:
+    """Fill the places of `leaving` (indices of `count` sequences) from the end.
+
+    Returns the moves and, for each remaining place, the sequence that stands there now.
+    """
+    gone = set(leaving)
+    remaining = count - len(gone)
+    donors = [i for i in range(count - 1, remaining - 1, -1) if i not in gone]
+    moves = list(zip(donors, sorted(i for i in gone if i < remaining), strict=True))
+    return moves, order_after(moves, remaining)
+
+
+def order_after(moves: Sequence[Move], remaining: int) -> list[int]:
+    """For each of the `remaining` places, the sequence that stands there after the moves."""
+    came_from = {target: source for source, target in moves}
+    return [came_from.get(place, place) for place in range(remaining)]
+
+
+@dataclass(frozen=True, eq=False)
+class RowBudgets:
+    """Budgets of sequences in one transformer block; each field (sequences,) int64 on the host.
+
+    prompts: tokens of the prompt. sinks, heavy, recent: columns that stay (`RowBudget`). slots: what the sequence may
+    fill; one that has filled them drops a column for each new one.
+    """
+
+    prompts: torch.Tensor
+    sinks: torch.Tensor
+    heavy: torch.Tensor
+    recent: torch.Tensor
+    slots: torch.Tensor
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """Columns left of each prompt after the prefill sweep."""
+        return torch.minimum(self.prompts, self.sinks + self.heavy + self.recent)
+
+    def select(self, rows: slice | torch.Tensor) -> RowBudgets:
+        return RowBudgets(*(t[rows] for t in vars(self).values()))
+
+
+class StepNumbers:
+    """What the host knows of the new columns of one decode step, the same for all transformer blocks of equal budgets.
+
+    positions: (sequences,) int64, of the columns. filled: slots in use with them. replaces: where they take the place
+    of another column. free: the next free slot, or -1. oldest_slot: of the oldest column, where slots are filled in the
+    order of columns. Each (sequences,) on the host.
+    """
+
+    def __init__(self, budgets: RowBudgets, needs: Needs, positions: torch.Tensor) -> None:
+        held = budgets.kept + positions - budgets.prompts
+        self.positions, self.filled = positions, torch.minimum(held + 1, budgets.slots)
+        self.replaces = held >= budgets.slots
+        self.free, self.oldest_slot = held.masked_fill(self.replaces, -1), held % budgets.slots
+        self._budgets, self._needs = budgets, needs
+        self._states: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    @property
+    def gains(self) -> torch.Tensor:
+        """(sequences,) fp32: what a score grows by with a whole probability."""
+        gain = self._needs.gain
+        return gain * (self.filled / (self.positions + 1)) if self._needs.even else gain * torch.ones(len(self.filled))
+
+    def whole_places(self, most: int) -> torch.Tensor:
+        """(sequences,) int64: the places of the columns among the newest, which are whole beside packed slots; -1 for
+        none. most: room for them in a row."""
+        windows = torch.tensor([window_of(most, held) for held in self._budgets.slots.tolist()])
+        return torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
+
+    def state(self, where: torch.device, whole: int = 0) -> torch.Tensor:
+        """The state of the step (kernels/decode_step.StepSlots) on a card, which is copied there once. whole: room for
+        whole columns in a row."""
+        if (where, whole) not in self._states:
+            slots = self.free if self._needs.record else self.oldest_slot
+            newest = self.positions - self._budgets.recent
+            fields = torch.stack([self.filled, slots, self.positions, self._budgets.sinks, newest]).int()
+            gains, places = self.gains.float().view(torch.int32), self.whole_places(whole).int()
+            self._states[where, whole] = upload(torch.cat([fields, gains[None], places[None]]), where)
+        return self._states[where, whole]
+
+
+class SlotTable:
+    """Budgets of the rows of a micro-batch in every transformer block.
+
+    rows: (prompt tokens, most new tokens) of each, which its budgets are of, and where the prompt is fed in part, how
+    many of its tokens. elsewhere: of each block, the first tokens of all rows whose columns need no slots.
+    """
+
+    def __init__(
+        self, policy: Eviction, rows: Sequence[tuple[int, ...]], num_blocks: int, elsewhere: Sequence[int] = ()
+    ) -> None:
+        self._policy, self._num_blocks, self._elsewhere = policy, num_blocks, elsewhere or (0,) * num_blocks
+        self._table = self._entries(rows)
+        self._budgets: dict[bytes, RowBudgets] = {}
+
+    def compact(self, moves: Sequence[Move], remaining: int) -> None:
+        """Rows have left: `moves` bring the others to the front, `remaining` stay."""
+        self._table = self._table[:, order_after(moves, remaining)]
+        self._budgets.clear()
+
+    def admit(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """More rows, behind the others."""
+        self._table = torch.cat([self._table, self._entries(rows)], dim=1)
+        self._budgets.clear()
+
+    def at(self, block: int) -> RowBudgets:
+        """Blocks of equal budgets share them."""
+        table = self._table[block]
+        key = table.numpy().tobytes()
+        if key not in self._budgets:
+            self._budgets[key] = RowBudgets(*table.unbind(1))
+        return self._budgets[key]
+
+    def most_slots(self, block: int) -> int:
+        return int(self._table[block, :, -1].max())
+
+    def _entries(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """(blocks, rows, 5) int64"""
+        policy, num_blocks = self._policy, self._num_blocks
+
+        def entry(block: int, prompt_len: int, gen_len: int, fed: int | None = None) -> list[int]:
+            before = self._elsewhere[block]
+            budget = policy.budget(prompt_len - before, gen_len, block, num_blocks)
+            slots = policy.slots(prompt_len - before, gen_len, block, num_blocks)
+            return [(fed or prompt_len) - before, budget.sinks, budget.heavy, budget.recent, slots]
+
+        return torch.tensor([[entry(block, *row) for row in rows] for block in range(num_blocks)])
