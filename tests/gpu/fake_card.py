@@ -1,0 +1,308 @@
+"""A card made of the CPU's memory: what a run does on a card, counted and checked where there is none.
+
+Tensors of device type `card` wrap CPU tensors, on torch's backend for devices that are written in Python. An operation
+on one is a launch; a value that the host reads back, and a copy that it waits for, is a sync. Whether two accesses to
+the same bytes are ordered is told by vector clocks (Fidge 1988, Mattern 1988) over streams and threads: what a stream
+has been given is ordered, and so is what a thread does after it has waited for a fence or a `Done`. An access that is
+not ordered behind an earlier one to the same bytes, and one of them writes, is a race.
+
+Operations are carried out at once by the thread that issues them, so a race corrupts nothing here: only clocks tell.
+Bytes of a view count from its first to its last.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+NAME = "card"
+COMPUTE = "compute"  # the stream of the thread that computes
+_MOST_ACCESSES = 64  # that are remembered of a storage
+_ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+_READS_BACK = {"nonzero", "_local_scalar_dense", "_unique2", "masked_select", "equal", "is_nonzero"}
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+Clock = dict[str, int]
+
+
+class Backend:
+    """What torch asks of a backend's module."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+
+def merge(into: Clock, other: Clock) -> None:
+    for name, time in other.items():
+        into[name] = max(into.get(name, 0), time)
+
+
+class Access(NamedTuple):
+    """Of the bytes [start, end) of a storage, by the operation that a stream had as its `time`-th."""
+
+    start: int
+    end: int
+    writes: bool
+    stream: str
+    time: int
+    where: str
+
+
+@dataclass
+class Card:
+    """What has been done. counts: by (step, what), of what the computing thread did; a step is a phase and a layer's
+    kind. places: the same by line of code. races: by the two places."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    places: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    races: Counter[tuple[str, str]] = field(default_factory=Counter)
+    step: str = "before"
+    _streams: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
+    _accesses: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
+    _local: threading.local = field(default_factory=threading.local)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def per_step(self, step: str, what: str) -> float:
+        """How many of `what` (launch, copy, sync, fence) a step of this kind took, on average."""
+        return self.counts[step, what] / self.counts[step, "steps"]
+
+    @property
+    def clock(self) -> Clock:
+        """Of this thread: what has happened before it goes on."""
+        if not hasattr(self._local, "clock"):
+            self._local.clock = {}
+        found: Clock = self._local.clock
+        return found
+
+    @property
+    def stream(self) -> str:
+        return getattr(self._local, "stream", COMPUTE)
+
+    @contextmanager
+    def own_stream(self) -> Iterator[None]:
+        """What this thread issues within goes to a stream of its own."""
+        before = self.stream
+        self._local.stream = threading.current_thread().name
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def now(self) -> Clock:
+        """What has been issued to the thread's stream."""
+        return dict(self._streams[self.stream])
+
+    def launch(self, what: str, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        clock, where = self._streams[self.stream], _place()
+        merge(clock, self.clock)
+        clock[self.stream] = clock.get(self.stream, 0) + 1
+        for tensor in reads:
+            self._access(tensor, False, clock, where)
+        for tensor in writes:
+            self._access(tensor, True, clock, where)
+        self.count(what, name)
+
+    def sync(self, name: str) -> None:
+        merge(self.clock, self._streams[self.stream])
+        self.count("sync", name)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What this thread does within is part of one launch."""
+        self._local.uncounted = True
+        try:
+            yield
+        finally:
+            self._local.uncounted = False
+
+    def count(self, what: str, name: str) -> None:
+        counted = not getattr(self._local, "uncounted", False)
+        if counted and threading.current_thread() is threading.main_thread():
+            self.counts[self.step, what] += 1
+            self.places[self.step, what, f"{name} at {_place()}"] += 1
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """A storage is new, whatever had its address before."""
+        self._accesses.pop(tensor.untyped_storage()._cdata, None)
+
+    def _access(self, tensor: torch.Tensor, writes: bool, clock: Clock, where: str) -> None:
+        if not tensor.numel():
+            return
+        start = tensor.storage_offset() * tensor.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end, stream = start + (last + 1) * tensor.itemsize, self.stream
+        kept = []
+        found = self._accesses[tensor.untyped_storage()._cdata]
+        for old in found:
+            ordered = old.stream == stream or clock.get(old.stream, 0) >= old.time
+            if not ordered and old.start < end and start < old.end and (old.writes or writes):
+                sides = ("writes" if old.writes else "reads"), ("writes" if writes else "reads")
+                self.races[f"{old.where} {sides[0]} on {old.stream}", f"{where} {sides[1]} on {stream}"] += 1
+            if not (ordered and writes and start <= old.start and old.end <= end):
+                kept.append(old)
+        found[:] = [*kept, Access(start, end, writes, stream, clock[stream], where)][-_MOST_ACCESSES:]
+
+
+def _place() -> str:
+    """The two innermost lines of the package that are being run."""
+    frame, found = sys._getframe(1), list[str]()
+    while frame is not None and len(found) < 2:
+        name = frame.f_code.co_filename
+        if "/flexgen_h2o/" in name and "site-packages" not in name:
+            found.append(f"{name.rpartition('/flexgen_h2o/')[2]}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found)
+
+
+class CardTensor(torch.Tensor):
+    """raw: the CPU tensor that it wraps."""
+
+    card: ClassVar[Card]  # that is in use
+    raw: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor) -> CardTensor:
+        found: CardTensor = torch.Tensor._make_wrapper_subclass(
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
+            device=torch.device(NAME, 0),
+        )  # fmt: skip
+        found.raw = raw
+        return found
+
+    def tolist(self) -> Any:
+        with self.card.lock:
+            self.card.sync("tolist")
+        return self.raw.tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CardTensor({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _Operation(cls.card, func, args, kwargs or {}).run()
+
+
+class Mode(TorchDispatchMode):
+    """Sees operations without a tensor of the card too: those that make one."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self._card = card
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _Operation(self._card, func, args, kwargs or {}).run()
+
+
+class _Operation:
+    """One operation of torch, carried out on the CPU tensors that are wrapped."""
+
+    def __init__(self, card: Card, func: Any, args: Any, kwargs: Any) -> None:
+        self._card, self._func, self._args, self._kwargs = card, func, args, kwargs
+        self._name = func._schema.name.split("::")[1]
+        self._given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self._cards = [t for t in self._given if isinstance(t, CardTensor)]
+        device = kwargs.get("device")
+        self._target = None if device is None else torch.device(device).type
+
+    def run(self) -> Any:
+        if not self._cards and self._target != NAME:
+            return self._func(*self._args, **self._kwargs)
+        args, kwargs = tree_map(_raw, self._args), tree_map(_raw, self._kwargs)
+        if self._target == NAME:
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        out = self._func(*args, **kwargs)
+        with self._card.lock:
+            if not self._is_view:
+                self._record(out)
+        if self._name == "copy_":
+            return self._args[0]
+        if self._name == "_local_scalar_dense":
+            return out
+        wrapped = {id(t.raw): t for t in self._cards}
+        stays = self._target == NAME or (bool(self._cards) and not self._leaves)
+
+        def wrap(value: Any) -> Any:
+            if not _is_tensor(value):
+                return value
+            return wrapped[id(value)] if id(value) in wrapped else CardTensor(value) if stays else value
+
+        return tree_map(wrap, out)
+
+    @property
+    def _is_view(self) -> bool:
+        arguments = self._func._schema.arguments
+        return self._name == "_unsafe_view" or any(a.alias_info and not a.alias_info.is_write for a in arguments)
+
+    @property
+    def _leaves(self) -> bool:
+        """For the host's memory."""
+        return self._name == "_to_copy" and self._target is not None and self._target != NAME
+
+    @property
+    def _crosses(self) -> bool:
+        """Between the card and the host."""
+        if self._name == "copy_":
+            return len(self._cards) < len(self._given)
+        return self._name == "_to_copy" and (self._leaves or not self._cards)
+
+    def _record(self, out: Any) -> None:
+        card, written = self._card, list[torch.Tensor]()
+        for i, argument in enumerate(self._func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = self._args[i] if i < len(self._args) else self._kwargs.get(argument.name)
+                written += [t for t in tree_leaves(value) if isinstance(t, CardTensor)]
+        made = [] if written or self._leaves else [t for t in tree_leaves(out) if _is_tensor(t)]
+        for tensor in made:
+            card.forget(tensor)
+        if self._name in _ALLOCATES:
+            return
+        reads = [t.raw for t in self._cards if not any(t is one for one in written)]
+        writes = [*(t.raw for t in written), *made]
+        card.launch("copy" if self._crosses else "launch", self._name, reads, writes)
+        if self._waits:
+            card.sync(self._name)
+
+    @property
+    def _waits(self) -> bool:
+        """Does the host wait for the operation?"""
+        if self._crosses:
+            given = self._args[2] if self._name == "copy_" and len(self._args) > 2 else False
+            return not (given or self._kwargs.get("non_blocking", False))
+        by_mask = self._name in _INDEXES and any(
+            t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(self._args[1]) if _is_tensor(t)
+        )
+        counts = self._name == "repeat_interleave" and len(self._cards) > 0
+        return self._name in _READS_BACK or by_mask or counts
+
+
+def _raw(value: Any) -> Any:
+    return value.raw if isinstance(value, CardTensor) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,219 @@
+"""The engine on a card of CPU memory (fake_card.py), and with transfers at the last moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.loop import Step
+from flexgen_h2o.kernels import triton
+from flexgen_h2o.planner.profile import nominal_profile
+from flexgen_h2o.tiers.device import Device, host_buffer
+from flexgen_h2o.tiers.stream import Done, Waitable
+from flexgen_h2o.tiers.transfers import Lanes
+from tests.gpu.fake_card import NAME, Backend, Card, CardTensor, Mode, merge
+
+CARD_BYTES = 2**34
+
+
+class _Fence:
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        with card.lock:
+            self._clock = card.now()
+            card.count("fence", "fence")
+
+    def wait(self) -> None:
+        with self._card.lock:
+            merge(self._card.clock, self._clock)
+            self._card.count("wait", "fence")
+
+    @property
+    def is_done(self) -> bool:
+        return False  # nothing is done before someone has waited for it
+
+
+class CardDevice(Device):
+    """As tiers.device.CudaDevice, on the card that is given."""
+
+    is_host = False
+    tier = "device"
+    is_asynchronous = True
+    dtypes = ("float16", "bfloat16", "float32")
+
+    def __init__(self, card: Card) -> None:
+        self.torch_device = torch.device(NAME, 0)
+        self._card = card
+
+    def card(self) -> tuple[str, int]:
+        return "a card of CPU memory", CARD_BYTES
+
+    def free_bytes(self) -> int:
+        return CARD_BYTES
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+        with self._card.lock:
+            self._card.sync("buffer")
+        return memory
+
+    def host_staging(self, nbytes: int) -> torch.Tensor:
+        return host_buffer(nbytes)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with self._card.own_stream():
+            dst.copy_(src, non_blocking=True)
+            with self._card.lock:
+                self._card.sync("copy")
+
+    def beside_compute(self) -> AbstractContextManager[object]:
+        return self._card.own_stream()
+
+    def fence(self) -> Waitable:
+        return _Fence(self._card)
+
+
+_setup: list[bool] = []
+
+
+@contextmanager
+def fake_card() -> Iterator[Card]:
+    """Runs on `cuda` within are on a card of CPU memory."""
+    if not _setup:
+        _setup_privateuseone_for_python_backend(NAME, Backend())
+        _setup.append(True)
+    card = CardTensor.card = Card()
+    with pytest.MonkeyPatch.context() as patch, Mode(card):
+        _patch_engine(patch, card)
+        _patch_clocks(patch, card)
+        yield card
+
+
+def _patch_engine(patch: pytest.MonkeyPatch, card: Card) -> None:
+    """The engine opens the card, tells its steps, and counts a kernel's launch as one."""
+    begin, compute, made = Executor.begin_step, Executor.run, torch.tensor
+
+    def open_device(name: str, separate_budget: bool) -> Device:
+        return CardDevice(card)
+
+    def begin_step(executor: Executor, step: Step) -> str | None:
+        phase = begin(executor, step)
+        card.step = f"{phase} {executor._layers[step.layer].kind}"
+        if phase is not None:
+            card.counts[card.step, "steps"] += 1
+        return phase
+
+    def tensor(data: Any, *, device: Any = None, **more: Any) -> torch.Tensor:
+        found = made(data, **more)
+        return found if device is None else found.to(device)
+
+    def launch(name: str, grid: tuple[int, ...], reference: Callable[[], object], arguments: Any, **more: Any) -> None:
+        with card.lock:
+            card.count("launch", name)
+        with card.uncounted():
+            reference()
+
+    patch.setattr("flexgen_h2o.llm.open_device", open_device)
+    patch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", lambda *given: nominal_profile(False))
+    patch.setattr(triton, "launch", launch)
+    patch.setattr(triton, "takes", lambda *tensors: all(t.device.type == NAME for t in tensors))
+    patch.setattr(Executor, "begin_step", begin_step)
+    # Tensors of inference mode are not seen by a tensor type of Python's.
+    patch.setattr(Executor, "run", torch.no_grad()(compute.__wrapped__))  # type: ignore[attr-defined]
+    patch.setattr(torch, "tensor", tensor)
+
+
+def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
+    """Jobs begin behind what their submitter has done, and who waits for them goes on behind what they did."""
+    finish, wait, submit, work = Done.finish_one, Done.wait, Lanes.submit, Lanes._work
+
+    def finish_one(done: Any, error: BaseException | None = None) -> None:
+        with card.lock:
+            merge(done.__dict__.setdefault("clock", {}), card.clock)
+        finish(done, error)
+
+    def wait_for(done: Any) -> None:
+        wait(done)
+        with card.lock:
+            merge(card.clock, done.__dict__.get("clock", {}))
+
+    def is_done(done: Any) -> bool:
+        if not done._event.is_set():
+            return False
+        with card.lock:
+            merge(card.clock, done.__dict__.get("clock", {}))
+        return True
+
+    def submit_bound(lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = ()) -> Done:
+        with card.lock:
+            before = dict(card.clock)
+
+        def bound(job: Any) -> Any:
+            def run() -> int:
+                with card.lock:
+                    merge(card.clock, before)
+                found: int = job()
+                return found
+
+            return run
+
+        return submit(lanes, lane, name, [bound(job) for job in jobs], after)
+
+    def work_on_card(lanes: Lanes, lane: str, row: str) -> None:
+        with Mode(card):
+            work.__wrapped__(lanes, lane, row)  # type: ignore[attr-defined]
+
+    patch.setattr(Done, "finish_one", finish_one)
+    patch.setattr(Done, "wait", wait_for)
+    patch.setattr(Done, "is_done", property(is_done))
+    patch.setattr(Lanes, "submit", submit_bound)
+    patch.setattr(Lanes, "_work", work_on_card)
+
+
+# ---- transfers at the last moment
+
+
+class _Deferred:
+    """Jobs that are done once someone waits for them, on the thread that waits."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def wait(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+    @property
+    def is_done(self) -> bool:
+        return self._run is None
+
+
+@contextmanager
+def deferred_transfers() -> Iterator[None]:
+    """Within, bytes move at the last moment that waiting allows: what nobody waited for is not there, or comes too late
+    over bytes that are newer. A lane of one thread keeps its order."""
+
+    def submit(lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = ()) -> _Deferred:
+        line: list[_Deferred] = lanes.__dict__.setdefault("deferred", {}).setdefault(lane, [])
+        before = list(line) if lanes._lane_of_thread.count(lane) == 1 else []
+
+        def run() -> None:
+            for one in (*before, *after):
+                one.wait()
+            lanes._current.name = name
+            for job in jobs:
+                lanes.count(lane, job())
+
+        line.append(_Deferred(run))
+        return line[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lanes, "submit", submit)
+        yield

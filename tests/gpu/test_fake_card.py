@@ -1,0 +1,132 @@
+"""Runs on a card of CPU memory (fake_card.py): tokens, races, launches and syncs, where there is no card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+from flexgen_h2o import MemoryBudget, Policy
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.loop import BaseWeightStream
+from flexgen_h2o.tiers.stream import NOTHING
+from tests.gpu.fake_card import Card
+from tests.gpu.fake_engine import deferred_transfers, fake_card
+from tests.gpu.test_cuda_parity import BUDGET, CONFIGS, H2O, PLACEMENTS, generate, model_folder
+
+PROMPTS_OF_A_BATCH = 3  # of different lengths: each is computed by itself
+EVICTIONS = {"full": None, "h2o": H2O(heavy_size=6, recent_size=3)}
+
+
+def on_fake_card(folder, placement: str, eviction: Any = None, dtype: str = "float32", **more: Any):
+    """Tokens, and what was counted."""
+    with fake_card() as card:
+        policy = Policy(3, 2, **PLACEMENTS[placement], **more)
+        tokens, *_ = generate(folder, policy, "cuda", BUDGET, dtype=dtype, eviction=eviction)
+    return tokens, card
+
+
+def some_slow(cases: Iterable[tuple[Any, ...]], fast: set[tuple[Any, ...]]) -> list[Any]:
+    """A run on the card takes seconds: the default suite has a few."""
+    return [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+FAMILIES = ("normal", "llama")
+FAST = {("llama", "h2o", "everything split")}
+
+
+@pytest.mark.parametrize(("family", "eviction", "placement"), some_slow(product(FAMILIES, EVICTIONS, PLACEMENTS), FAST))
+def test_tokens_are_those_of_the_cpu_and_nothing_races(tmp_path, family: str, eviction: str, placement: str) -> None:
+    folder = model_folder(tmp_path, CONFIGS[family])
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=EVICTIONS[eviction])
+    tokens, card = on_fake_card(folder, placement, EVICTIONS[eviction])
+    assert tokens == expected
+    assert not card.races
+
+
+def _no_fence_behind_weights(patch: pytest.MonkeyPatch) -> None:
+    opened = BaseWeightStream.open
+    patch.setattr(BaseWeightStream, "open", lambda stream, unit, fence: opened(stream, unit, NOTHING))
+
+
+def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
+    decode = BaseWeightStream.decode
+    patch.setattr(BaseWeightStream, "decode", lambda stream, fence: decode(stream, lambda: NOTHING))
+
+
+def _no_fence_behind_kv(patch: pytest.MonkeyPatch) -> None:
+    closed = Executor.close_cache
+    patch.setattr(Executor, "close_cache", lambda ex, key, region, fence: closed(ex, key, region, NOTHING))
+
+
+def _no_fence_behind_hidden_states(patch: pytest.MonkeyPatch) -> None:
+    closed = Executor.close_hidden
+    patch.setattr(Executor, "close_hidden", lambda ex, key, region, fence: closed(ex, key, region, NOTHING))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drop", "placement", "more"),
+    [
+        (_no_fence_behind_weights, "weights on host, pinned", {}),
+        (_no_fence_behind_weights, "weights on disk", {}),
+        (_no_fence_behind_decoding, "weights on host, pinned", {"compress_weight": True}),
+        (_no_fence_behind_kv, "KV on host", {}),
+        (_no_fence_behind_kv, "KV on disk", {}),
+        (_no_fence_behind_hidden_states, "hidden states split three ways", {}),
+        (_no_fence_behind_hidden_states, "hidden states on disk", {}),
+    ],
+)
+def test_a_fence_that_is_left_out_is_a_race(tmp_path, monkeypatch, drop, placement: str, more: dict[str, Any]) -> None:
+    folder = model_folder(tmp_path, CONFIGS["normal"])
+    _, sound = on_fake_card(folder, placement, **more)
+    assert not sound.races
+    drop(monkeypatch)
+    _, card = on_fake_card(folder, placement, **more)
+    assert card.races
+
+
+@pytest.mark.parametrize(
+    ("eviction", "placement"),
+    some_slow(product(EVICTIONS, PLACEMENTS), {("h2o", "everything split"), ("full", "KV on disk")}),
+)
+def test_bytes_that_move_at_the_last_moment_are_the_same(tmp_path, eviction: str, placement: str) -> None:
+    folder, kept = model_folder(tmp_path, CONFIGS["normal"]), EVICTIONS[eviction]
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept)
+    with deferred_transfers():
+        tokens, *_ = generate(folder, Policy(3, 2, **PLACEMENTS[placement]), "cpu", BUDGET, eviction=kept)
+    assert tokens == expected
+
+
+def of_block(card: Card, phase: str, what: str) -> float:
+    """What a transformer block takes for a micro-batch in a sweep."""
+    return sum(card.per_step(f"{phase} {kind}", what) for kind in ("attention", "mlp"))
+
+
+FAST_BLOCKS = {("llama", "h2o", True)}
+
+
+@pytest.mark.parametrize(
+    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), FAST_BLOCKS)
+)
+def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, packed: bool) -> None:
+    """Nothing in a decode layer waits for the card."""
+    folder = model_folder(tmp_path, CONFIGS[family])
+    _, card = on_fake_card(folder, "all on the device", EVICTIONS[eviction], compress_cache=packed)
+    told = {place: count for place, count in card.places.items() if place[0].startswith("decode")}
+    assert of_block(card, "decode", "launch") <= 12, told
+    assert of_block(card, "decode", "sync") == 0, told
+    if not packed:
+        assert of_block(card, "prefill", "launch") <= 40 * PROMPTS_OF_A_BATCH
+
+
+@pytest.mark.slow
+def test_a_packed_weight_is_unpacked_in_one_launch(tmp_path) -> None:
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    _, plain = on_fake_card(folder, "all on the device")
+    _, packed = on_fake_card(folder, "all on the device", compress_weight=True)
+    matrices = 7
+    assert of_block(packed, "decode", "launch") <= of_block(plain, "decode", "launch") + matrices
+    assert of_block(packed, "decode", "sync") == 0
