@@ -63,6 +63,15 @@ class WholeColumns:
         """What `smoothed` has made of keys (R, ..., d), in fp32."""
         return keys.float() * self._along(self.ranges, keys) + self._along(self.centres, keys)
 
+    def enter(self, places: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """New columns at `slots` (R,), keys and values (R, d), take the places (R,) of those that leave the window; -1
+        for none."""
+        self.slots.masked_fill_(self.slots == slots.int().unsqueeze(1), -1)  # evicted within the window
+        row = (places >= 0).nonzero().squeeze(1)
+        at = row, places[row].long()
+        self.keys[at], self.values[at] = keys[row], values[row]
+        self.slots[at] = slots[row].int()
+
     def _along(self, numbers: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return numbers.float().view(len(numbers), *(1,) * (keys.dim() - 2), numbers.shape[1])
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm
 from flexgen_h2o.kernels.packed import pack_columns_reference
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend_reference, put_slots_reference
 
@@ -63,7 +63,7 @@ def attend_step(
     sizes = *strides, slots.state.shape[1], slots.first, slots.kv_heads, length, columns, scale, slots.decay
     constants: dict[str, Any] = {
         "G": group, "GROUP": triton.power_of_two(group, 16), "D": width, "WIDTH": triton.power_of_two(width, 16),
-        "BLOCK": _columns_at_a_time(q.dtype), "RECORDS": slots.scores is not None,
+        "BLOCK": columns_at_a_time(q.dtype), "RECORDS": slots.scores is not None,
     }  # fmt: skip
     name, packing, whole = "slots.attend_step", slots.form.packing, slots.form.whole
     if packing is not None:
@@ -80,7 +80,7 @@ def attend_step(
     triton.launch(name, (rows,), reference, (*tensors, *sizes), **constants)
 
 
-def _columns_at_a_time(dtype: torch.dtype) -> int:
+def columns_at_a_time(dtype: torch.dtype) -> int:
     """That a row attends to: as many as fit shared memory, where products in fp32 take much of it."""
     return 16 if dtype == torch.float32 else 64
 
@@ -102,7 +102,7 @@ def attend_step_reference(
     )
     columns, packing, whole = (keys, values), slots.form.packing, slots.form.whole
     if packing is not None and whole is not None:
-        _keep_whole(whole, state[PLACE], taken, (keys, values))
+        whole.enter(state[PLACE], taken, keys.squeeze(1), values.squeeze(1))
         smoothed = whole.smoothed(keys.squeeze(1)).unsqueeze(1)
         columns = pack_columns_reference(smoothed, packing), pack_columns_reference(values, packing)
     put_slots_reference((slots.keys, slots.values), taken.unsqueeze(1), columns)
@@ -143,15 +143,3 @@ def put_prompts_reference(k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, 
         found = t.transpose(1, 2).gather(2, index).flatten(0, 1)
         columns.append(found[first : first + rows])
     put_slots_reference(areas, slots, (columns[0], columns[1]))
-
-
-def _keep_whole(
-    whole: WholeColumns, places: torch.Tensor, taken: torch.Tensor, columns: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    """The new columns (R, 1, d) take their places among those that are whole."""
-    whole.slots.masked_fill_(whole.slots == taken.int().unsqueeze(1), -1)  # evicted within the window
-    row = (places >= 0).nonzero().squeeze(1)
-    at = row, places[row].long()
-    for kept, new in zip((whole.keys, whole.values), columns, strict=True):
-        kept[at] = new[row].squeeze(1)
-    whole.slots[at] = taken[row].int()

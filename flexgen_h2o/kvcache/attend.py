@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import compress, groupby
+from itertools import groupby
 
 import torch
 
@@ -207,11 +207,6 @@ def attend_slots(
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d); out: (sequences, heads x d).
     """
     q, k, v = qkv
-    at_once = [rows.is_one_launch(view) for view in rows.views]
-    for view, slots in zip(compress(rows.views, at_once), compress(new.slots, at_once), strict=True):
-        attend_step(q, k, v, _step_slots(rows, view, new, slots), scale, out.view(q.shape))
-    if all(at_once):
-        return out
     count, width = k.shape[0] * k.shape[1], k.shape[2]
     group = q.shape[1] // k.shape[1]
     q, attn_out = q.view(count, group, width), out.view(count, group, width)
@@ -219,8 +214,10 @@ def attend_slots(
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
     positions, filled = (t.repeat_interleave(rows.kv_heads) for t in (new.positions, new.filled.int()))
     sinks = rows.sinks_of_rows(len(new.positions))
-    for view, slots, is_done in zip(rows.views, new.slots, at_once, strict=True):
-        if is_done:
+    for view, slots in zip(rows.views, new.slots, strict=True):
+        if rows.is_one_launch(view):
+            slots_of_view = _step_slots(rows, view, new, slots)
+            attend_step(qkv[0], qkv[1], qkv[2], slots_of_view, scale, out.view(qkv[0].shape))
             continue
         here, where = slice(view.start, view.end), view.keys.device
         queries, keys, values, held = (t[here].to(where) for t in (q, k, v, filled))

@@ -144,12 +144,8 @@ def keep_new_whole(
     most = whole.slots.shape[1]
     if not most:
         return
-    whole.slots.masked_fill_(whole.slots == slots.int().unsqueeze(1), -1)  # evicted within the window
-    place = numbers.whole_places(most).repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
-    row = (place >= 0).nonzero().squeeze(1)
-    at = row, place[row]
-    whole.keys[at], whole.values[at] = keys[row], values[row]
-    whole.slots[at] = slots[row].int()
+    places = numbers.whole_places(most).repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
+    whole.enter(places, slots, keys, values)
 
 
 def sum_up_prompt(pages: Pages, page: int, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:

@@ -310,10 +310,12 @@ class KVRows:
 
     def is_one_launch(self, view: PartView) -> bool:
         """Does `attend_step` take a decode step of the view's rows?"""
+        if not triton.takes(view.keys):
+            return False
         needs, recorded = self.policy.needs, set(self.policy.needs.record)
         plain = view.sketch is None and self.common is None and self.sinks is None
         scored = not recorded or (needs.ranks_by_score and recorded == {POSITIONS, SCORES})
-        return plain and scored and not needs.page and triton.takes(view.keys)
+        return plain and scored and not needs.page
 
 
 # ---- compaction
