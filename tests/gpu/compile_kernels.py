@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels.decode_step import columns_at_a_time
 from flexgen_h2o.kernels.triton import prompts, rows, slots
 
 # Bytes of shared memory that a block may take, by compute capability: Turing (T4), Ampere (3090), Ada (4090), Hopper.
 CARDS = {75: 65536, 86: 101376, 89: 101376, 90: 232448}
 NUMBERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Case(NamedTuple):
@@ -34,7 +37,7 @@ class Case(NamedTuple):
 def cases(card: int) -> Iterator[Case]:
     """bf16 is for cards that compute in it."""
     for kind in ("fp32", "fp16", *(["bf16"] if card >= 80 else [])):
-        t = NUMBERS[kind]
+        t, columns = NUMBERS[kind], columns_at_a_time(DTYPES[kind])
         for bits in (4, 8):
             yield Case(rows.unpack, ("*i32", t, "i32", "i32", "i32", "i32"), {"BITS": bits, "BLOCK": 1024})
         for once in (False, True):
@@ -43,13 +46,12 @@ def cases(card: int) -> Iterator[Case]:
         yield Case(rows.silu_gated, (t, t, "i32"), {"BLOCK": 1024})
         sizes = "i32", "i32", "i32", "i32", "i32"
         yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
-        yield from packed_cases(t)
+        yield from packed_cases(t, columns)
         block = {"D": 128, "WIDTH": 128, "BLOCK": 64}
         yield Case(slots.put_prompts, (t, t, "*i64", t, t, *["i32"] * 11), block)
         tile = {"D": 128, "WIDTH": 128, **dict.fromkeys(("ROWS", "KEYS"), 32 if kind == "fp32" else 64)}
         yield Case(prompts.attend, (*[t] * 4, "*fp32", *["i32"] * 17, "fp32"), tile)
         yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", *["i32"] * 14, "fp32"), tile)
-        columns = 16 if kind == "fp32" else 64
         for records, group, width in ((False, 1, 64), (True, 4, 128), (True, 8, 80)):
             # What a kernel that records nothing gets in place of scores, positions, victims and products.
             scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
@@ -61,9 +63,8 @@ def cases(card: int) -> Iterator[Case]:
             )  # fmt: skip
 
 
-def packed_cases(t: str) -> Iterator[Case]:
-    """Of slots in few bits."""
-    columns = 16 if t == "*fp32" else 64
+def packed_cases(t: str, columns: int) -> Iterator[Case]:
+    """Of slots in few bits. columns: read at a time."""
     for records, bits, width in ((False, 4, 128), (True, 3, 64), (True, 8, 80)):
         scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
         packing = SlotPacking(width, bits)

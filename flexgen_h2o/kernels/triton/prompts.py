@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexgen_h2o.kernels.triton.slots import mix, nothing
+
 
 @triton.jit
 def attend(
@@ -21,9 +23,7 @@ def attend(
     tile = tl.load(q + batch * q_batch + head * q_head + of_query, mask=asked, other=0.0)
     k += batch * k_batch + head // group * k_head
     v += batch * v_batch + head // group * v_head
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    most, total, mixed = nothing(ROWS, WIDTH)
     first = tl.maximum(0, keys - rows + start + 1 - window) // KEYS * KEYS
     for begin in range(first, tl.minimum(keys, keys - rows + start + ROWS), KEYS):
         key = begin + tl.arange(0, KEYS)
@@ -32,13 +32,8 @@ def attend(
         product = tl.dot(tile, tl.trans(some), input_precision="ieee") * scale
         seen = (key[None, :] <= row[:, None]) & (key[None, :] > row[:, None] - window) & (key < keys)[None, :]
         product = tl.where(seen, product, float("-inf"))
-        highest = tl.maximum(most, tl.max(product, 1))
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        less, share = tl.exp(most - safe), tl.exp(product - safe[:, None])
-        total = total * less + tl.sum(share, 1)
         some = tl.load(v + key[:, None] * v_token + number[None, :], mask=loads, other=0.0)
-        mixed = mixed * less[:, None] + tl.dot(share.to(some.dtype), some, input_precision="ieee")
-        most = highest
+        most, total, mixed = mix(product, some, most, total, mixed)
     total = tl.where(query < rows, total, 1.0)
     of_query = query[:, None] * out_token + number[None, :]
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)

@@ -31,11 +31,8 @@ def attend_step(
     tl.store(keys + place, new_key, mask=in_head)
     tl.store(values + place, new_value, mask=in_head)
     tl.debug_barrier()
-    query = tl.arange(0, GROUP)
-    of_query = (head * G + query)[:, None] * D + numbers[None, :]
-    asked = (query < G)[:, None] & in_head[None, :]
-    tile = tl.load(q + sequence * q_token + of_query, mask=asked, other=0.0)
-    most, total, mixed = _nothing(GROUP, WIDTH)
+    query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
+    most, total, mixed = nothing(GROUP, WIDTH)
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         here = column < filled
@@ -45,7 +42,7 @@ def attend_step(
         if RECORDS:
             _keep(products, row, query, column, product, here, columns, G)
         of_columns = tl.load(values + at, mask=loads, other=0.0)
-        most, total, mixed = _mix(product, of_columns, most, total, mixed)
+        most, total, mixed = mix(product, of_columns, most, total, mixed)
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + sequence * out_token + of_query, mixed, mask=asked)
     if RECORDS:
@@ -88,11 +85,8 @@ def attend_packed_step(
         tl.store(whole_keys + (row * windows + goes) * D + numbers, new_key, mask=in_head)
         tl.store(whole_values + (row * windows + goes) * D + numbers, new_value, mask=in_head)
     tl.debug_barrier()
-    query = tl.arange(0, GROUP)
-    of_query = (head * G + query)[:, None] * D + numbers[None, :]
-    asked = (query < G)[:, None] & in_head[None, :]
-    tile = tl.load(q + sequence * q_token + of_query, mask=asked, other=0.0)
-    most, total, mixed = _nothing(GROUP, WIDTH)
+    query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
+    most, total, mixed = nothing(GROUP, WIDTH)
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         is_whole = tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) > 0
@@ -103,19 +97,28 @@ def attend_packed_step(
         if RECORDS:
             _keep(products, row, query, column, product, here, columns, G)
         of_columns = _unpack(values, at, here, low_words, value_words, D, WIDTH, BITS, SHARING).to(tile.dtype)
-        most, total, mixed = _mix(product, of_columns, most, total, mixed)
+        most, total, mixed = mix(product, of_columns, most, total, mixed)
     at = (row * windows + entry)[:, None] * D + numbers[None, :]
     loads = (its >= 0)[:, None] & in_head[None, :]
     product = _products(tile, tl.load(whole_keys + at, mask=loads, other=0.0), its >= 0, scale)
     if RECORDS:
         _keep(products, row, query, its, product, its >= 0, columns, G)
-    most, total, mixed = _mix(product, tl.load(whole_values + at, mask=loads, other=0.0), most, total, mixed)
+    most, total, mixed = mix(product, tl.load(whole_values + at, mask=loads, other=0.0), most, total, mixed)
     tl.store(out + sequence * out_token + of_query, (mixed / total[:, None]).to(out.dtype.element_ty), mask=asked)
     if RECORDS:
         _score(
             row, filled, most + tl.log(total), tl.load(gains + sequence), state + 3 * sequences + sequence, sequences,
             scores, positions, victims, products, columns, decay, G, GROUP, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def _queries(q, head, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """The queries of a kv-head of one sequence: numbers, where they are, which of the tile exist, and the tile."""
+    query, number = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+    of_query = (head * G + query)[:, None] * D + number[None, :]
+    asked = (query < G)[:, None] & (number < D)[None, :]
+    return query, of_query, asked, tl.load(q + of_query, mask=asked, other=0.0)
 
 
 @triton.jit
@@ -152,14 +155,14 @@ def _keep(products, row, query, column, product, here, columns, G: tl.constexpr)
 
 
 @triton.jit
-def _nothing(GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """What `_mix` begins with."""
+def nothing(GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """What `mix` begins with."""
     most = tl.full([GROUP], float("-inf"), tl.float32)
     return most, tl.zeros([GROUP], tl.float32), tl.zeros([GROUP, WIDTH], tl.float32)
 
 
 @triton.jit
-def _mix(product, of_columns, most, total, mixed):
+def mix(product, of_columns, most, total, mixed):
     """The softmax of Milakov and Gimelshein (2018), which sees the columns once: its running maximum, its sum, and the
     weighed values."""
     highest = tl.maximum(most, tl.max(product, 1))
