@@ -127,7 +127,7 @@ def step(dtype: torch.dtype, sizes: Sizes, rows: slice = slice(None)) -> tuple[l
     keys, values = (torch.randn(segments, every, segment, width).to(dtype) for _ in range(2))
     held = torch.tensor(filled).repeat_interleave(kv_heads)
     for area in (keys, values):
-        flat = area.transpose(0, 1).reshape(every, segments * segment, width)
+        flat = area.transpose(0, 1).reshape(every, segments * segment, width).clone()  # of one row it is a view
         flat[torch.arange(segments * segment) >= held.unsqueeze(1)] = float("nan")
         area.copy_(flat.view(every, segments, segment, width).transpose(0, 1))
     positions = torch.stack([torch.randperm(2 * segments * segment)[: segments * segment] for _ in range(every)]).int()
