@@ -162,7 +162,9 @@ def write_shards(folder: Path, shards: list[Shard], title: str, progress: bool) 
         weight_map = {tensor.entry.name: shard.name for shard in shards for tensor in shard.tensors}
         write_index(folder, weight_map, sum(shard.nbytes - len(shard.head) for shard in shards))
     nbytes = sum(shard.nbytes for shard in shards)
-    with tqdm(total=nbytes, desc=title, unit="B", unit_scale=True, file=sys.stderr, disable=not progress) as bar:
+    with interrupts.held():  # it starts a thread
+        bar = tqdm(total=nbytes, desc=title, unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
+    with bar:
         for shard in shards:
             with FileWriter(folder / shard.name) as file:
                 file.write(shard.head)

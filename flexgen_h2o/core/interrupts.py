@@ -2,6 +2,9 @@
 
 A signal handler raises in whatever code the main thread runs, and Python swallows exceptions in finalisers. So the
 signal is also remembered, and the engine checks at every step.
+
+Python's events, conditions and futures stay locked for ever where an exception comes right after they took their lock.
+So the main thread uses them only through `wait_for` and `start`, or where signals are `held`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE_S = 0.2  # after which a wait looks for a signal
 
 
 class Interrupted(BaseException):
@@ -51,6 +55,21 @@ def held() -> Iterator[None]:
         yield
     finally:
         _held -= 1
+
+
+def wait_for(event: threading.Event) -> None:
+    """Block until `event` is set. In the main thread a signal ends the wait, unless signals are `held`."""
+    while not event.is_set():
+        with held():
+            event.wait(_PATIENCE_S)
+        if not _held and threading.current_thread() is threading.main_thread():
+            check()
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, which waits until it runs."""
+    with held():
+        thread.start()
 
 
 @contextmanager

@@ -64,9 +64,8 @@ def meet(others: Callable[[], object]) -> None:
         met.set()
 
     thread = threading.Thread(target=wait, name=f"{_NAME} meeting", daemon=True)
-    thread.start()
-    while not met.wait(_POLL_S):  # a signal in the middle of a join would leave the thread marked as ended
-        interrupts.check()
+    interrupts.start(thread)
+    interrupts.wait_for(met)  # a signal in the middle of a join would leave the thread marked as ended
     thread.join()
     if failures:
         raise failures[0]
@@ -145,7 +144,7 @@ class Wire:
             for work, other, name in ((self._receive_blocks, self._before, "in"), (self._send_all, self._next, "out"))
         ]
         for thread in self._threads:
-            thread.start()
+            interrupts.start(thread)
 
     # Compute side
 

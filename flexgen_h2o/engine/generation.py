@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
+from flexgen_h2o.core import interrupts
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.kvcache.eviction.policy import Columns
@@ -240,9 +241,10 @@ class Progress:
     """
 
     def __init__(self, total_tokens: int) -> None:
-        self._bar = tqdm(
-            total=total_tokens, unit="token", desc="generate", disable=not self.on_terminal(), file=sys.stderr
-        )
+        with interrupts.held():  # it starts a thread
+            self._bar = tqdm(
+                total=total_tokens, unit="token", desc="generate", disable=not self.on_terminal(), file=sys.stderr
+            )
 
     @staticmethod
     def on_terminal() -> bool:

@@ -135,7 +135,7 @@ def from_thread(work: Callable[[Tell], None], tick_s: float | None = None) -> It
         except BaseException as error:
             said.put(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    interrupts.start(threading.Thread(target=run, daemon=True))
     while True:
         try:
             found = said.get(timeout=tick_s)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Row, Silent
 from flexgen_h2o.engine.prompts import Completion, Prompt
@@ -124,10 +125,11 @@ class JobWriter(Silent):
         self.notes = Notes()
         self._output, self._peak_bytes, self._max_errors = output, peak_bytes, max_errors
         self._done_before, self._began, self._written = before.rows, time.monotonic(), 0.0
-        self._bar = tqdm(
-            total=rows, initial=before.rows, unit="row", desc="batch", file=sys.stderr,
-            disable=not Progress.on_terminal(),
-        )  # fmt: skip
+        with interrupts.held():  # it starts a thread
+            self._bar = tqdm(
+                total=rows, initial=before.rows, unit="row", desc="batch", file=sys.stderr,
+                disable=not Progress.on_terminal(),
+            )  # fmt: skip
         self._write_status()
 
     def write(self, answers: Sequence[Answer]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexgen_h2o.core import interrupts
+
 
 class Workspace:
     """Named slices of one buffer, reused by every layer and micro-batch: no allocation in the loop.
@@ -99,11 +101,13 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
         while (first := next(starts)) < rows:
             loop(first, min(rows, first + step))
 
-    helpers = [_pool(torch.get_num_threads() - 1).submit(work) for _ in range(threads - 1)]
+    with interrupts.held():
+        helpers = [_pool(torch.get_num_threads() - 1).submit(work) for _ in range(threads - 1)]
     try:
         work()
     finally:
-        errors = [helper.exception() for helper in helpers]
+        with interrupts.held():
+            errors = [helper.exception() for helper in helpers]
     for error in errors:
         if error is not None:
             raise error

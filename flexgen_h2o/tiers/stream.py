@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.units import PAGE, round_up
 
@@ -92,9 +93,7 @@ class Done:
 
     def wait(self) -> None:
         """Block until done; raises the operation's error."""
-        # A timeout keeps the main thread open to signals on every platform.
-        while not self._event.wait(1.0):
-            pass
+        interrupts.wait_for(self._event)
         if self._error is not None:
             raise self._error
 

@@ -17,6 +17,7 @@ from typing import Literal, cast
 
 import torch
 
+from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE, STAGING_BYTES, TRANSFER_CHUNK, round_up
@@ -47,7 +48,7 @@ class Lanes:
         self._threads = [threading.Thread(target=self._work, args=row, name=row[1], daemon=True) for row in rows]
         self._lane_of_thread = [lane for lane, _ in rows]
         for thread in self._threads:
-            thread.start()
+            interrupts.start(thread)
 
     def submit(self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()) -> Done:
         """Queue `jobs` on a lane, each of which returns the bytes it moved. They start once `after` is done."""

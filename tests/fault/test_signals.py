@@ -24,6 +24,25 @@ SIGNALS = {name: getattr(signal, name) for name in EXIT_CODES}
 
 RUN = "import sys; from flexgen_h2o import flex_opt; sys.exit(flex_opt.main(sys.argv[1:]))"
 
+# SIGTERM arrives as the condition of an event or a future has been locked for the `at`th time, and nobody knows it yet.
+RUN_LOCKED = (
+    """
+import os, signal, sys, threading
+at, seen = int(sys.argv.pop(1)), 0
+def trace(frame, event, arg):
+    return count if frame.f_code is threading.Condition.__enter__.__code__ else None
+def count(frame, event, arg):
+    global seen
+    seen += event == "return"
+    if event == "return" and seen == at:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return count
+sys.settrace(trace)
+"""
+    + RUN
+)
+MOMENTS = range(4, 13)  # the engine's threads start, and the progress bar's; then it waits for transfers
+
 
 def wait_until_midway(folder: Path) -> None:
     """Until some blocks are done: a block writes its KV four times, and as many times at least are seen for each."""
@@ -69,6 +88,15 @@ def test_finished_rows_are_kept_and_nothing_else(
         want = tokens_of(llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS)))
     assert all(row["token_ids"] == want[row["index"] % len(PROMPTS)] for row in rows)
     assert not list((run.folder / "offload").iterdir())
+
+
+def test_a_locked_condition_is_let_go(known: Reference, forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt_token_ids": p}) for p in PROMPTS * 40))
+    flags = ["--model", str(known.folder), *FLAGS.split(), "--gen-len", str(NEW_TOKENS)]
+    for at in MOMENTS:
+        run = forks.run(tmp_path, RUN_LOCKED, at, *flags)
+        assert (run.code, run.err.splitlines()[-1:]) == (EXIT_CODES["SIGTERM"], ["flex_opt: ended by SIGTERM"]), at
+        assert not list((tmp_path / "offload").iterdir())
 
 
 def test_the_next_run_cleans_up_after_kill_9(known: Reference, ended: dict[str, Process]) -> None:
