@@ -34,7 +34,7 @@ def some_slow(cases: Iterable[tuple[Any, ...]], fast: set[tuple[Any, ...]]) -> l
 
 
 FAMILIES = ("normal", "llama")
-FAST = {("llama", "h2o", "everything split")}
+FAST = {("normal", "h2o", "KV on host")}
 
 
 @pytest.mark.parametrize(("family", "eviction", "placement"), some_slow(product(FAMILIES, EVICTIONS, PLACEMENTS), FAST))
