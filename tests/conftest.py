@@ -9,7 +9,8 @@ import tempfile
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["TRITON_INTERPRET"] = "1"  # kernels for cards run on the CPU
+if os.environ.get("FLEXGEN_GPU_TEST_DEVICE") != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels for cards run on the CPU
 # No test reads or writes the user's cache: of hardware profiles, for one.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="flexgen_h2o-cache-")
 

@@ -1,11 +1,12 @@
 """The GPU suite: parity tests, placements, the paper's table on one card held to 16 GB, and MiniKV's mem_spd_test grid.
 
     bash scripts/gpu_suite.sh              a CUDA card; 20 GB of disk and 50 GB of RAM, 80 GB of each for opt-30b
-    bash scripts/gpu_suite.sh --tiny       the same steps with small shapes on the CPU (4 minutes)
+    bash scripts/gpu_suite.sh --tiny       the same steps with small shapes on the CPU (5 minutes)
+    bash scripts/gpu_suite.sh --call 2     one of four parts, which needs nothing of another
 
 Steps run in the order of their worth. What is finished is kept, so that the next call goes on; a report is written
-after every step: gpu_suite.md and gpu_suite.json. OUT=DIR: a folder that gets a copy of all results after every step.
-Exit code 1 when a step failed.
+after every step: gpu_suite.md and gpu_suite.json, each gate met or missed. --call writes to a folder of its own.
+OUT=DIR: a folder that gets a copy of all results after every step. Exit code 1 when a step failed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from bench import common
 from bench.gpu.report import write_report
 from bench.gpu.runner import FAILED, TIMEOUT, Suite
-from bench.gpu.steps import Setting, Step, all_steps, tiny_setting
+from bench.gpu.steps import CALLS, Setting, Step, all_steps, tiny_setting
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import UsageError
 
@@ -35,15 +36,18 @@ def _run(argv: list[str] | None) -> int:
     args = _parse(argv)
     folder = "gpu_tiny" if args.tiny else "gpu"
     results = args.results or common.ROOT / "bench" / "results" / args.machine / folder
+    if args.call is not None:
+        results = results / f"call-{args.call}"
     setting = (tiny_setting if args.tiny else _card_setting)(results.resolve(), args.offload_dir)
-    steps = [step for step in all_steps(setting) if _is_wanted(step, args.only)]
+    steps = [step for step in all_steps(setting) if _is_wanted(step, args)]
     if args.list:
-        print("\n".join(f"{step.limit:5.0f} s  {step.name}" for step in steps))
+        print("\n".join(f"{step.limit:5.0f} s  {step.name}" + _of_call(step) for step in steps))
         return 0
     if setting.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device is usable here; --tiny runs the same steps on the CPU")
     if not steps:
-        raise UsageError(f"--only {' '.join(args.only)}: no step has such a name; --list shows them")
+        call = "" if args.call is None else f" of --call {args.call}"
+        raise UsageError(f"--only {' '.join(args.only)}: no step{call} has such a name; --list shows them")
     out = os.environ.get("OUT")
     suite = Suite(setting.results, args.limit, Path(out) if out else None, args.again)
     suite.run(steps, partial(write_report, setting, steps))
@@ -55,8 +59,12 @@ def _card_setting(results: Path, offload_dir: Path) -> Setting:
     return Setting(False, results, offload_dir)
 
 
-def _is_wanted(step: Step, only: list[str]) -> bool:
-    return not only or any(word in step.name for word in only)
+def _is_wanted(step: Step, args: argparse.Namespace) -> bool:
+    return args.call in (None, step.call) and (not args.only or any(word in step.name for word in args.only))
+
+
+def _of_call(step: Step) -> str:
+    return f"  (call {step.call}: {CALLS[step.call]})" if step.call else ""
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -66,6 +74,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--tiny", action="store_true", help="small shapes on the CPU, with a device tier of ordinary memory")
     add("--limit", type=common.seconds, default=540.0, metavar="S", help="seconds of this call (540)")
+    add("--call", type=int, choices=CALLS, help=f"only this part: {', '.join(f'{n} {of}' for n, of in CALLS.items())}")
     add("--only", nargs="+", default=[], metavar="TEXT", help="steps whose name has one of these in it")
     add("--again", action="store_true", help="run finished steps once more (cells of the sweep keep their lines)")
     add("--list", action="store_true", help="show the steps and their limits")

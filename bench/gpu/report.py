@@ -16,14 +16,16 @@ import torch
 
 from bench import common
 from bench.common import GB
+from bench.gpu.gates import gates
 from bench.gpu.runner import State
-from bench.gpu.steps import TESTS, Setting, Step
+from bench.gpu.steps import Setting, Step, runs_of
 from bench.sweep.store import Line, Store
 from bench.sweep.summary import device_bytes, markdown
 from flexgen_h2o.core.errors import UsageError
 
 GIB = 2**30
 STEP_HEAD = ("step", "status", "s", "why")
+GATE_HEAD = ("gate", "found", "aim", "")
 RUN_HEAD = ("run", "rows", "prefill s", "s a decode sweep", "decode tok/s", "total tok/s", "h2d GB", "disk GB",
             "device GB", "RSS GB", "wall s")  # fmt: skip
 MEM_SPD_HEAD = ("strategy", "batch", "prompt", "output", "OOM", "latency s", "tokens/s", "generated tokens/s",
@@ -32,8 +34,8 @@ MEM_SPD_HEAD = ("strategy", "batch", "prompt", "output", "OOM", "latency s", "to
 
 def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     """Both files, anew, into the results."""
-    found = {step.name: _run_of(step) for step in steps if step.kind == "placement"}
-    runs = {name: run for name, run in found.items() if run is not None}
+    runs, figures = runs_of(steps, "placement"), runs_of(steps, "figures")
+    texts = [_run_texts(step, runs[step.name]) for step in steps if step.name in runs]
     table, grid = (Store(setting.results / f"{name}.jsonl").latest() for name in ("table", "mem-spd"))
     facts = common.machine_facts() | {"card": _card()}
     parts = [
@@ -42,10 +44,11 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         "Made by `scripts/gpu_suite.sh`; `docs/benchmarks/gpu.md` says how to read it.",
         ", ".join(f"{name}: {facts[name]}" for name in ("date", "commit", "card", "cpu", "cores", "torch")),
         f"`--device {setting.device} --device-mem {setting.device_mem}`",
+        "", "## Gates", "", *_table(GATE_HEAD, gates(runs, figures)),
         "", "## Steps", "", *_table(STEP_HEAD, (_step_texts(step, state) for step in steps)),
-        "", *_tests(setting), "", "## Placements", "",
+        "", *(line for step in steps if step.kind == "tests" for line in _tests(step)), "", "## Placements", "",
         f"{setting.model}, {setting.prompt_len} + {setting.gen_len} tokens, bfloat16{_others(setting, steps)}.",
-        "", *_table(RUN_HEAD, (run_texts(name, run) for name, run in runs.items())),
+        "", *_table(RUN_HEAD, texts),
         "", "## As MiniKV measures", "", "tokens/s counts prompts too, as its mem_spd_test does.",
         "", *_table(MEM_SPD_HEAD, map(mem_spd_texts, grid)),
     ]  # fmt: skip
@@ -54,7 +57,7 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         text += "\n" + re.sub(r"^#", "##", markdown(table), flags=re.MULTILINE)  # its headings one deeper: a part
     (setting.results / "gpu_suite.md").write_text(text)
     whole = {"benchmark": "gpu_suite", "tiny": setting.tiny, "machine": facts, "steps": state, "runs": runs}
-    whole |= {"table": table, "mem_spd": grid}
+    whole |= {"figures": figures, "table": table, "mem_spd": grid}
     (setting.results / "gpu_suite.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -88,29 +91,23 @@ def mem_spd_texts(line: Line) -> list[str]:
     ]  # fmt: skip
 
 
-def _tests(setting: Setting) -> list[str]:
+def _tests(step: Step) -> list[str]:
     """What pytest counted, from its XML file."""
-    path = setting.results / TESTS
     try:
-        counts = ElementTree.parse(path).getroot()[0].attrib
+        counts = ElementTree.parse(step.output).getroot()[0].attrib
     except (FileNotFoundError, ElementTree.ParseError):  # not there, or pytest was killed while it wrote
         return []
     return [
-        f"Parity tests: {', '.join(f'{counts[name]} {name}' for name in ('tests', 'failures', 'errors', 'skipped'))}."
+        f"{step.name}: {', '.join(f'{counts[name]} {name}' for name in ('tests', 'failures', 'errors', 'skipped'))}."
     ]
 
 
-def _run_of(step: Step) -> dict[str, Any] | None:
-    """What a placement left; None where it left nothing, or was killed while it wrote. UsageError: it is another's."""
+def _run_texts(step: Step, run: Any) -> list[str]:
+    """UsageError: the file is another's."""
     try:
-        run: dict[str, Any] = json.loads(step.output.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    try:
-        run_texts(step.name, run)
+        return run_texts(step.name, run)
     except (TypeError, KeyError, ValueError) as error:
         raise UsageError(f"{step.output}: is not what a placement leaves ({error!r}); remove it") from error
-    return run
 
 
 def _others(setting: Setting, steps: Sequence[Step]) -> str:

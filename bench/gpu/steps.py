@@ -1,22 +1,34 @@
-"""What the suite runs, most worth first, as command lines. Data, no running."""
+"""What the suite runs, most worth first, as command lines. Data, no running.
+
+The first steps are grouped into four calls, each of which needs nothing of another and at most 9 minutes on a card.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from bench import common
 from bench.sweep.grid import GRIDS, Cell, systems_of
 
-PARITY_S = 200.0
-TESTS = "tests.xml"
+PARITY_S, KERNEL_PARITY_S, SHORT_S = 200.0, 120.0, 100.0
+CALLS = {
+    1: "tokens and kernels are right, and kernels fast",
+    2: "placements, launches and the link",
+    3: "the first cell of the paper's table, beside peers",
+    4: "OPT-30B in 4 bits",
+}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One process. limit: seconds of it; kind: `tests`, `placement` or `sweep`; output: where it leaves its results."""
+    """One process. limit: seconds of it; output: where it leaves its results, as its kind has them: `tests` pytest's
+    XML, `placement` a run, `sweep` lines, `figures` a benchmark's JSON. call: of CALLS, 0 for what comes after them."""
 
     name: str
     kind: str
@@ -24,6 +36,7 @@ class Step:
     limit: float
     output: Path
     environment: dict[str, str] = field(default_factory=dict)
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,13 @@ _THEN: dict[str, str] = {
     "int8": f"{_WEIGHTS_ON_HOST} --int8-compute",
 }
 _LARGE = "--policy auto --compress-weight --cut-gen-len 4"
+# Flags of bench.gpu.launches: all on the device.
+_LAUNCHES: dict[str, str] = {
+    "launches-opt": "",
+    "launches-opt-h2o": "--hh-ratio 0.1",
+    "launches-opt-h2o-packed": "--hh-ratio 0.1 --compress-cache",
+    "launches-llama-h2o": "--hh-ratio 0.1 --model TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+}
 
 
 def all_steps(setting: Setting) -> list[Step]:
@@ -91,11 +111,14 @@ def all_steps(setting: Setting) -> list[Step]:
     )
     cells = GRIDS[six]
     large = "facebook/opt-125m" if setting.tiny else "facebook/opt-30b"
+    calls = {
+        1: [*_parity(setting), _figures(setting, "kernels", "bench.gpu.kernels")],
+        2: [_profile(setting), *_launches(setting), *_placements(setting, _FIRST)],
+        3: [_cell(setting, "table", six, cells[0])],
+        4: [_placement(setting, "opt-30b-4bit", _LARGE, large, 2 * setting.run_limit)],
+    }
     return [
-        _parity(setting),
-        *_placements(setting, _FIRST),
-        _cell(setting, "table", six, cells[0]),
-        _placement(setting, "opt-30b-4bit", _LARGE, large, 2 * setting.run_limit),
+        *(replace(step, call=call) for call, steps in calls.items() for step in steps),
         *_placements(setting, _THEN),
         *(_cell(setting, "mem-spd", minikv, cell) for cell in GRIDS[minikv]),
         *(_cell(setting, "table", six, cell) for cell in cells[1:]),
@@ -103,13 +126,57 @@ def all_steps(setting: Setting) -> list[Step]:
     ]
 
 
-def _parity(setting: Setting) -> Step:
-    found = setting.results / TESTS
-    tests = str(common.ROOT / "tests" / "gpu")
+def _parity(setting: Setting) -> Iterator[Step]:
+    """Tokens of the engine, and kernels beside their references; where there is no card by Triton's interpreter."""
+    interpreted = setting.device == "cpu"
+    kernels = "tests/unit/kernels/test_triton.py"
+    for name, tests, marked, limit in (
+        ("parity-tests", "tests/gpu", "gpu", PARITY_S),
+        ("kernel-tests", kernels, "not slow" if interpreted else "slow or not slow", KERNEL_PARITY_S),
+    ):
+        found = setting.results / f"{name}.xml"
+        command = (
+            sys.executable, "-m", "pytest", "-q", "--rootdir", str(common.ROOT), "-m", marked,
+            str(common.ROOT / tests), f"--junitxml={found}",
+        )  # fmt: skip
+        environment = {"FLEXGEN_GPU_TEST_DEVICE": setting.device}
+        yield Step(name, "tests", command, limit, found, environment)
+
+
+def _figures(setting: Setting, name: str, module: str, flags: str = "") -> Step:
+    output = setting.results / "runs" / f"{name}.json"
     command = (
-        sys.executable, "-m", "pytest", "-q", "--rootdir", str(common.ROOT), "-m", "gpu", tests, f"--junitxml={found}"
+        sys.executable, "-m", module, "--device", setting.device, "--quiet-wait", "0", "--output", str(output),
+        *flags.split(),
     )  # fmt: skip
-    return Step("parity-tests", "tests", command, PARITY_S, found, {"FLEXGEN_GPU_TEST_DEVICE": setting.device})
+    return Step(name, "figures", command, SHORT_S, output)
+
+
+def _launches(setting: Setting) -> Iterator[Step]:
+    """Of two families. The LLaMA shape is small: launches do not depend on the width."""
+    for name, own in _LAUNCHES.items():
+        flags = f"--model {setting.model} --prompt-len {setting.prompt_len} --offload-dir {setting.offload_dir} {own}"
+        yield _figures(setting, name, "bench.gpu.launches", flags)
+
+
+def _profile(setting: Setting) -> Step:
+    """Of this machine, where predictions of the placements come from."""
+    output = setting.results / "runs" / "profile.json"
+    command = (
+        sys.executable, "-m", "flexgen_h2o.hardware", "--device", setting.device, "--offload-dir",
+        str(setting.offload_dir), "--output", str(output),
+    )  # fmt: skip
+    return Step("profile", "figures", command, 2 * SHORT_S, output)
+
+
+def runs_of(steps: Sequence[Step], kind: str) -> dict[str, Any]:
+    """What the steps of a kind left, JSON objects by name; nothing of one that left none, or was killed meanwhile."""
+    found = {}
+    for step in steps:
+        if step.kind == kind:
+            with suppress(FileNotFoundError, ValueError):
+                found[step.name] = json.loads(step.output.read_text())
+    return found
 
 
 def _placements(setting: Setting, flags: dict[str, str]) -> Iterator[Step]:

@@ -14,7 +14,7 @@ from flexgen_h2o.engine.loop import BaseWeightStream
 from flexgen_h2o.tiers.stream import NOTHING
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import deferred_transfers, fake_card
-from tests.gpu.test_cuda_parity import BUDGET, CONFIGS, H2O, PLACEMENTS, generate, model_folder
+from tests.gpu.test_cuda_parity import BUDGET, CONFIGS, H2O, HALVES, PLACEMENTS, generate, model_folder, off_by
 
 PROMPTS_OF_A_BATCH = 3  # of different lengths: each is computed by itself
 EVICTIONS = {"full": None, "h2o": H2O(heavy_size=6, recent_size=3)}
@@ -44,6 +44,18 @@ def test_tokens_are_those_of_the_cpu_and_nothing_races(tmp_path, family: str, ev
     tokens, card = on_fake_card(folder, placement, EVICTIONS[eviction])
     assert tokens == expected
     assert not card.races
+
+
+@pytest.mark.parametrize(
+    ("dtype", "family", "eviction"), some_slow(product(HALVES, FAMILIES, EVICTIONS), {("float16", "llama", "h2o")})
+)
+def test_half_precision_is_near_the_cpu_in_full(tmp_path, dtype: str, family: str, eviction: str) -> None:
+    folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
+    _, expected, _ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept)
+    with fake_card():
+        policy = Policy(3, 2, **PLACEMENTS["KV on host"])
+        _, logits, _ = generate(folder, policy, "cuda", BUDGET, dtype=dtype, eviction=kept)
+    assert off_by(logits, expected) <= HALVES[dtype]
 
 
 def _no_fence_behind_weights(patch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,11 @@ from contract import CARD_SLACK, RefusedError, hold_card, is_out_of_card_memory
 
 from bench.gpu import __main__ as door
 from bench.gpu import runner
+from bench.gpu.gates import gates
+from bench.gpu.launches import SWEEPS, counts
 from bench.gpu.report import mem_spd_texts, run_texts, write_report
 from bench.gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
-from bench.gpu.steps import TESTS, Setting, Step, all_steps, tiny_setting
+from bench.gpu.steps import CALLS, Setting, Step, all_steps, tiny_setting
 from bench.sweep.grid import SYSTEMS
 from bench.sweep.runner import Setup
 from bench.sweep.store import Store
@@ -129,10 +131,10 @@ def test_what_was_killed_while_it_wrote_is_left_out(tmp_path: Path) -> None:
     setting = tiny_setting(tmp_path, tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "auto.json").write_text('{"exit_code": ')
-    (tmp_path / TESTS).write_text("<testsuites><testsuite tests=")
+    (tmp_path / "parity-tests.xml").write_text("<testsuites><testsuite tests=")
     write_report(setting, all_steps(setting), {})
     text = (tmp_path / "gpu_suite.md").read_text()
-    assert "Parity tests:" not in text and json.loads((tmp_path / "gpu_suite.json").read_text())["runs"] == {}
+    assert "parity-tests:" not in text and json.loads((tmp_path / "gpu_suite.json").read_text())["runs"] == {}
 
 
 @pytest.mark.parametrize("content", ["null", '{"report": {"gen_len": 4}, "card": null}'])
@@ -151,7 +153,7 @@ def test_what_no_placement_has_left_is_named(content: str, tmp_path: Path) -> No
 def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> None:
     full = all_steps(Setting(False, tmp_path, tmp_path))
     tiny = all_steps(tiny_setting(tmp_path, tmp_path))
-    assert [s.name for s in full][:3] == ["parity-tests", "auto", "auto-h2o"]
+    assert [s.name for s in full][:3] == ["parity-tests", "kernel-tests", "kernels"]
     assert len({s.name for s in full}) == len(full)
     assert [s.name for s in full if s.kind == "placement"] == [s.name for s in tiny if s.kind == "placement"]
     modules = {s.command[s.command.index("-m") + 1] for s in full}
@@ -259,3 +261,79 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
     assert {line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")} == {"ok"}
     assert {line["status"] for line in whole["mem_spd"]} == {"ok"}
     assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
+
+
+def test_a_call_has_steps_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tiny", "--results", str(tmp_path / "r"), "--list"]
+    found = []
+    for call in CALLS:
+        assert door._run([*flags, "--call", str(call)]) == 0
+        found.append(capsys.readouterr().out.splitlines())
+        assert all(f"(call {call}: {CALLS[call]})" in line for line in found[-1])
+    whole = [step for step in all_steps(tiny_setting(tmp_path, tmp_path)) if step.call]
+    assert [len(lines) for lines in found] == [sum(step.call == call for step in whole) for call in CALLS]
+    assert all(found)
+    with pytest.raises(UsageError, match="--only table: no step of --call 1 has such a name"):
+        door._run(["--tiny", "--results", str(tmp_path / "r"), "--call", "1", "--only", "table"])
+
+
+def event(name: str, category: str, start: float, seconds: float, thread: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "ts": 1e6 * start, "dur": 1e6 * seconds, "tid": thread}
+
+
+def test_launches_and_waits_of_a_trace() -> None:
+    """Of the thread that computes, while sweeps are watched; and how long no kernel runs."""
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event(SWEEPS, "user_annotation", 10, 8),
+        event("cudaLaunchKernel", "cuda_runtime", 9, 1),  # before
+        event("cudaLaunchKernel", "cuda_runtime", 10, 0.1),
+        event("cuLaunchKernelEx", "cuda_driver", 11, 0.1),
+        event("cudaMemcpyAsync", "cuda_runtime", 12, 0.1),
+        event("cudaEventQuery", "cuda_runtime", 12, 0.1),
+        event("cudaStreamSynchronize", "cuda_runtime", 13, 0.1),
+        event("cudaStreamSynchronize", "cuda_runtime", 13, 0.1, thread=2),  # a worker's
+        event("cudaLaunchKernel", "cuda_runtime", 13, 0.1, thread=2),
+        event("a", "kernel", 10, 2, thread=7), event("b", "kernel", 11, 3, thread=8),
+        event("c", "kernel", 17, 5, thread=7),
+        event("copy", "gpu_memcpy", 14, 3, thread=9),
+    ]  # fmt: skip
+    found = counts(events, steps=2)
+    assert found == {"launches": 1.5, "syncs": 0.5, "seconds": 4.0, "idle share": pytest.approx(3 / 8)}
+
+
+def test_gates_are_met_missed_or_not_measured() -> None:
+    assert {verdict for *_, verdict in gates({}, {})} == {"not measured"}
+    report = {
+        "model_bytes": 80, "gen_len": 3, "decode": {"seconds": 2.0}, "total": {"seconds": 10.0},
+        "predicted": {"prefill_s": 4.0, "decode_s": 7.0},
+    }  # fmt: skip
+    runs = {"weights-on-host": {"report": report}, "auto": {"report": None}}
+    kernels = [("unpack, 4 bits", 0.9), ("unpack, 8 bits", 0.65), ("decode, OPT", 0.7), ("gate", 0.1)]
+    figures = {
+        "kernels": {"kernels": [{"kernel": name, "share_of_copy": share} for name, share in kernels]},
+        "launches-opt": {"counts": {"launches": 12.5, "syncs": 0.0}, "rates": {"h2d": 100}},
+    }
+    found = {name: (text, verdict) for name, text, _, verdict in gates(runs, figures)}
+    assert found == {
+        "launches-opt: launches a block": ("12.50", "MISSED"),
+        "launches-opt: waits a block": ("0.00", "met"),
+        "unpack: least share of a copy's bandwidth": ("0.65", "MISSED"),
+        "decode: least share of a copy's bandwidth": ("0.70", "met"),
+        "link: share of time in which it is busy": ("0.80", "MISSED"),
+        "prediction: largest error of a run": ("0.10", "met"),
+    }
+    report["predicted"]["decode_s"] = None
+    assert {name: verdict for name, _, _, verdict in gates(runs, figures)}[
+        "prediction: largest error of a run"
+    ] == "not measured"
+
+
+def test_kernels_have_cases_where_there_is_no_card(tmp_path: Path) -> None:
+    """In small, by references: what the cases build is what kernels take."""
+    output = tmp_path / "kernels.json"
+    command = [sys.executable, "-m", "bench.gpu.kernels", "--device", "cpu", "--quiet-wait", "0", "--output", output]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    found = json.loads(output.read_text())
+    assert found["rates"] == {} and all(case["bytes"] > 0 for case in found["kernels"])
+    assert {case["kernel"].split(",")[0] for case in found["kernels"]} >= {"unpack", "decode", "column sums", "gate"}

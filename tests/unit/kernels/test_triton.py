@@ -1,8 +1,10 @@
-"""Triton's kernels against their references, by Triton's interpreter on the CPU."""
+"""Triton's kernels against their references, by Triton's interpreter on the CPU; on a card with
+FLEXGEN_GPU_TEST_DEVICE=cuda, as the GPU suite does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -43,8 +45,9 @@ from flexgen_h2o.kernels.prefill_attention import (
 )
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
+ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MULTIPLIED = (torch.float32, torch.float16)  # the interpreter has no products of bf16
+MULTIPLIED = DTYPES if ON_CARD else (torch.float32, torch.float16)  # the interpreter has no products of bf16
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -56,7 +59,11 @@ def some_slow(*lists: Iterable[Any], fast: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if ON_CARD:
+        with torch.device("cuda"):
+            yield
+        return
     patch_tensor = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:  # Triton 3.6's takes an array for a number, which numpy 2.4 refuses
@@ -66,18 +73,19 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(triton, "DEVICES", {"cpu"})
     monkeypatch.setattr(prefill_attention, "_is_compiled", lambda *tensors: False)
+    yield
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("columns", [8, 64, 120, 1000, 2304])
 def test_unpacked_weights_are_the_same_to_the_bit(dtype: torch.dtype, bits: int, columns: int) -> None:
-    packed = pack_rows(torch.randn(3, columns), bits)
+    packed = pack_rows(torch.randn(3, columns, device="cpu"), bits).to(torch.get_default_device())
     assert packed.shape[1] == SlotPacking(columns, bits).slot_bytes
     found, expected = (torch.empty(3, columns, dtype=dtype) for _ in range(2))
     unpack_rows(packed, bits, found)
     unpack_rows_reference(packed, bits, expected)
-    if dtype == torch.bfloat16:  # the interpreter cuts off what a card rounds
+    if dtype == torch.bfloat16 and not ON_CARD:  # the interpreter cuts off what a card rounds
         torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
     else:
         assert torch.equal(found, expected)

@@ -1,0 +1,147 @@
+"""Time of each kernel for cards beside the card's own copy, and the rates of the card.
+
+    python -m bench.gpu.kernels --output kernels.json           a card, half a minute
+    python -m bench.gpu.kernels --device cpu                    the same cases in small, without figures
+
+Claim: unpacking and decode attention move their bytes at 0.7 of the bandwidth of a copy within the card. Shapes are
+those of OPT-6.7B with 32 rows of 544 columns, and of LLaMA-3-8B with 8 rows of 2,048. Counted are the bytes that a
+kernel cannot leave out: KV columns, packed numbers, what it writes. tests/unit/kernels/test_triton.py compares the
+kernels with their references, on a card too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import common
+from bench.common import GB
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
+from flexgen_h2o.kernels.decode_step import GAIN, PLACE, StepSlots, attend_step, attend_step_reference
+from flexgen_h2o.kernels.elementwise import rms_norm, silu_gated
+from flexgen_h2o.kernels.packed import pack_columns_reference, pack_rows, unpack_rows
+from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
+
+COPIED = 2**30  # bytes
+GATED = ("unpack", "decode")  # kernels that a gate is for
+WINDOW = 16  # newest columns that stay whole
+SIZES = (16_384, 4_096, 32, 544, 512), (64, 128, 2, 24, 16)  # rows and columns of a matrix, rows, columns, prompt
+
+
+@dataclass(frozen=True)
+class Case:
+    """nbytes: what a run reads and writes at least."""
+
+    name: str
+    run: Callable[[], object]
+    nbytes: int
+
+
+def main() -> None:
+    parser = common.own_parser(__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    with torch.inference_mode():
+        rates = card_rates(device)
+        found = [_timed(case, rates.get("copy")) for case in cases(device)]
+    common.table("Kernels, share of the bandwidth of a copy", [(f["kernel"], _said(f)) for f in found])
+    common.finish({"benchmark": "gpu_kernels", "rates": rates, "kernels": found}, args.output)
+
+
+def card_rates(device: torch.device) -> dict[str, float]:
+    """Bytes a second: of a copy within the card, read and written; of pinned memory over the link, each way. Nothing
+    of a CPU."""
+    if device.type == "cpu":
+        return {}
+    there, other = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    here = torch.zeros(COPIED, dtype=torch.uint8).pin_memory()
+    copies = {"copy": (2, other, there), "h2d": (1, there, here), "d2h": (1, here, there)}
+    return {
+        name: times * COPIED / _seconds(partial(dst.copy_, src, non_blocking=True))
+        for name, (times, dst, src) in copies.items()
+    }
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The median of a run on the card, its caches cleared before each."""
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=10, rep=100, return_mode="median")) / 1e3
+
+
+def _timed(case: Case, copy: float | None) -> dict[str, Any]:
+    case.run()
+    if copy is None:
+        return {"kernel": case.name, "bytes": case.nbytes}
+    seconds = _seconds(case.run)
+    share = case.nbytes / seconds / copy
+    return {"kernel": case.name, "bytes": case.nbytes, "seconds": seconds, "share_of_copy": share}
+
+
+def _said(found: dict[str, Any]) -> str:
+    if "seconds" not in found:
+        return "not timed"
+    return f"{found['share_of_copy']:.2f}, {found['seconds'] * 1e6:.0f} us, {found['bytes'] / GB:.3f} GB"
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    height, width, rows, columns, prompt = SIZES[device.type == "cpu"]
+    some = partial(torch.randn, device=device, dtype=dtype)
+    for bits in (4, 8):
+        packed = pack_rows(torch.randn(height, width), bits).to(device)
+        out = some(height, width)
+        yield Case(f"unpack, {bits} bits", partial(unpack_rows, packed, bits, out), packed.nbytes + out.nbytes)
+    for name, heads, kv_heads, count, of_row in (
+        ("OPT", 32, 32, rows, columns), ("LLaMA", 32, 8, max(1, rows // 4), 2048 if rows > 2 else columns),
+    ):  # fmt: skip
+        for records in (False, True):
+            for bits in (16, 4):
+                qkv = [some(count, each, 128) for each in (heads, kv_heads, kv_heads)]
+                slots = step_slots(qkv[1], of_row, records, bits)
+                attend = attend_step if device.type == "cuda" else attend_step_reference
+                run = partial(attend, *qkv, slots, 128**-0.5, torch.empty_like(qkv[0]))
+                scored = 3 * slots.scores.nbytes if slots.scores is not None else 0  # and positions; written again
+                whole = f"decode, {name}, {bits} bits{', scores' if records else ''}"
+                yield Case(whole, run, slots.keys.nbytes + slots.values.nbytes + scored)
+    q, k, v = (some(4, prompt, 32, 128).transpose(1, 2) for _ in range(3))
+    yield Case("prefill attention", partial(causal_attention_lse, q, k, v, 128**-0.5), 4 * q.nbytes)
+    lse = causal_attention_lse(q, k, v, 128**-0.5)[1]
+    yield Case("column sums", partial(column_sums, q, k, lse, 128**-0.5), 2 * q.nbytes)
+    x, weight = some(rows * prompt, width), some(width)
+    yield Case("RMS norm", partial(rms_norm, x, weight, 1e-6, torch.empty_like(x)), 2 * x.nbytes)
+    yield Case("gate", partial(silu_gated, x, torch.ones_like(x)), 3 * x.nbytes)
+
+
+def step_slots(k: torch.Tensor, columns: int, records: bool, bits: int) -> StepSlots:
+    """Rows of so many columns, all filled, whose newest one goes to the last slot. k: (sequences, kv_heads, d)."""
+    (sequences, kv_heads, width), where = k.shape, k.device
+    rows = sequences * kv_heads
+    keys, values = (torch.randn(1, rows, columns, width, device=where, dtype=k.dtype) for _ in range(2))
+    state = torch.full((7, sequences), columns, dtype=torch.int32, device=where)
+    state[1], state[PLACE], state[GAIN] = columns - 1, -1, 0
+    form = WHOLE
+    if bits < 16:
+        packing = SlotPacking(width, bits)
+        areas = [pack_columns_reference(t.float(), packing) for t in (keys, values)]
+        newest = torch.arange(columns - WINDOW, columns, dtype=torch.int32, device=where).repeat(rows, 1)
+        centres, ranges = (torch.ones(rows, width, dtype=torch.bfloat16, device=where) for _ in range(2))
+        kept = [t[0, :, columns - WINDOW :].contiguous() for t in (keys, values)]
+        form = SlotForm(packing, whole=WholeColumns(centres, ranges, kept[0], kept[1], newest))
+        keys, values = areas
+    scores = torch.rand(rows, columns, device=where) if records else None
+    positions = torch.arange(columns, dtype=torch.int32, device=where).repeat(rows, 1) if records else None
+    victims = torch.zeros(rows, dtype=torch.int32, device=where) if records else None
+    taken = torch.empty(rows, dtype=torch.int64, device=where)
+    return StepSlots(keys, values, 0, kv_heads, state, taken, scores, positions, victims, form=form)
+
+
+if __name__ == "__main__":
+    sys.exit(common.door(main))
