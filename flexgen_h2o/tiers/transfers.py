@@ -28,8 +28,13 @@ from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
 _Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what it does, what comes before it
 
 
+# Weights wait for the space of a unit that is still computed with. KV that is needed sooner does not wait behind them.
+_WEIGHTS_APART = ("h2d",)
+
+
 class Lanes:
-    """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads.
+    """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads. Weights go to the card
+    in a queue of their own.
 
     bytes_moved: over each lane's link; bytes_by_name: the same by (lane, name of the operation).
     """
@@ -39,27 +44,33 @@ class Lanes:
         self.bytes_moved = dict.fromkeys(threads, 0)
         self.bytes_by_name: Counter[tuple[str, str]] = Counter()
         self._current = threading.local()  # `name`: of the operation that a worker is at
-        self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {lane: queue.SimpleQueue() for lane in threads}
         self._failure: BaseException | None = None
         self._closed = False
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        rows = [(lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
-        self._threads = [threading.Thread(target=self._work, args=row, name=row[1], daemon=True) for row in rows]
-        self._lane_of_thread = [lane for lane, _ in rows]
+        rows = [(lane, lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
+        rows += [(lane, name, name) for lane in _WEIGHTS_APART if lane in threads for name in [f"{lane} weights"]]
+        self._queue_of_thread = [name for _, name, _ in rows]
+        self._queues: dict[str, queue.SimpleQueue[_Job | None]]
+        self._queues = {name: queue.SimpleQueue() for name in self._queue_of_thread}
+        self._threads = [threading.Thread(target=self._work, args=row, name=row[2], daemon=True) for row in rows]
         for thread in self._threads:
             interrupts.start(thread)
 
     def submit(self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()) -> Done:
         """Queue `jobs` on a lane, each of which returns the bytes it moved. They start once `after` is done."""
-        done = Done(len(jobs))
+        done, chosen = Done(len(jobs)), self._queues[self._queue_of(lane, name)]
         with self._lock:
             if self._closed:  # nobody is left to serve it
                 done.finish_one(self._failure)
                 return done
             for job in jobs:
-                self._queues[lane].put((name, job, after, done))
+                chosen.put((name, job, after, done))
         return done
+
+    def _queue_of(self, lane: str, name: str) -> str:
+        apart = f"{lane} weights"
+        return apart if apart in self._queues and name.endswith("weight") else lane
 
     def count(self, lane: str, nbytes: int) -> None:
         """Count bytes that crossed a lane's link, inside a job of that or of another lane."""
@@ -77,14 +88,14 @@ class Lanes:
                 "the LLM was closed while it generated; close it after generate has returned"
             )
             self._closed = True
-        for lane in self._lane_of_thread:
-            self._queues[lane].put(None)
+        for name in self._queue_of_thread:
+            self._queues[name].put(None)
         for thread in self._threads:
             thread.join()
 
     @torch.inference_mode()  # as the compute thread, whose views it fills
-    def _work(self, lane: str, row: str) -> None:
-        while (job := self._queues[lane].get()) is not None:
+    def _work(self, lane: str, queue_name: str, row: str) -> None:
+        while (job := self._queues[queue_name].get()) is not None:
             name, run, after, done = job
             failure = self._failure  # one that comes while this job runs is not its own
             try:

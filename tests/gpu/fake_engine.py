@@ -165,9 +165,9 @@ def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
 
         return submit(lanes, lane, name, [bound(job) for job in jobs], after)
 
-    def work_on_card(lanes: Lanes, lane: str, row: str) -> None:
+    def work_on_card(lanes: Lanes, *row: str) -> None:
         with Mode(card):
-            work.__wrapped__(lanes, lane, row)  # type: ignore[attr-defined]
+            work.__wrapped__(lanes, *row)  # type: ignore[attr-defined]
 
     patch.setattr(Done, "finish_one", finish_one)
     patch.setattr(Done, "wait", wait_for)
@@ -198,11 +198,12 @@ class _Deferred:
 @contextmanager
 def deferred_transfers() -> Iterator[None]:
     """Within, bytes move at the last moment that waiting allows: what nobody waited for is not there, or comes too late
-    over bytes that are newer. A lane of one thread keeps its order."""
+    over bytes that are newer. A queue of one thread keeps its order."""
 
     def submit(lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = ()) -> _Deferred:
-        line: list[_Deferred] = lanes.__dict__.setdefault("deferred", {}).setdefault(lane, [])
-        before = list(line) if lanes._lane_of_thread.count(lane) == 1 else []
+        queue = lanes._queue_of(lane, name)
+        line: list[_Deferred] = lanes.__dict__.setdefault("deferred", {}).setdefault(queue, [])
+        before = list(line) if lanes._queue_of_thread.count(queue) == 1 else []
 
         def run() -> None:
             for one in (*before, *after):

@@ -99,6 +99,17 @@ def test_the_first_failure_reaches_everyone_who_waits(lanes: Lanes, gate: Done) 
     assert log == [] and lanes.bytes_moved == dict.fromkeys(THREADS, 0)
 
 
+def test_kv_goes_to_the_card_while_weights_wait_for_their_space(lanes: Lanes, gate: Done) -> None:
+    log: list[object] = []
+    weights = [lanes.submit("h2d", "load_weight", [appends(log, i)], [gate]) for i in range(3)]
+    lanes.submit("h2d", "load_cache", [appends(log, "kv")]).wait()
+    assert log == ["kv"]
+    gate.finish_one()
+    for done in weights:
+        done.wait()
+    assert log == ["kv", 0, 1, 2] and lanes.bytes_moved["h2d"] == 4
+
+
 # ---- the end
 
 
