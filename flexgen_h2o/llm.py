@@ -363,10 +363,12 @@ class LLM:
         planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
         self._policy = policy = planned.policy
         form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
-        compile_subprocess(
-            warm_up, self._device.torch_device, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
-            part.spec.rotary is not None, partial(formats.warm_up, form),
-        )  # fmt: skip
+        places = {self._device.torch_device, *([torch.device("cpu")] if policy.cpu_cache_compute else [])}
+        for place in sorted(places, key=str):
+            compile_subprocess(
+                warm_up, place, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
+                part.spec.rotary is not None, partial(formats.warm_up, form),
+            )  # fmt: skip
         if policy.attn_sparsity < 1:
             compile_subprocess(warm_up_selection, self._device.torch_device, dtype, packing_of(part.spec, policy))
         checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint

@@ -3,7 +3,7 @@
 Loops get addresses, whose tensors the caller keeps alive: no array has to be made of a bf16 tensor, and numba compiles
 each loop once. They hold no lock and start no threads: `workspace.parallel_rows` runs them in parallel.
 
-`element` is a number whose type says what lies at an address: uint16 stands for bf16, float32 for fp32.
+`element` is a number whose type says what lies at an address: uint16 stands for bf16, int16 for fp16, float32 for fp32.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _cast(to: Any, source: Any, emit: Callable[[Any, Any], Any]) -> Any:
 
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_HALF, _I16 = ir.HalfType(), ir.IntType(16)
 
 
 def _pointer(to: Any, kind: Any) -> Any:
@@ -80,6 +81,8 @@ words_at = _pointer(_types.uint32, _I32)
 # The same bits, read as another type.
 bits_to_float = _cast(_types.float32, _types.uint32, lambda b, x: b.bitcast(x, _F32))
 float_to_bits = _cast(_types.int32, _types.float32, lambda b, x: b.bitcast(x, _I32))
+half_to_float = _cast(_types.float32, _types.uint16, lambda b, x: b.fpext(b.bitcast(x, _HALF), _F32))
+float_to_half = _cast(_types.uint16, _types.float32, lambda b, x: b.bitcast(b.fptrunc(x, _HALF), _I16))
 
 
 def _is_float(_context: Any, number: Any) -> Any:
@@ -90,7 +93,7 @@ def _is_float(_context: Any, number: Any) -> Any:
 
 def num_planes(element: Any) -> int:
     """The numbers in a 4-byte word, by the numba type of an element."""
-    return 2 if element == _types.uint16 else 1
+    return 2 if element in (_types.uint16, _types.int16) else 1
 
 
 def _planes(_context: Any, element: Any) -> Any:
@@ -99,7 +102,14 @@ def _planes(_context: Any, element: Any) -> Any:
     return _types.int64(element), lambda *_: constant
 
 
+def _is_half(_context: Any, element: Any) -> Any:
+    """Whether elements are fp16; known at compile time."""
+    constant = ir.Constant(ir.IntType(1), element == _types.int16)
+    return _types.boolean(element), lambda *_: constant
+
+
 is_float: Any = intrinsic(_is_float)
+is_half: Any = intrinsic(_is_half)
 planes: Any = intrinsic(_planes)
 
 LOG2_E, LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
@@ -152,6 +162,8 @@ def to_bf16_towards(x, up):  # type: ignore[no-untyped-def]
 @jit
 def number_at(element, at, i):  # type: ignore[no-untyped-def]
     """Number i at address `at`, in fp32."""
+    if is_half(element):
+        return half_to_float(shorts_at(at)[i])
     if planes(element) == 2:
         return bits_to_float(np.uint32(shorts_at(at)[i]) << np.uint32(16))
     return floats_at(at)[i]
@@ -160,7 +172,9 @@ def number_at(element, at, i):  # type: ignore[no-untyped-def]
 @jit
 def set_number(element, at, i, x):  # type: ignore[no-untyped-def]
     """Round x to number i at address `at`."""
-    if planes(element) == 2:
+    if is_half(element):
+        shorts_at(at)[i] = float_to_half(x)
+    elif planes(element) == 2:
         shorts_at(at)[i] = np.uint16(to_bf16(x) >> np.uint32(16))
     else:
         floats_at(at)[i] = x
@@ -168,7 +182,9 @@ def set_number(element, at, i, x):  # type: ignore[no-untyped-def]
 
 @jit
 def rounded(element, x):  # type: ignore[no-untyped-def]
-    """x as it would be read back: rounded to bf16 if elements are."""
+    """x as it would be read back: rounded to bf16 or fp16 if elements are."""
+    if is_half(element):
+        return half_to_float(float_to_half(x))
     return bits_to_float(to_bf16(x) & HIGH) if planes(element) == 2 else x
 
 

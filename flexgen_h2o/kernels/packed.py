@@ -9,7 +9,7 @@ import torch
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, is_compiled_beside_card, parallel_rows
 
 _EXPONENT = 0x7F80  # of a bfloat16; all set: infinite, or not a number
 
@@ -68,7 +68,7 @@ _HIGH = -65536  # the upper half of a word
 
 def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     """(..., d) numbers as (..., W) int32. Each is off by at most half its group's scale; NaN makes its group NaN."""
-    if not is_compiled(columns):
+    if not is_compiled_beside_card(columns):
         return pack_columns_reference(columns, packing)
     from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
 

@@ -30,7 +30,7 @@ from flexgen_h2o.kernels.beside import (
     with_whole,
 )
 from flexgen_h2o.kernels.packed import unpack_columns
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
+from flexgen_h2o.kernels.workspace import element_of, is_compiled_beside_card, mismatch, parallel_rows
 
 if TYPE_CHECKING:
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores, Slots
@@ -189,9 +189,9 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.T
 def loops_can_read(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: SlotForm = WHOLE) -> bool:
     """Whether the compiled loops can read these: in the CPU's memory, slots of whole words."""
     if keys.dtype == torch.int32:  # packed
-        return is_compiled(q) and (form.whole is None or q.shape[2] * q.itemsize % WORD == 0)
+        return is_compiled_beside_card(q) and (form.whole is None or q.shape[2] * q.itemsize % WORD == 0)
     places = (q.shape[2] * q.itemsize, keys.stride(0) * q.itemsize, *(t.data_ptr() for t in (q, keys, values)))
-    return is_compiled(q) and not any(place % WORD for place in places)
+    return is_compiled_beside_card(q) and not any(place % WORD for place in places)
 
 
 def _attend_compiled(
@@ -296,7 +296,7 @@ def add_to_pages(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: 
     assert pages is not None
     column = slots.unsqueeze(1)
     empty = keys.new_empty(len(slots), 1, keys.shape[3])
-    job = _job(areas, column, (empty, empty)) if form.packing is None and is_compiled(keys) else None
+    job = _job(areas, column, (empty, empty)) if form.packing is None and is_compiled_beside_card(keys) else None
     if job is None or not numbers.is_contiguous():
         add_to_pages_reference(areas, slots, numbers, form)
         return

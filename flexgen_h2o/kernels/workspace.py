@@ -43,6 +43,13 @@ def is_compiled(*tensors: torch.Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
 
+def is_compiled_beside_card(*tensors: torch.Tensor) -> bool:
+    """The same of loops that attend on the CPU to what a card computes: fp16 too, where the CPU converts it."""
+    return all(
+        is_compiled(t) or (t.device.type == "cpu" and t.dtype == torch.float16 and cpu_has("f16c")) for t in tensors
+    )
+
+
 def mismatch(what: str, *tensors: torch.Tensor) -> ValueError:
     """For tensors that loops, which go by address, would read or write out of bounds."""
     shapes = (f"{tuple(t.shape)} {t.dtype} strides {t.stride()}" for t in tensors)
@@ -51,12 +58,12 @@ def mismatch(what: str, *tensors: torch.Tensor) -> ValueError:
 
 _ELEMENTS: dict[torch.dtype, np.number[Any]] = {
     torch.float32: np.float32(0), torch.int32: np.int32(0), torch.bfloat16: np.uint16(0),
-    torch.uint8: np.uint8(0),
+    torch.uint8: np.uint8(0), torch.float16: np.int16(0),
 }  # fmt: skip
 
 
 def element_of(dtype: torch.dtype) -> np.number[Any]:
-    """The number whose type tells compiled loops what elements are: uint16 stands for bf16."""
+    """The number whose type tells compiled loops what elements are: uint16 stands for bf16, int16 for fp16."""
     return _ELEMENTS[dtype]
 
 

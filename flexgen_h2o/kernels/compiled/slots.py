@@ -29,8 +29,11 @@ from flexgen_h2o.kernels.jit import (
     bytes_at,
     exp2,
     float_to_bits,
+    float_to_half,
     floats_at,
+    half_to_float,
     ints_at,
+    is_half,
     jit,
     longs_at,
     number_at,
@@ -159,7 +162,10 @@ def unpack(element, at, words, query):  # type: ignore[no-untyped-def]
             start = min(c * lanes, words - lanes)
             for i in range(lanes):
                 word = words_at(at)[g * words + start + i] if start + i >= done else np.uint32(0)
-                if planes(element) == 2:
+                if is_half(element):
+                    query[g, c, 0, i] = half_to_float(np.uint16(word & np.uint32(0xFFFF)))
+                    query[g, c, 1, i] = half_to_float(np.uint16(word >> np.uint32(16)))
+                elif planes(element) == 2:
                     query[g, c, 0, i] = bits_to_float(word << np.uint32(16))
                     query[g, c, 1, i] = bits_to_float(word & HIGH)
                 else:
@@ -175,7 +181,10 @@ def pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
         for c in range(attn_out.shape[1]):
             start = g * words + min(c * lanes, words - lanes)
             for i in range(lanes):
-                if planes(element) == 2:
+                if is_half(element):
+                    first, second = float_to_half(attn_out[g, c, 0, i]), float_to_half(attn_out[g, c, 1, i])
+                    words_at(at)[start + i] = np.uint32(first) | (np.uint32(second) << np.uint32(16))
+                elif planes(element) == 2:
                     low, high = to_bf16(attn_out[g, c, 0, i]), to_bf16(attn_out[g, c, 1, i])
                     words_at(at)[start + i] = (low >> np.uint32(16)) | (high & HIGH)
                 else:

@@ -6,16 +6,15 @@ loops are emitted here: several queries and slots at once, sums in registers.
 A tile is some neighbouring slots, whose words (4 bytes) are taken in chunks of `lanes`. The queries, or the sums, are
 fp32 in scratch of (queries, chunks, planes, floats of a vector), in the order of the slots' words:
 
-- whole slots: a word is an fp32 number (one plane) or two in bf16 (two planes: the low half is the even one). Where
-  chunks do not divide a slot, the last overlaps the one before it; the caller zeroes the queries' overlapping lanes.
+- whole slots: a word is an fp32 number (one plane) or two in bf16 or fp16 (two planes: low halves are the even ones).
+  Where chunks do not divide a slot, the last overlaps the one before; the caller zeroes the queries' lanes in both.
 - packed slots (packing.SlotPacking): a word holds 16, 8 or 4 values, a plane each; in 3 bits the highest bits of a
-  word's 16 values are a half word elsewhere. A value is not shifted into place:
-  masked where it lies it is 2**(bits x plane) times too large, which the caller takes off in queries and sums. Only the
-  highest plane is shifted, to stay clear of the sign. Scale and least value of a group enter once a chunk:
-  query . slot = scale x (query . values) + least x (sum of the query), where the sum of the query is a last plane. A
-  table gives the chunks' places, each within one group. A vector of 16 is shared by two slots of 8 lanes, or by four of
-  4, which is what a group of 64 has in 2 and in 3 bits. Lanes that are not
-  a chunk's own are 0 in a query and have no meaning in a sum.
+  word's 16 values are a half word elsewhere. A value is not shifted into place: masked where it lies it is
+  2**(bits x plane) times too large, which the caller takes off in queries and sums. Only the highest plane is shifted,
+  to stay clear of the sign. Scale and least value of a group enter once a chunk: query . slot = scale x (query .
+  values) + least x (sum of the query), where the sum of the query is a last plane. A table gives the chunks' places,
+  each within one group. A vector of 16 is shared by two slots of 8 lanes, or by four of 4, which is what a group of 64
+  has in 2 and in 3 bits. Lanes that are not a chunk's own are 0 in a query and have no meaning in a sum.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ def emitted(emit: Callable[..., None]) -> Any:
     return run
 
 
-def emitted_by_type(meaning: Callable[[Any], int], emit: Callable[..., None]) -> Any:
+def emitted_by_type(meaning: Callable[[Any], Any], emit: Callable[..., None]) -> Any:
     """An intrinsic of a number whose type has a meaning and a tuple of numbers, which runs what
     emit(emitter, meaning, *numbers) emits."""
 
@@ -200,13 +199,14 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Whole slots. at: the address of the first slot; words: of a slot; planes: of scratch."""
+    """Whole slots. at: the address of the first slot; words: of a slot; planes: of scratch; is_half: of fp16."""
 
     e: Emitter
     lanes: int
     planes: int
     at: Any
     words: Any
+    is_half: bool
     slots = SLOTS
     sharing = 1  # slots of a vector
 
@@ -251,6 +251,9 @@ class _Tile:
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
         """The numbers of vector i in a plane, as floats."""
         b, words = self.e.builder, chunk.words[i]
+        if self.is_half:
+            halves = b.trunc(b.lshr(words, self.e.constant(self.ints, 16 * plane)), ir.VectorType(I16, self.size))
+            return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), self.size)), self.floats)
         if self.planes == 2:
             high = self.e.constant(self.ints, 0xFFFF0000)
             words = b.and_(words, high) if plane else b.shl(words, self.e.constant(self.ints, 16))
@@ -421,27 +424,26 @@ def _for_queries(emit: Callable[..., None], tile: _Tile, scratch: Any, p: Any, s
     work(b.sub(group, done), done, 1)
 
 
-def _over_slots(emit: Callable[..., None], e: Emitter, planes: int, *numbers: Any) -> None:
+def _over_slots(emit: Callable[..., None], e: Emitter, element: Any, *numbers: Any) -> None:
     at, words, *queries = numbers
     is_wide = e.builder.icmp_signed(">=", words, e.number(WIDE))
-    e.choose(is_wide, (WIDE, 1), lambda lanes: _for_queries(emit, _Tile(e, lanes, planes, at, words), *queries))
+    kind = num_planes(element), at, words, element == types.int16
+    e.choose(is_wide, (WIDE, 1), lambda lanes: _for_queries(emit, _Tile(e, lanes, *kind), *queries))
 
 
 def _over_packed_slots(emit: Callable[..., None], e: Emitter, bits: int, *numbers: Any) -> None:
     lanes, places, count, high_at, at, words, *queries = numbers
     planes = 32 // low_bits_of(bits) + 1
 
-    def emit_lanes(lanes: int) -> None:
-        _for_queries(emit, _PackedTile(e, lanes, planes, at, words, bits, places, count, high_at), *queries)
-
+    kind = planes, at, words, False, bits, places, count, high_at
     is_wide = e.builder.icmp_signed(">", lanes, e.number(1))
-    e.choose(is_wide, (PACKED_WIDE[bits], 1), emit_lanes)
+    e.choose(is_wide, (PACKED_WIDE[bits], 1), lambda n: _for_queries(emit, _PackedTile(e, n, *kind), *queries))
 
 
 # dots(element, (at, words, scratch, p, stride, group)): a tile's first slot and words of a slot; the first query (or
 # sum) in scratch; its first probability, and floats from one query's probabilities to the next's; how many queries.
-dots = emitted_by_type(num_planes, partial(_over_slots, _emit_dots))
-mix = emitted_by_type(num_planes, partial(_over_slots, _emit_mix))
+dots = emitted_by_type(lambda element: element, partial(_over_slots, _emit_dots))
+mix = emitted_by_type(lambda element: element, partial(_over_slots, _emit_mix))
 # packed_dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)): first the format.
 packed_dots = emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_dots))
 packed_mix = emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_mix))

@@ -26,7 +26,7 @@ from flexgen_h2o.kernels.slots import attend, attend_reference
 from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_state, ragged, victims
 
 WIDTHS = [1, 3, 16, 20, 33, 63, 64, 65, 67, 80, 96, 128, 160, 200, 256, 1024]
-TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 BITS = [4, 8]
 BOTH = pytest.mark.parametrize("pack", [pack_columns, pack_columns_reference])
 OF_COLUMNS = [2, 3, 4, 8]
@@ -34,9 +34,7 @@ widths, draws = st.sampled_from(WIDTHS[:-1]), st.integers(0, 99)
 Kinds = list[tuple[int, torch.dtype]]
 # Bits and dtype have a loop of their own, which takes seconds to compile.
 FEW: Kinds = [(3, torch.float32), (4, torch.float32), (4, torch.bfloat16)]
-REST: Kinds = [
-    (bits, dtype) for bits in OF_COLUMNS for dtype in (torch.float32, torch.bfloat16) if (bits, dtype) not in FEW
-]
+REST: Kinds = [(bits, dtype) for bits in OF_COLUMNS for dtype in DTYPES if (bits, dtype) not in FEW]
 EACH_LOOP = pytest.mark.parametrize("kinds", [FEW, pytest.param(REST, marks=pytest.mark.slow)], ids=["few", "rest"])
 
 

@@ -27,8 +27,9 @@ from flexgen_h2o.kernels.slots import (
     put_slots_reference,
 )
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # bf16: the result is rounded; everything before it is fp32
-DTYPES = [torch.float32, torch.bfloat16]
+# Half: the result is rounded; everything before it is fp32.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 6, 15, 16, 20, 33, 34, 64, 80, 128]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
