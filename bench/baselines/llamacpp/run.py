@@ -98,6 +98,7 @@ def _context(path: Path, request: Request, settings: dict[str, int]) -> Iterator
     llama_cpp.llama_backend_init()
     loading = llama_cpp.llama_model_default_params()
     loading.use_mmap = request.variant.endswith("-mmap")
+    loading.use_extra_bufts = not loading.use_mmap  # repacked weights would take RAM beside the mapped file
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
     if model is None:
         raise RuntimeError(f"llama.cpp cannot load {path}")
