@@ -28,7 +28,8 @@ class StepSlots:
     `kv_heads` rows. state: (7, sequences) int32 of the whole unit: slots that are filled with the new column; its slot,
     -1 for that of the row's victim; its position; the range of positions, both ends included, in which a row may lose a
     slot; what a score gains, fp32 bit by bit; the column's place among whole ones, -1 for none. taken: (R,) int64,
-    written: the slots that the new columns took. scores, positions, victims: as of ScoreState, all or none.
+    written: the slots that the new columns took. scores, positions, victims: as of ScoreState, all or none, and
+    query_weights.
     """
 
     keys: torch.Tensor
@@ -40,6 +41,7 @@ class StepSlots:
     scores: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     victims: torch.Tensor | None = None
+    query_weights: torch.Tensor | None = None
     decay: float = 1.0
     form: SlotForm = WHOLE
 
@@ -56,7 +58,8 @@ def attend_step(
         columns = slots.scores.shape[1]
         products = torch.empty(rows, group, columns, dtype=torch.float32, device=q.device)
     nothing = slots.state  # what a kernel that does not read it gets
-    of_slots = [nothing if t is None else t for t in (slots.scores, slots.positions, slots.victims)]
+    recorded = slots.scores, slots.positions, slots.victims, slots.query_weights
+    of_slots = [nothing if t is None else t for t in recorded]
     gains = slots.state[GAIN].view(torch.float32)
     tensors = q, k, v, out, slots.keys, slots.values, slots.state, gains, *of_slots, products, slots.taken
     strides = *(t.stride(0) for t in (q, k, v, out)), slots.keys.stride(0)
@@ -64,6 +67,7 @@ def attend_step(
     constants: dict[str, Any] = {
         "G": group, "GROUP": triton.power_of_two(group, 16), "D": width, "WIDTH": triton.power_of_two(width, 16),
         "BLOCK": columns_at_a_time(q.dtype), "RECORDS": slots.scores is not None,
+        "PER_QUERY": slots.query_weights is not None,
     }  # fmt: skip
     name, packing, whole = "slots.attend_step", slots.form.packing, slots.form.whole
     if packing is not None:
@@ -111,7 +115,7 @@ def attend_step_reference(
         slots.positions[here, taken], slots.scores[here, taken] = state[POSITION], 0.0
         gains = state[GAIN].view(torch.float32)
         of_slots = slots.scores, slots.positions, state[OLDEST], state[NEWEST]
-        scores = ScoreState(*of_slots, slots.decay, gains, slots.victims)
+        scores = ScoreState(*of_slots, slots.decay, gains, slots.victims, state[POSITION], slots.query_weights)
     result.copy_(attend_reference(queries, slots.keys, slots.values, state[FILLED], scale, scores, slots.form))
 
 

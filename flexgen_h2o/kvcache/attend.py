@@ -37,7 +37,7 @@ from flexgen_h2o.kvcache.evict import (
 )
 from flexgen_h2o.kvcache.eviction.policy import value_sizes
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.rows import RowBudgets
+from flexgen_h2o.kvcache.rows import RowBudgets, StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, PromptAttention, put_columns, put_first_columns
 
 # ---- prompts
@@ -212,7 +212,6 @@ def attend_slots(
     q, attn_out = q.view(count, group, width), out.view(count, group, width)
     k, v = k.view(count, width), v.view(count, width)
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
-    positions, filled = (t.repeat_interleave(rows.kv_heads) for t in (new.positions, new.filled.int()))
     sinks = rows.sinks_of_rows(len(new.positions))
     for view, slots in zip(rows.views, new.slots, strict=True):
         if rows.is_one_launch(view):
@@ -220,7 +219,9 @@ def attend_slots(
             attend_step(qkv[0], qkv[1], qkv[2], slots_of_view, scale, out.view(qkv[0].shape))
             continue
         here, where = slice(view.start, view.end), view.keys.device
-        queries, keys, values, held = (t[here].to(where) for t in (q, k, v, filled))
+        queries, keys, values = (t[here].to(where) for t in (q, k, v))
+        numbers = new.numbers.of_rows(rows.kv_heads, view.start, view.end, where)
+        held = numbers.filled
         form = view.form if sinks is None else replace(view.form, sinks=sinks[here].to(where))
         if view.metadata is not None and view.metadata.pages is not None:
             sum_up_replaced(view, rows, new, slots)
@@ -230,8 +231,8 @@ def attend_slots(
         state = None
         if view.metadata is not None:
             sizes = None if view.metadata.norms is None else value_sizes(rows.policy.needs, values)
-            record_columns(view.metadata, slots, positions[here].to(where), held, sizes)
-            state = _score_state(rows, view, new)
+            record_columns(view.metadata, slots, numbers.positions, held, sizes)
+            state = _score_state(rows, view, new.numbers)
         if common is not None:
             before = [t[here].to(where) for t in common]
             attn_out[here].copy_(_attend_behind(before, queries, view, held, scale, form.sinks))
@@ -257,20 +258,22 @@ def _step_slots(rows: KVRows, view: PartView, new: NewColumns, taken: torch.Tens
     if view.metadata is None:
         return found
     m = view.metadata
-    return replace(found, scores=m.scores, positions=m.positions, victims=m.victims, decay=rows.policy.needs.decay)
+    weights, decay = new.numbers.query_weights(view.keys.device), rows.policy.needs.decay
+    return replace(
+        found, scores=m.scores, positions=m.positions, victims=m.victims, decay=decay, query_weights=weights
+    )  # fmt: skip
 
 
-def _score_state(rows: KVRows, view: PartView, new: NewColumns) -> ScoreState | None:
+def _score_state(rows: KVRows, view: PartView, numbers: StepNumbers) -> ScoreState | None:
     """What the decode kernel updates of a view's rows; None without scores."""
-    metadata = view.metadata
+    metadata, where = view.metadata, view.keys.device
     if metadata is None or metadata.scores is None:
         return None
-    of_rows = rows.budgets.sinks.int(), (new.positions - rows.budgets.recent).int(), new.numbers.gains.float()
-    oldest, newest, gains = (
-        t.repeat_interleave(rows.kv_heads)[view.start : view.end].to(view.keys.device) for t in of_rows
-    )
-    decay = rows.policy.needs.decay
-    return ScoreState(metadata.scores, metadata.positions, oldest, newest, decay, gains, metadata.victims)
+    of_rows, decay = numbers.of_rows(rows.kv_heads, view.start, view.end, where), rows.policy.needs.decay
+    return ScoreState(
+        metadata.scores, metadata.positions, of_rows.oldest, of_rows.newest, decay, of_rows.gains, metadata.victims,
+        of_rows.positions, numbers.query_weights(where),
+    )  # fmt: skip
 
 
 def _attend_rolling(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from flexgen_h2o.core.packing import window_of
-from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs
+from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs, query_weight_table
 from flexgen_h2o.tiers.device import upload
 
 Move = tuple[int, int]  # from sequence, to sequence
@@ -55,6 +56,17 @@ class RowBudgets:
         return RowBudgets(*(t[rows] for t in vars(self).values()))
 
 
+class NumbersOfRows(NamedTuple):
+    """What some rows of a KV unit have of a decode step, each (rows,), on their device: the position of the new column,
+    the slots in use with it, the range of positions in which a column may leave, and what its score gains."""
+
+    positions: torch.Tensor
+    filled: torch.Tensor
+    oldest: torch.Tensor
+    newest: torch.Tensor
+    gains: torch.Tensor
+
+
 class StepNumbers:
     """What the host knows of the new columns of one decode step, the same for all transformer blocks of equal budgets.
 
@@ -70,6 +82,24 @@ class StepNumbers:
         self.free, self.oldest_slot = held.masked_fill(self.replaces, -1), held % budgets.slots
         self._budgets, self._needs = budgets, needs
         self._states: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._of_rows: dict[tuple[int, int, int, torch.device], NumbersOfRows] = {}
+
+    def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> NumbersOfRows:
+        """Of the rows [first, end), `kv_heads` of them a sequence: ints, gains fp32. Worked out once."""
+        key = kv_heads, first, end, where
+        if key not in self._of_rows:
+            ints = self.positions, self.filled, self._budgets.sinks, self.positions - self._budgets.recent
+            every = [*(t.int() for t in ints), self.gains.float()]
+            rows = [t.repeat_interleave(kv_heads)[first:end].to(where) for t in every]
+            self._of_rows[key] = NumbersOfRows._make(rows)
+        return self._of_rows[key]
+
+    def query_weights(self, where: torch.device) -> torch.Tensor | None:
+        """(tokens or more,) fp32: what so many queries weigh together, where the policy ranks columns by it."""
+        if not self._needs.per_query:
+            return None
+        count = 1 << (int(self.positions.max()) + 2).bit_length()  # few different ones
+        return query_weight_table(self._needs.decay, count, where)
 
     @property
     def gains(self) -> torch.Tensor:

@@ -53,27 +53,27 @@ def cases(card: int) -> Iterator[Case]:
         yield Case(prompts.attend, (*[t] * 4, "*fp32", *["i32"] * 17, "fp32"), tile)
         yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", *["i32"] * 14, "fp32"), tile)
         for records, group, width in ((False, 1, 64), (True, 4, 128), (True, 8, 80)):
-            # What a kernel that records nothing gets in place of scores, positions, victims and products.
-            scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
+            # What a kernel that records nothing gets in place of scores, positions, victims, weights and products.
+            scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
             yield Case(
                 slots.attend_step,
                 (*[t] * 6, "*i32", "*fp32", *scores, "*i64", *["i32"] * 10, "fp32", "fp32"),
                 {"G": group, "GROUP": 16, "D": width, "WIDTH": 64 if width == 64 else 128, "BLOCK": columns,
-                 "RECORDS": records},
+                 "RECORDS": records, "PER_QUERY": records and group == 8},
             )  # fmt: skip
 
 
 def packed_cases(t: str, columns: int) -> Iterator[Case]:
     """Of slots in few bits. columns: read at a time."""
     for records, bits, width in ((False, 4, 128), (True, 3, 64), (True, 8, 80)):
-        scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
+        scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
         packing = SlotPacking(width, bits)
         yield Case(
             slots.attend_packed_step,
             (*[t] * 4, "*i32", "*i32", "*i32", "*fp32", *scores, "*i64", "*bf16", "*bf16", t, t, "*i32",
              *["i32"] * 10, "fp32", "fp32", *["i32"] * 4),
             {"G": 4, "GROUP": 16, "D": width, "WIDTH": 64 if width == 64 else 128, "BLOCK": columns, "RECORDS": records,
-             "BITS": bits, "SHARING": packing.group, "GROUPS": packing.groups, "WINDOW": 16},
+             "PER_QUERY": bits == 8, "BITS": bits, "SHARING": packing.group, "GROUPS": packing.groups, "WINDOW": 16},
         )  # fmt: skip
 
 

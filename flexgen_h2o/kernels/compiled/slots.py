@@ -69,7 +69,8 @@ class Slots(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The addresses of a ScoreState's tensors and its number; `columns` is 0 where nothing is scored."""
+    """The addresses of a ScoreState's tensors and its number; `columns` is 0 where nothing is scored, `query_weights`
+    where scores are compared as they are."""
 
     columns: int
     scores: int
@@ -78,10 +79,12 @@ class Scores(NamedTuple):
     newest: int
     victims: int
     gains: int
+    now: int
+    query_weights: int
     decay: float
 
 
-NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
+NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class Pass(NamedTuple):
@@ -334,7 +337,8 @@ def softmax(p, filled, slots, pages, r):  # type: ignore[no-untyped-def]
 
 @jit
 def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
-    """The column scores of row r, and its victim. `ordered` integers and 64-bit pairs make all of it vectorise."""
+    """The column scores of row r, and its victim; p is used up. `ordered` integers and 64-bit pairs make all of it
+    vectorise."""
     scores, positions = (
         floats_at(state.scores + 4 * r * state.columns),
         ints_at(state.positions + 4 * r * state.columns),
@@ -345,16 +349,21 @@ def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
     for g in range(1, p.shape[0]):
         for j in range(filled):
             p[0, j] += p[g, j]
-    received = p[0]
+    ranks = p[0]
     for j in range(filled):
-        score = decay * scores[j] + gain * received[j]
-        scores[j] = score
+        score = decay * scores[j] + gain * ranks[j]
+        scores[j] = ranks[j] = score
+    if state.query_weights:
+        weights, now = floats_at(state.query_weights), ints_at(state.now)[r] + np.int32(1)
+        for j in range(filled):
+            ranks[j] /= weights[max(np.int32(0), now - positions[j])]
+    for j in range(filled):
         allowed = (oldest <= positions[j]) & (positions[j] <= newest)
-        lowest = min(lowest, ordered(float_to_bits(score)) if allowed else np.int32(2**31 - 1))
+        lowest = min(lowest, ordered(float_to_bits(ranks[j])) if allowed else np.int32(2**31 - 1))
     floor = bits_to_float(np.uint32(ordered(lowest)))
     best = np.int64(_NONE)
     for j in range(filled):
-        allowed = (oldest <= positions[j]) & (positions[j] <= newest) & (scores[j] == floor)
+        allowed = (oldest <= positions[j]) & (positions[j] <= newest) & (ranks[j] == floor)
         best = min(best, (np.int64(positions[j]) << np.int64(32)) + np.int64(j) if allowed else np.int64(_NONE))
     ints_at(state.victims)[r] = np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))
 

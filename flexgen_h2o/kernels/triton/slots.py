@@ -12,10 +12,10 @@ _NO_POSITION = tl.constexpr(2147483647)
 
 @triton.jit
 def attend_step(
-    q, k, v, out, keys, values, state, gains, scores, positions, victims, products, taken,
+    q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken,
     q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr,
+    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr,
 ):  # fmt: skip
     """A row of kernels/decode_step.attend_step. GROUP, WIDTH: g and d, filled up to powers of two; products: (R, g, C)
     fp32, written."""
@@ -47,19 +47,20 @@ def attend_step(
     tl.store(out + sequence * out_token + of_query, mixed, mask=asked)
     if RECORDS:
         _score(
-            row, filled, most + tl.log(total), tl.load(gains + sequence), state + 3 * sequences + sequence, sequences,
-            scores, positions, victims, products, columns, decay, G, GROUP, BLOCK,
+            row, filled, most + tl.log(total), tl.load(gains + sequence), state + 2 * sequences + sequence, sequences,
+            scores, positions, victims, query_weights, products, columns, decay, G, GROUP, BLOCK, PER_QUERY,
         )  # fmt: skip
 
 
 @triton.jit
 def attend_packed_step(
-    q, k, v, out, keys, values, state, gains, scores, positions, victims, products, taken,
+    q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken,
     centres, ranges, whole_keys, whole_values, whole_slots,
     q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
     windows, low_words, value_words, words,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, GROUPS: tl.constexpr, WINDOW: tl.constexpr,
+    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, GROUPS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The same over slots of W = `words` words, with the newest columns whole beside them. SHARING: numbers that share
     a scale, of which there are GROUPS; windows: whole columns of a row, and WINDOW the power of two above; the place
@@ -107,8 +108,8 @@ def attend_packed_step(
     tl.store(out + sequence * out_token + of_query, (mixed / total[:, None]).to(out.dtype.element_ty), mask=asked)
     if RECORDS:
         _score(
-            row, filled, most + tl.log(total), tl.load(gains + sequence), state + 3 * sequences + sequence, sequences,
-            scores, positions, victims, products, columns, decay, G, GROUP, BLOCK,
+            row, filled, most + tl.log(total), tl.load(gains + sequence), state + 2 * sequences + sequence, sequences,
+            scores, positions, victims, query_weights, products, columns, decay, G, GROUP, BLOCK, PER_QUERY,
         )  # fmt: skip
 
 
@@ -175,14 +176,14 @@ def mix(product, of_columns, most, total, mixed):
 
 @triton.jit
 def _score(
-    row, filled, lse, gain, oldest, sequences, scores, positions, victims, products, columns, decay, G: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    row, filled, lse, gain, now, sequences, scores, positions, victims, query_weights, products, columns, decay,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PER_QUERY: tl.constexpr,
 ):  # fmt: skip
     """Scores grow by what columns received; the lowest of those that may go names the victim, the earliest of equals.
-    oldest: of the field, behind which the newest is."""
+    now: of the field of positions, behind which are the oldest and the newest that may go."""
     tl.debug_barrier()  # products were written by other threads
     query = tl.arange(0, GROUP)
-    newest, oldest = tl.load(oldest + sequences), tl.load(oldest)
+    oldest, newest, now = tl.load(now + sequences), tl.load(now + 2 * sequences), tl.load(now)
     lowest, earliest, victim = float("inf"), _NO_POSITION + 0, -1
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -194,6 +195,8 @@ def _score(
         tl.store(scores + row * columns + column, score, mask=here)
         position = tl.load(positions + row * columns + column, mask=here, other=0)
         may_leave = here & (position >= oldest) & (position <= newest)
+        if PER_QUERY:
+            score = tl.div_rn(score, tl.load(query_weights + now + 1 - position, mask=may_leave, other=1.0))
         candidate = tl.where(may_leave, score, float("inf"))
         low = tl.min(candidate, 0)
         old = tl.min(tl.where(may_leave & (candidate == low), position, _NO_POSITION), 0)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.settings import setting
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Evicting, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import (
+    EVERYTHING,
+    POSITIONS,
+    SCORES,
+    Columns,
+    Evicting,
+    Needs,
+    RowBudget,
+    query_weights,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +40,7 @@ class H2ONorm(Evicting):
 
     @property
     def measures(self) -> Needs:
-        return Needs(
-            (POSITIONS, SCORES), None, query_decay=self.decay, decay=self.decay, even=True, ranks_by_score=False
-        )
+        return Needs((POSITIONS, SCORES), None, query_decay=self.decay, decay=self.decay, even=True, per_query=True)
 
     def split(self, heavy: int, recent: int) -> RowBudget:
         """Sinks first, then grace, both out of the heavy share; grace leaves half of it to the heavy hitters."""
@@ -44,11 +50,4 @@ class H2ONorm(Evicting):
 
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.scores is not None
-        return columns.scores / self._weight_of(columns.seen())
-
-    def _weight_of(self, seen: torch.Tensor) -> torch.Tensor:
-        """What `seen` queries weigh together: 1 + decay + decay ** 2 + ..."""
-        if self.decay == 1:
-            return seen
-        step = math.log(self.decay)
-        return ((seen.double() * step).expm1() / math.expm1(step)).float()  # exact for a decay close to 1 as well
+        return columns.scores / query_weights(columns.seen(), self.decay)

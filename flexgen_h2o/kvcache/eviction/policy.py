@@ -6,9 +6,10 @@ torch before it computes, so that command lines know all their names at once.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
@@ -48,7 +49,8 @@ class Needs:
     last counts query_decay ** i. In a decode step a slot's score becomes decay x score + gain x the probability that it
     received, summed over the query heads of its kv-head. even: the gain is multiplied by columns held / columns seen
     so far, since a query that attends to fewer columns gives more to each. ranks_by_score: `rank` gives the scores
-    themselves, so the decode kernel can find the column that leaves.
+    themselves, so the decode kernel can find the column that leaves; with per_query it gives them over what the queries
+    that saw the column weigh together (`query_weights`), which the kernel can do too.
 
     value_range: NORMS are the largest less the smallest number of a value, not its L2 norm. page: positions of a page
     (page = position // `page`); 0 for none. The columns of a page that were dropped are one more column of their row
@@ -63,6 +65,7 @@ class Needs:
     gain: float = 1.0
     even: bool = False
     ranks_by_score: bool = True
+    per_query: bool = False
     value_range: bool = False
     page: int = 0
 
@@ -126,6 +129,22 @@ def value_sizes(needs: Needs, values: torch.Tensor) -> torch.Tensor:
     """What NORMS are of values (..., d): (...) fp32."""
     values = values.float()
     return values.amax(dim=-1) - values.amin(dim=-1) if needs.value_range else values.norm(dim=-1)
+
+
+def query_weights(seen: torch.Tensor, decay: float) -> torch.Tensor:
+    """What `seen` queries weigh together: 1 + decay + decay ** 2 + ..., fp32. seen: any shape, fp32."""
+    if decay == 1:
+        return seen
+    step = math.log(decay)
+    return ((seen.double() * step).expm1() / math.expm1(step)).float()  # exact for a decay close to 1 as well
+
+
+@lru_cache(maxsize=16)
+def query_weight_table(decay: float, count: int, where: torch.device) -> torch.Tensor:
+    """(count,) fp32: `query_weights` of 0, 1, 2, ... queries."""
+    import torch
+
+    return query_weights(torch.arange(count, dtype=torch.float32), decay).to(where)
 
 
 def best_of(rank: torch.Tensor, columns: Columns, count: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ class ValueH2O(H2ONorm):
     @property
     def measures(self) -> Needs:
         needs = super().measures
-        return replace(needs, record=(*needs.record, NORMS))
+        return replace(needs, record=(*needs.record, NORMS), ranks_by_score=False, per_query=False)
 
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.norms is not None

@@ -43,6 +43,7 @@ from flexgen_h2o.kernels.prefill_attention import (
     column_sums,
     column_sums_reference,
 )
+from flexgen_h2o.kvcache.eviction.policy import query_weight_table
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
@@ -127,7 +128,9 @@ def test_rotate(dtype: torch.dtype, heads: int, kv_heads: int, width: int, pairs
 Sizes = tuple[int, int, int, int, list[int], int]  # sequences, kv-heads, g, d, filled slots, slots of a segment
 
 
-def step(dtype: torch.dtype, sizes: Sizes, rows: slice = slice(None)) -> tuple[list[torch.Tensor], StepSlots]:
+def step(
+    dtype: torch.dtype, sizes: Sizes, rows: slice = slice(None), per_query: bool = False
+) -> tuple[list[torch.Tensor], StepSlots]:  # fmt: skip
     """q, k and v of a step, and the rows of a unit; what is not filled holds NaN."""
     sequences, kv_heads, group, width, filled, segment = sizes
     every, most = sequences * kv_heads, max(filled)
@@ -155,7 +158,10 @@ def step(dtype: torch.dtype, sizes: Sizes, rows: slice = slice(None)) -> tuple[l
     count = len(victims[rows])
     taken = torch.empty(count, dtype=torch.int64)
     keys, values = keys[:, rows].clone(), values[:, rows].clone()
-    return qkv, StepSlots(keys, values, first, kv_heads, state, taken, *of_rows, decay=0.9)
+    weights = None
+    if per_query:
+        weights = query_weight_table(0.9, 2 * segments * segment + 2, of_rows[0].device)
+    return qkv, StepSlots(keys, values, first, kv_heads, state, taken, *of_rows, weights, decay=0.9)
 
 
 PROMPTS = [(1, 1, 1, 1, 1, 16), (2, 4, 2, 70, 70, 64), (1, 4, 1, 5, 130, 80), (3, 2, 2, 65, 129, 32)]
@@ -197,6 +203,12 @@ SHAPES = {
 def test_a_decode_step(shape, dtype: torch.dtype, recorded: bool) -> None:
     torch.manual_seed(0)
     check(*step(dtype, shape), dtype, recorded)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 2, 16, [5, 9, 70], 8)])
+def test_the_victim_is_that_of_the_lowest_score_per_query(shape) -> None:
+    torch.manual_seed(0)
+    check(*step(torch.float32, shape, per_query=True), torch.float32, True)
 
 
 @pytest.mark.parametrize("rows", [slice(1, 4), slice(3, 6)])
@@ -256,7 +268,7 @@ def check(qkv: list[torch.Tensor], slots: StepSlots, dtype: torch.dtype, recorde
     if not recorded:
         state = slots.state.clone()
         state[1] = state[0] - 1
-        slots = replace(slots, state=state, scores=None, positions=None, victims=None)
+        slots = replace(slots, state=state, scores=None, positions=None, victims=None, query_weights=None)
     names = [name for name in vars(slots) if isinstance(getattr(slots, name), torch.Tensor)]
     form, whole = slots.form, slots.form.whole
     form = form if whole is None else replace(form, whole=whole.map(torch.clone))
