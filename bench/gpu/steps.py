@@ -16,7 +16,7 @@ from typing import Any
 from bench import common
 from bench.sweep.grid import GRIDS, Cell, systems_of
 
-PARITY_S, KERNEL_PARITY_S, SHORT_S = 200.0, 120.0, 100.0
+PARITY_S, KERNEL_PARITY_S, SHORT_S, PROFILE_S = 200.0, 120.0, 100.0, 240.0
 CALLS = {
     1: "tokens and kernels are right, and kernels fast",
     2: "placements, launches and the link",
@@ -166,7 +166,7 @@ def _profile(setting: Setting) -> Step:
         sys.executable, "-m", "flexgen_h2o.hardware", "--device", setting.device, "--offload-dir",
         str(setting.offload_dir), "--output", str(output),
     )  # fmt: skip
-    return Step("profile", "figures", command, 2 * SHORT_S, output)
+    return Step("profile", "figures", command, PROFILE_S, output)
 
 
 def runs_of(steps: Sequence[Step], kind: str) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from flexgen_h2o.core.packing import window_of
-from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs, query_weight_table
+from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs, query_weights
 from flexgen_h2o.tiers.device import upload
 
 Move = tuple[int, int]  # from sequence, to sequence
@@ -54,6 +55,12 @@ class RowBudgets:
 
     def select(self, rows: slice | torch.Tensor) -> RowBudgets:
         return RowBudgets(*(t[rows] for t in vars(self).values()))
+
+
+@lru_cache(maxsize=16)
+def query_weight_table(decay: float, count: int, where: torch.device) -> torch.Tensor:
+    """(count,) fp32: `query_weights` of 0, 1, 2, ... queries."""
+    return upload(query_weights(torch.arange(count, dtype=torch.float32), decay), where)
 
 
 class NumbersOfRows(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import BaseWeightStream
+from flexgen_h2o.kvcache.eviction import H2ONorm
 from flexgen_h2o.tiers.stream import NOTHING
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import deferred_transfers, fake_card
@@ -117,16 +118,17 @@ def of_block(card: Card, phase: str, what: str) -> float:
     return sum(card.per_step(f"{phase} {kind}", what) for kind in ("attention", "mlp"))
 
 
-FAST_BLOCKS = {("llama", "h2o", True)}
+ONE_LAUNCH = {**EVICTIONS, "h2o-norm": H2ONorm(heavy_size=6, recent_size=3)}
+FAST_BLOCKS = {("llama", "h2o-norm", True)}
 
 
 @pytest.mark.parametrize(
-    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), FAST_BLOCKS)
+    ("family", "eviction", "packed"), some_slow(product(FAMILIES, ONE_LAUNCH, (False, True)), FAST_BLOCKS)
 )
 def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, packed: bool) -> None:
     """Nothing in a decode layer waits for the card."""
     folder = model_folder(tmp_path, CONFIGS[family])
-    _, card = on_fake_card(folder, "all on the device", EVICTIONS[eviction], compress_cache=packed)
+    _, card = on_fake_card(folder, "all on the device", ONE_LAUNCH[eviction], compress_cache=packed)
     told = {place: count for place, count in card.places.items() if place[0].startswith("decode")}
     assert of_block(card, "decode", "launch") <= 12, told
     assert of_block(card, "decode", "sync") == 0, told

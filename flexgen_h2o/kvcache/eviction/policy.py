@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
@@ -137,14 +137,6 @@ def query_weights(seen: torch.Tensor, decay: float) -> torch.Tensor:
         return seen
     step = math.log(decay)
     return ((seen.double() * step).expm1() / math.expm1(step)).float()  # exact for a decay close to 1 as well
-
-
-@lru_cache(maxsize=16)
-def query_weight_table(decay: float, count: int, where: torch.device) -> torch.Tensor:
-    """(count,) fp32: `query_weights` of 0, 1, 2, ... queries."""
-    import torch
-
-    return query_weights(torch.arange(count, dtype=torch.float32), decay).to(where)
 
 
 def best_of(rank: torch.Tensor, columns: Columns, count: torch.Tensor) -> torch.Tensor:

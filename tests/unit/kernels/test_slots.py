@@ -26,7 +26,7 @@ from flexgen_h2o.kernels.slots import (
     put_slots,
     put_slots_reference,
 )
-from flexgen_h2o.kvcache.eviction.policy import query_weight_table
+from flexgen_h2o.kvcache.rows import query_weight_table
 
 # Half: the result is rounded; everything before it is fp32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

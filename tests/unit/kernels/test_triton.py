@@ -43,7 +43,7 @@ from flexgen_h2o.kernels.prefill_attention import (
     column_sums,
     column_sums_reference,
 )
-from flexgen_h2o.kvcache.eviction.policy import query_weight_table
+from flexgen_h2o.kvcache.rows import query_weight_table
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
