@@ -90,6 +90,7 @@ class StepNumbers:
         self._budgets, self._needs = budgets, needs
         self._states: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._of_rows: dict[tuple[int, int, int, torch.device], NumbersOfRows] = {}
+        self._places: dict[int, torch.Tensor] = {}
 
     def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> NumbersOfRows:
         """Of the rows [first, end), `kv_heads` of them a sequence: ints, gains fp32. Worked out once."""
@@ -116,9 +117,11 @@ class StepNumbers:
 
     def whole_places(self, most: int) -> torch.Tensor:
         """(sequences,) int64: the places of the columns among the newest, which are whole beside packed slots; -1 for
-        none. most: room for them in a row."""
-        windows = torch.tensor([window_of(most, held) for held in self._budgets.slots.tolist()])
-        return torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
+        none. most: room for them in a row. Worked out once."""
+        if most not in self._places:
+            windows = torch.tensor([window_of(most, held) for held in self._budgets.slots.tolist()])
+            self._places[most] = torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
+        return self._places[most]
 
     def state(self, where: torch.device, whole: int = 0) -> torch.Tensor:
         """The state of the step (kernels/decode_step.StepSlots) on a card, which is copied there once. whole: room for
