@@ -42,14 +42,14 @@ class Watch:
     def __init__(self, rows: int, sweeps: int, with_card: bool) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if with_card else [])]
         self.profiler, self._mark = profile(activities=activities), record_function(SWEEPS)
-        self._rows, self._sweeps, self._seen = rows, sweeps, 0
+        self.sweeps, self._rows, self._seen = sweeps, rows, 0
 
     def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
         self._seen += len(rows)
         if self._seen == WARM_UP * self._rows:
             self.profiler.start()
             self._mark.__enter__()
-        elif self._seen == (WARM_UP + self._sweeps) * self._rows:
+        elif self._seen == (WARM_UP + self.sweeps) * self._rows:
             self._mark.__exit__(None, None, None)
             self.profiler.stop()
 
@@ -102,7 +102,7 @@ def counts(events: Iterable[dict[str, Any]], steps: int) -> dict[str, float]:
 
 def _run(llm: LLM, rows: int, prompt_len: int, watch: Watch) -> None:
     prompts = common.benchmark_rows(llm, rows, prompt_len)
-    new = WARM_UP + watch._sweeps + 1
+    new = WARM_UP + watch.sweeps + 1
     llm.run(prompts, SamplingParams(new, ignore_eos=True), lambda done: None, Callbacks(watch))
 
 

@@ -143,11 +143,11 @@ def _parity(setting: Setting) -> Iterator[Step]:
         yield Step(name, "tests", command, limit, found, environment)
 
 
-def _figures(setting: Setting, name: str, module: str, flags: str = "") -> Step:
+def _figures(setting: Setting, name: str, module: str, *flags: str) -> Step:
     output = setting.results / "runs" / f"{name}.json"
     command = (
         sys.executable, "-m", module, "--device", setting.device, "--quiet-wait", "0", "--output", str(output),
-        *flags.split(),
+        *flags,
     )  # fmt: skip
     return Step(name, "figures", command, SHORT_S, output)
 
@@ -155,8 +155,10 @@ def _figures(setting: Setting, name: str, module: str, flags: str = "") -> Step:
 def _launches(setting: Setting) -> Iterator[Step]:
     """Of two families. The LLaMA shape is small: launches do not depend on the width."""
     for name, own in _LAUNCHES.items():
-        flags = f"--model {setting.model} --prompt-len {setting.prompt_len} --offload-dir {setting.offload_dir} {own}"
-        yield _figures(setting, name, "bench.gpu.launches", flags)
+        yield _figures(
+            setting, name, "bench.gpu.launches", "--model", setting.model, "--prompt-len", str(setting.prompt_len),
+            "--offload-dir", str(setting.offload_dir), *own.split(),
+        )  # fmt: skip
 
 
 def _profile(setting: Setting) -> Step:

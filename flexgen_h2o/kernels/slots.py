@@ -272,14 +272,14 @@ def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
         dtype = torch.float32 if name in ("scores", "gains") else torch.int32
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype) or not tensor.is_contiguous() or columns < most:
             raise ValueError(f"attend: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
-    addresses = [getattr(state, name).data_ptr() for name in _OF_ROWS]
-    weights, now = state.query_weights, state.now
+    addresses = (getattr(state, name).data_ptr() for name in _OF_ROWS)
+    weights, now, of_weights = state.query_weights, state.now, (0, 0)
     if weights is not None:
         ok = now is not None and (now.shape, now.dtype, weights.dtype) == ((rows,), torch.int32, torch.float32)
         if now is None or not ok or not now.is_contiguous() or int(now.max()) + 2 > len(weights):
             raise mismatch("attend: now, query_weights", *([] if now is None else [now]), weights)
-        addresses += [now.data_ptr(), weights.data_ptr()]
-    return Scores._make([columns, *addresses, *[0] * (2 * (weights is None)), float(state.decay)])
+        of_weights = now.data_ptr(), weights.data_ptr()
+    return Scores._make([columns, *addresses, *of_weights, float(state.decay)])
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -29,7 +29,7 @@ _Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what
 
 
 # Weights wait for the space of a unit that is still computed with. KV that is needed sooner does not wait behind them.
-_WEIGHTS_APART = ("h2d",)
+_QUEUES_OF_WEIGHTS = {"h2d": "h2d weights"}
 
 
 class Lanes:
@@ -49,7 +49,7 @@ class Lanes:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         rows = [(lane, lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
-        rows += [(lane, name, name) for lane in _WEIGHTS_APART if lane in threads for name in [f"{lane} weights"]]
+        rows += [(lane, own, own) for lane, own in _QUEUES_OF_WEIGHTS.items() if lane in threads]
         self._queue_of_thread = [name for _, name, _ in rows]
         self._queues: dict[str, queue.SimpleQueue[_Job | None]]
         self._queues = {name: queue.SimpleQueue() for name in self._queue_of_thread}
@@ -69,8 +69,7 @@ class Lanes:
         return done
 
     def _queue_of(self, lane: str, name: str) -> str:
-        apart = f"{lane} weights"
-        return apart if apart in self._queues and name.endswith("weight") else lane
+        return _QUEUES_OF_WEIGHTS.get(lane, lane) if name.endswith("weight") else lane
 
     def count(self, lane: str, nbytes: int) -> None:
         """Count bytes that crossed a lane's link, inside a job of that or of another lane."""
