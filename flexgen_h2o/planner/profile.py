@@ -7,7 +7,6 @@ the dtype that is computed in. Written by `flexgen_h2o.hardware` and scripts/fit
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -40,8 +39,10 @@ SHIPPED = policies_folder() / "profiles"
 
 @dataclass(frozen=True)
 class Curve:
-    """A rate as a function of a size, by points of rising size. Between two points the seconds that one unit of work
-    takes are interpolated over log(size); outside them the nearest point holds.
+    """A rate as a function of a size, by points of rising size; outside them the nearest point holds.
+
+    Between two points size / rate is interpolated over the size. Work that takes a time of its own and a time for each
+    row lies on that line: a product of few rows takes as long as reading its matrix takes.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -55,8 +56,8 @@ class Curve:
         if i == 0 or i == len(self.points):
             return self.points[min(i, len(self.points) - 1)][1]
         (a, slow), (b, fast) = self.points[i - 1], self.points[i]
-        t = math.log(size / a) / math.log(b / a)
-        return 1 / ((1 - t) / slow + t / fast)
+        near, far = (b - size) * a, (size - a) * b
+        return (near + far) / (near / slow + far / fast)
 
     def scaled(self, factor: float) -> Curve:
         return Curve(tuple((size, rate * factor) for size, rate in self.points))

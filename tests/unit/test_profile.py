@@ -222,16 +222,19 @@ def test_curve_hits_its_points_and_lies_between_neighbours(curve: Curve, size: f
         assert curve.at(size) == near[0]
 
 
-def test_between_points_seconds_are_interpolated_over_the_logarithm() -> None:
+def test_between_points_the_time_grows_in_proportion_to_the_size() -> None:
     curve = Curve(((1.0, 1.0), (100.0, 4.0)))
-    assert 1 / curve.at(10.0) == pytest.approx((1 + 1 / 4) / 2)
+    assert 10 / curve.at(10.0) == pytest.approx(1 + 9 / 99 * (25 - 1))
+    few_rows = Curve(((1.0, 19e9), (16.0, 246e9)))  # bound by reading the matrix: 8 rows take no longer than 16
+    assert 1 / 19e9 < 8 / few_rows.at(8) < 16 / 246e9
     assert curve.scaled(2).at(10.0) == pytest.approx(2 * curve.at(10.0))
 
 
 def test_product_rate_goes_over_rows_and_width() -> None:
     assert RATES.matmul_rate(1, 64, 64) == 1e9
     assert RATES.matmul_rate(99, 5000, 7) == 4e9
-    assert 1 / RATES.matmul_rate(4, 256, 256) == pytest.approx(sum(1 / r for r in (1e9, 2e9, 3e9, 4e9)) / 4)
+    shares = ((1e9, 0.04), (2e9, 0.16), (3e9, 0.16), (4e9, 0.64))  # the lower point counts a fifth, of rows and width
+    assert 1 / RATES.matmul_rate(4, 256, 256) == pytest.approx(sum(share / rate for rate, share in shares))
 
 
 def test_profile_is_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
