@@ -40,8 +40,13 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="batch", description=__doc__)
     add = parser.add_argument
-    add("--input", type=file_name, help="a JSON line a request: OpenAI's batch lines, plain prompts, HELM requests")
-    add("--output", type=file_name, help=".jsonl, a line a row as it is done; what is in it is not done again")
+    add(
+        "--input",
+        "-i",
+        type=file_name,
+        help="a JSON line a request: OpenAI's batch lines, plain prompts, HELM requests",
+    )
+    add("--output", "-o", type=file_name, help=".jsonl, a line a row as it is done; what is in it is not done again")
     add("--force", action="store_true", help="go on with an output that was begun with other settings")
     add("--max-errors", type=count, metavar="N", help="end when more than N rows are errors (no limit)")
     add("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024, at least 4 blocks)")
@@ -67,19 +72,27 @@ def _parser() -> OneLineParser:
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    if args.output is None:
+    if args.output is None and not args.dry_run:
         raise UsageError("--output: is missing; name the .jsonl file that the job writes")
-    args.output = usable_path(args.output, "--output")
+    args.output = args.output and usable_path(args.output, "--output")
+    if args.status and args.dry_run:
+        raise UsageError("--status and --dry-run: give one of them")
     if args.status:
         return _show_status(args)
-    results_are_in(args.output)
-    _check_paths(args)
+    _check_input(args)
+    if not args.dry_run:
+        results_are_in(args.output)
+        _check_output(args)
     if args.ray_actors and args.ray is None:
         raise UsageError("--ray-actors: goes with --ray; give both")
     if args.ray is not None and (find_spec("ray") is None or find_spec("pyarrow") is None):
         raise UsageError("--ray: needs Ray Data; pip install -e '.[ray]' in a clone")
     policy, is_auto = policy_of(args)
     defaults, eviction = sampling_of(args), eviction_of(args, policy)
+    if args.dry_run:
+        from flexgen_h2o.jobs.job import plan_job
+
+        return plan_job(args, args.input, policy, is_auto, eviction, defaults)
     with contextlib.closing(OutputFile(args.output)) as output:
         from flexgen_h2o.jobs.job import run
 
@@ -94,9 +107,7 @@ def _show_status(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _check_paths(args: argparse.Namespace) -> None:
-    from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
-
+def _check_input(args: argparse.Namespace) -> None:
     if args.input is None:
         raise UsageError("--input: is missing; name the .jsonl file with the requests")
     args.input = usable_path(args.input, "--input")
@@ -104,6 +115,11 @@ def _check_paths(args: argparse.Namespace) -> None:
         raise UsageError(f"--input {args.input}: does not exist")
     if not args.input.is_file():
         raise UsageError(f"--input {args.input}: is not a file; it is read more than once")
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
+
     check_output_path(args.output)
     check_separate(args, ("input", "policy", "hardware"), ("output",))
     if args.input.resolve() in (path(args.output).resolve() for path in (sidecar_path, status_path)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
-from importlib import metadata
 
+import flexgen_h2o
 from flexgen_h2o.cli_common import called_as
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, SIGNAL_BASE
 from flexgen_h2o.core.units import aligned
@@ -18,7 +18,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("flexgen_h2o.chat", "talk to a model, its KV cache kept from turn to turn"),
     "plan": ("flexgen_h2o.policy_search", "find the fastest policy and say what it costs, before a run"),
     "hardware": ("flexgen_h2o.hardware", "measure this machine's hardware profile"),
+    "doctor": ("flexgen_h2o.doctor", "say what of this machine and installation would hurt a run"),
     "batch": ("flexgen_h2o.batch", "run a JSONL file of requests durably: it may be killed, and goes on"),
+    "run-batch": ("flexgen_h2o.batch", "the same, as vLLM calls it"),
     "cache": ("flexgen_h2o.cache", "list and remove the weights and files that are kept for later runs"),
     "evaluate": ("flexgen_h2o.evaluate", "measure what eviction costs: fidelity, own prompts, streams"),
 }
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_usage())
         return EXIT_DONE
     if verb == "--version":
-        print(f"flexgen-h2o {_version()}")
+        print(f"flexgen-h2o {flexgen_h2o.__version__}")
         return EXIT_DONE
     if verb not in VERBS:
         print(f"flexgen-h2o: unknown verb {verb!r}; known: {', '.join(VERBS)}", file=sys.stderr)
@@ -56,13 +58,6 @@ def main(argv: list[str] | None = None) -> int:
 def _usage() -> str:
     verbs = "\n".join(f"  {line}" for line in aligned([(verb, text) for verb, (_, text) in VERBS.items()]))
     return f"usage: flexgen-h2o VERB ... | --help | --version\n\n{verbs}\n\nflexgen-h2o VERB --help lists its flags."
-
-
-def _version() -> str:
-    try:
-        return metadata.version("flexgen-h2o")
-    except metadata.PackageNotFoundError:
-        return "(run from source, not installed)"
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ REPLACED = {
     "--sample-num": "give a file with as many prompts",
     "--input-path": "give --prompts FILE to flex_opt, or --input FILE to batch",
     "--output-path": "give --output FILE",
+    "--input-file": "give --input FILE, or -i",
+    "--output-file": "give --output FILE, or -o",
     "--model-name": "give --model",
     "--model-name-or-path": "give --model",
     "--model-arch": "the model's config says it; leave it out",

@@ -12,12 +12,12 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, positive
 from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy
-from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
@@ -28,6 +28,7 @@ from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.models.load import Model
+    from flexgen_h2o.planner.report import Answer
 
 
 EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in fields(EvictionSettings)}
@@ -80,9 +81,14 @@ def _help_of(f: Field[Any]) -> str:
     return text if f.default in (None, False) or isinstance(f.default, tuple) else f"{text} ({_as_text(f.default)})"
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names."""
+def add_engine_flags(parser: argparse.ArgumentParser, dry_run: bool = True) -> None:
+    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names.
+
+    dry_run: also --dry-run, which `open_llm` sees to.
+    """
     add = parser.add_argument
+    if dry_run:
+        add("--dry-run", action="store_true", help="print the plan and end: no weights are read, nothing is written")
     add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
     add("--path", type=not_empty, help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
     add("--revision", type=not_empty, help="branch, tag or commit of a hub id")
@@ -121,14 +127,24 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
 
 def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: Eviction) -> LLM:
-    """The model and tiers that the flags ask for. policy, is_auto: of `policy_of`."""
+    """The model and tiers that the flags ask for. policy, is_auto: of `policy_of`. With --dry-run the command ends
+    where the engine would be opened for the first time."""
     from flexgen_h2o.llm import LLM
 
     return LLM(
         args.model, AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
-        hardware=args.hardware,
+        hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
     )  # fmt: skip
+
+
+def _end_with(answer: Answer) -> NoReturn:
+    """--dry-run: the plan is what the run was asked for."""
+    from flexgen_h2o.planner.report import to_text
+
+    assert answer.plan is not None
+    print(to_text(answer, answer.plan, as_flags(answer.plan.policy)))
+    raise SystemExit(EXIT_DONE)
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser, without: str) -> None:
@@ -328,6 +344,13 @@ def _greedy(args: argparse.Namespace, at: Place) -> str:
     return f"nothing is drawn at --temperature {args.temperature:g}" if args.temperature < GREEDY_BELOW else ""
 
 
+def _beyond_positions(args: argparse.Namespace, at: Place) -> str:
+    is_rolling = args.positions == "rolling" or "positions=rolling" in (args.eviction or "")
+    if at.spec is None or is_rolling or args.max_len <= at.spec.max_positions:
+        return ""
+    return f"{at.spec.name} has {at.spec.max_positions} positions"
+
+
 def _if(text: str, holds: Callable[[argparse.Namespace], object]) -> Reason:
     return lambda args, at: text if holds(args) else ""
 
@@ -359,7 +382,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
             "--debug-mode breakdown is serial", lambda args: args.overlap and args.debug_mode == "breakdown"
         ),
     },
-    "chat": {**_ENGINE, **_SAMPLING},
+    "chat": {**_ENGINE, **_SAMPLING, "max_len": _beyond_positions},
     "batch": _ENGINE,
     "batch --status": {
         **dict.fromkeys(("output", "status"), lambda args, at: ""),

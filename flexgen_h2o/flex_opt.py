@@ -195,6 +195,8 @@ def _check(args: argparse.Namespace) -> None:
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.pipeline:
         raise UsageError(f"{cut_short}: not with --pipeline, whose processes run to the end together; leave it out")
+    if args.dry_run and args.pipeline:
+        raise UsageError("--dry-run: not with --pipeline, whose processes plan their own layers; leave one of them out")
     if args.num_inner_iterations and not args.pipeline:
         raise UsageError("--num-inner-iterations: goes with --pipeline; give both")
     if cut_short and args.prompts is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -44,10 +45,18 @@ from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
-from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model
+from flexgen_h2o.models.load import (
+    Model,
+    content_digests,
+    find_checkpoint,
+    find_model,
+    has_safetensors,
+    said_dtype,
+)
 from flexgen_h2o.planner.plans import Planner
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.planner.report import Answer
 from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
@@ -62,7 +71,8 @@ class LLM:
     random weights at the true shape. policy: a `Policy`, "auto", a policy file, or `AutoPolicy(base)`. dtype: "auto"
     takes the checkpoint's (float16 becomes bfloat16 on a CPU). budget: bytes by tier, by default what is free less a
     margin. hardware: the profile that plans are made with, its file or the name of a shipped one; by default this
-    machine's, measured by `python -m flexgen_h2o.hardware`.
+    machine's, measured by `python -m flexgen_h2o.hardware`. on_plan: for a dry run, called with the plan of the first
+    rows where the engine would be opened; it ends the run by raising. Weights are neither fetched nor imported then.
 
     Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`, CheckpointChangedError there, after
     which a new LLM is needed. Nothing big is allocated before the first `generate`. Close it, or use it as a context
@@ -74,7 +84,7 @@ class LLM:
         self, model: str | Path = "opt-tiny", policy: Policy | AutoPolicy | str | Path = "auto",
         eviction: object = None, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
         offload_dir: str | Path | None = None, path: str | Path | None = None, revision: str | None = None,
-        hardware: HardwareProfile | str | Path | None = None,
+        hardware: HardwareProfile | str | Path | None = None, on_plan: Callable[[Answer], NoReturn] | None = None,
     ) -> None:  # fmt: skip
         self._eviction = check_eviction(eviction)
         self.asked_policy = read_policy_argument(policy)
@@ -90,7 +100,8 @@ class LLM:
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self.offload_dir = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
         name, where = _text("model", model), _text_or_none("path", path)
-        self.model: Model = find_model(name, where, _text_or_none("revision", revision))
+        self._on_plan = on_plan
+        self.model: Model = find_model(name, where, _text_or_none("revision", revision), weights=on_plan is None)
         self._asked_dtype = None if dtype == "auto" else _text("dtype", dtype)
         if self._asked_dtype is not None and self._asked_dtype not in DTYPE_BYTES:
             raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
@@ -162,15 +173,20 @@ class LLM:
     @property
     def dtype(self) -> str:
         """The compute dtype, which weights and KV are held in."""
-        stored = RANDOM_DTYPE if self.model.random else self._checkpoint.dtype
-        return self._device.compute_dtype(self._asked_dtype, stored)
+        return self._device.compute_dtype(self._asked_dtype, RANDOM_DTYPE if self.model.random else self._stored_dtype)
+
+    @property
+    def _stored_dtype(self) -> str:
+        """Of the checkpoint; in a dry run as its config says, where the weights are not there to be looked at."""
+        model = self.model
+        return said_dtype(model) if self._on_plan and not has_safetensors(model) else self._checkpoint.dtype
 
     @property
     def precision_note(self) -> str | None:
         """What "auto" changed about the checkpoint's precision, for the user to know; None when nothing."""
-        if self.model.random or self._asked_dtype is not None or self.dtype == self._checkpoint.dtype:
+        if self.model.random or self._asked_dtype is not None or self.dtype == self._stored_dtype:
             return None
-        return f"{self._checkpoint.dtype} weights are computed in {self.dtype} here; --dtype float32 loses nothing"
+        return f"{self._stored_dtype} weights are computed in {self.dtype} here; --dtype float32 loses nothing"
 
     @property
     def num_layers(self) -> int:
@@ -361,6 +377,8 @@ class LLM:
         self._check_eviction()
         budgets, part, dtype = self._budgets(), planner.part, getattr(torch, self.dtype)
         planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
+        if self._on_plan is not None:
+            self._on_plan(planner.answer(rows, planned, self.asked_policy, budgets))
         self._policy = policy = planned.policy
         form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
         places = {self._device.torch_device, *([torch.device("cpu")] if policy.cpu_cache_compute else [])}

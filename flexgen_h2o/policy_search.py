@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog=own_name("policy_search"), description=__doc__)
-    add_engine_flags(parser)
+    add_engine_flags(parser, dry_run=False)
     add_eviction_flags(parser)
     add = parser.add_argument
     add("--prompt-len", type=positive, default=512, help="tokens of a prompt (512)")

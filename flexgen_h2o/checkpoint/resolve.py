@@ -193,11 +193,11 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     folder = Path(found)
-    complete = (folder / CONFIG_NAME).is_file() and (not weights or _has_weights(folder))
+    complete = (folder / CONFIG_NAME).is_file() and (not weights or has_weights(folder))
     return folder if complete else None
 
 
-def _has_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     """Whether every file of a checkpoint is there: a download may have stopped in between."""
     names = names_in(folder)
     if names is None or any((folder / single).is_file() for single, _ in (SAFETENSORS, BIN)):

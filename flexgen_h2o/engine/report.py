@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.engine.resources import Engine
 
 MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
+NOT_MEASURED = "this machine was not measured (python -m flexgen_h2o.hardware: 1 to 2 minutes)"
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 KV_FACTS = ("slots", "bytes", "full_bytes")
 PREDICTIONS = ("prefill_s", "decode_s")
@@ -291,7 +292,7 @@ def prediction_line(report: RunReport) -> str:
     if said["prefill_s"] is None or said["decode_s"] is None:
         return f"predicted: nothing, the profile {profile} does not know this dtype"
     if profile == "nominal":  # round figures of some machine: several times off
-        return "predicted: nothing, this machine was not measured (python -m flexgen_h2o.hardware: 1 to 2 minutes)"
+        return f"predicted: nothing, {NOT_MEASURED}"
     phases = (("prefill", said["prefill_s"], report.prefill), ("decode", said["decode_s"], report.decode))
     figures = ", ".join(f"{name} {s:.3f} s (measured {phase.seconds:.3f} s)" for name, s, phase in phases)
     busy = f" ({MEASURED_BUSY})" if report.extra.get("profile_disturbed") else ""

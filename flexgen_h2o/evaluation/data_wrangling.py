@@ -15,11 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import check_files, count, file_name, not_empty, positive, results_are_in
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError, json_reason
-from flexgen_h2o.core.files import check_folder, read_bounded, usable_path, write_result
+from flexgen_h2o.core.files import read_bounded, usable_path, write_result
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
-from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, add_press_flag, dropped_share, write_press_run
+from flexgen_h2o.evaluation.kvpress import (
+    RATIO_OF,
+    PressRun,
+    add_press_flag,
+    check_press_folder,
+    dropped_share,
+    write_press_run,
+)
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -43,7 +50,7 @@ Counts = dict[str, float | int | None]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of the workflow, with fm_data_tasks' spellings."""
     parser.set_defaults(run=run)
-    add_engine_flags(parser)
+    add_engine_flags(parser, dry_run=False)  # the script that this follows has a --dry-run of its own
     add_eviction_flags(parser)
 
     def add(flag: str, *more: str, **how: Any) -> None:
@@ -128,8 +135,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.seed + args.num_trials > 2**32:
         raise UsageError(f"--seed {args.seed}: must be below 2**32, with --num-trials")
     args.output_dir = usable_path(args.output_dir, "--output-dir")
-    if args.kvpress_dir is not None:
-        args.kvpress_dir = check_folder(args.kvpress_dir, "--kvpress-dir")
+    check_press_folder(args)
     if "/" in args.run_tag or args.run_tag in (".", ".."):
         raise UsageError(f"--run-tag {args.run_tag}: is the name of a folder, without /")
 

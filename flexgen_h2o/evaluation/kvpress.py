@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import file_name
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.files import read_bounded, replacing, write_whole
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.files import check_folder, read_bounded, replacing, write_whole
 from flexgen_h2o.kvcache.eviction import Full
 
 if TYPE_CHECKING:
@@ -63,6 +63,14 @@ class PressRun:
             "compression_ratio": self.compression_ratio, "fraction": self.fraction, **self.settings,
         }  # fmt: skip
         return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items())
+
+
+def check_press_folder(args: argparse.Namespace) -> None:
+    """Expand --kvpress-dir. UsageError where no folders could be made in it."""
+    if args.kvpress_dir is not None:
+        args.kvpress_dir = check_folder(args.kvpress_dir, FLAG)
+        if args.kvpress_dir.exists() and not args.kvpress_dir.is_dir():
+            raise UsageError(f"{FLAG} {args.kvpress_dir}: is a file; name a folder")
 
 
 def add_press_flag(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import check_folder, usable_path
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
-from flexgen_h2o.evaluation.kvpress import add_press_flag
+from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder
 from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, INSTALL, kept_results, lm_eval_here, writing_is_checked
 from flexgen_h2o.flags import (
     add_engine_flags,
@@ -178,7 +178,8 @@ def check_tasks(args: argparse.Namespace) -> list[str]:
 def _evaluate(args: argparse.Namespace) -> int:
     """Run tasks; returns the exit code."""
     names = check_tasks(args)
-    for name in ("output_path", "use_cache", "kvpress_dir"):
+    check_press_folder(args)
+    for name in ("output_path", "use_cache"):
         if getattr(args, name) is not None:
             setattr(args, name, check_folder(getattr(args, name), flag_of(name)))
     policy, is_auto = policy_of(args)

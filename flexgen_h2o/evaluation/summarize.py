@@ -27,10 +27,10 @@ from flexgen_h2o.cli_common import (
 )
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, TooLongError, UsageError
-from flexgen_h2o.core.files import check_folder, read_json, replacing, usable_path, write_whole
+from flexgen_h2o.core.files import read_json, replacing, usable_path, write_whole
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, read_records, shortened
-from flexgen_h2o.evaluation.kvpress import add_press_flag, file_label
+from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder, file_label
 from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
 from flexgen_h2o.flags import add_engine_flags, add_sampling_flags, compression_flags, open_llm, policy_of, sampling_of
 from flexgen_h2o.kvcache.eviction import POLICIES, Full
@@ -130,6 +130,13 @@ def run(args: argparse.Namespace) -> int:
         for cell in cells:  # what is refused, a dtype too, is refused before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
+        if args.dry_run:  # of the first cell, which holds the most
+            from flexgen_h2o.jobs.input import Line
+            from flexgen_h2o.jobs.job import plan_lines
+
+            lines = _request_lines(args, llm.model, fields, {"articles": 0, "cut": 0, "skipped": 0})
+            llm.eviction = cells[0].case.eviction
+            plan_lines(llm, (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1)), sampling_of(args))
         facts = {**_prepare(args, llm, fields, cells[0].output), "articles_in_input": total}
         facts["compression"], column = compression_flags(policy), _column(llm, policy)
     return _run_cells(args, cells, facts, column, policy, is_auto)
@@ -184,15 +191,14 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     sampling_of(args)
     if args.plot is not None:
         check_picture(args.plot)
-    if args.kvpress_dir is not None:
-        args.kvpress_dir = check_folder(args.kvpress_dir, "--kvpress-dir")
+    check_press_folder(args)
     cells = _cells(args)
     if args.output is not None and len(cells) > 1:
         raise UsageError(f"--output {args.output}: takes one cell, and there are {len(cells)}; give --output-dir DIR")
     if args.output is None:
-        args.output_dir = _made_folder(usable_path(args.output_dir, "--output-dir"), "--output-dir")
-    for cell in cells:
-        check_output_path(cell.output)
+        args.output_dir = usable_path(args.output_dir, "--output-dir")
+    if not args.dry_run:
+        _make_folders(args, cells)
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
     if missing:
         raise UsageError(f"summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone")
@@ -200,12 +206,15 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-def _made_folder(folder: Path, flag: str) -> Path:
+def _make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    folder = args.output_dir
     try:
-        folder.mkdir(exist_ok=True)
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{flag} {folder}: {error.strerror or error}; its parent must be there") from error
-    return folder
+        raise UsageError(f"--output-dir {folder}: {error.strerror or error}; its parent must be there") from error
+    for cell in cells:
+        check_output_path(cell.output)
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:

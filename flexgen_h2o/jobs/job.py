@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.core.units import format_seconds
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import PLACEMENT, open_llm, place_of, say_idle_flags
-from flexgen_h2o.jobs.input import Cut, begins_as, read_cut, scan_input
+from flexgen_h2o.jobs.input import Cut, Line, begins_as, read_cut, read_lines, scan_input
 from flexgen_h2o.jobs.on_ray import Opening, ray_at, ray_job
 from flexgen_h2o.jobs.output import OutputFile
-from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Before, Job, JobWriter, rows_before
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.runner import Before, Job, JobWriter, prompts_and_params, rows_before
 from flexgen_h2o.jobs.sidecar import DONE, Sidecar, Status, differences, read_sidecar, sidecar_path, spared_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
@@ -38,10 +38,42 @@ def run_job(
     args: argparse.Namespace, source: Path, target: Path, policy: Policy, is_auto: bool, eviction: Eviction,
     defaults: SamplingParams,
 ) -> int:  # fmt: skip
-    """`run` for another command, from the requests in `source` to the output `target`; returns the exit code."""
+    """`run` for another command, from the requests in `source` to the output `target`; returns the exit code. With
+    --dry-run it ends with the plan."""
     of_job = argparse.Namespace(**{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target})
+    if vars(args).get("dry_run"):
+        return plan_job(of_job, source, policy, is_auto, eviction, defaults)
     with contextlib.closing(OutputFile(target)) as output:
         return run(of_job, output, policy, is_auto, eviction, defaults)
+
+
+def plan_job(
+    args: argparse.Namespace, source: Path, policy: Policy, is_auto: bool, eviction: Eviction,
+    defaults: SamplingParams,
+) -> int:  # fmt: skip
+    """--dry-run: the plan for all requests in `source`, whatever an output has of them. Writes nothing."""
+    scan_input(source)  # refuses what the job would
+    with open_llm(args, policy, is_auto, eviction) as llm:
+        llm.share_prefix = args.share_prefix
+        llm.check_plan()
+        plan_lines(llm, read_lines(source), defaults)
+    return EXIT_DONE
+
+
+def plan_lines(llm: LLM, lines: Iterable[Line], defaults: SamplingParams) -> None:
+    """Plan for these requests in an `llm` that is opened for a dry run. UsageError where none of them can be run."""
+    reader, requests, errors = RequestReader(llm.model, defaults), list[Request](), list[str]()
+    for line in lines:
+        try:
+            requests.append(reader.read(line))
+        except RowError as error:
+            errors.append(f"line {line.number}: {error}")
+    if errors and requests:
+        told = f"{len(errors)} of {len(errors) + len(requests)} requests would be error rows; the first: {errors[0]}"
+        note("batch", told)
+    if not requests:
+        raise UsageError(f"--input: no request in it that can be run{f' ({errors[0]})' if errors else ''}")
+    llm.prepare(*prompts_and_params(requests))
 
 
 def run(

@@ -241,7 +241,7 @@ class Job:
         before a restart, are run in parts.
         """
         try:
-            block_size = self._llm.prepare(*_prompts_and_params(requests)).block_size
+            block_size = self._llm.prepare(*prompts_and_params(requests)).block_size
         except DoesNotFitError as error:
             fitting, others = self._fitting_alone(requests)
             fits_by_now = not others and len(requests) == 1  # somebody else held memory in between
@@ -258,7 +258,7 @@ class Job:
         self._window_rows = window_rows(block_size, self._asked_window)
         self._running = {request.prompt.index: request for request in requests}
         self._has_run = True
-        prompts, params = _prompts_and_params(requests)
+        prompts, params = prompts_and_params(requests)
         report = self._llm.run(
             prompts, params, self._finish, Callbacks(listener=self._sink), refill=self._refill, more=more
         )  # fmt: skip
@@ -268,17 +268,17 @@ class Job:
     def _next_window(self) -> PromptsAndParams | None:
         """The rows that enter the running block next; None at the end, and where the open engine has no room."""
         requests = self._fill(self._window_rows)
-        if not requests or not self._llm.has_room(*_prompts_and_params(requests)):
+        if not requests or not self._llm.has_room(*prompts_and_params(requests)):
             return None
         self._running |= {request.prompt.index: request for request in self._take(len(requests))}
-        return _prompts_and_params(requests)
+        return prompts_and_params(requests)
 
     def _fitting_alone(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """Those that fit the budgets in a block of their own, and those that do not, the smallest first."""
 
         def is_too_large(request: Request) -> bool:
             try:
-                self._llm.check_fit(*_prompts_and_params([request]))
+                self._llm.check_fit(*prompts_and_params([request]))
             except DoesNotFitError:
                 return True
             return False
@@ -306,5 +306,5 @@ def window_rows(block_size: int, asked: int | None) -> int:
     return -(-rows // block_size) * block_size
 
 
-def _prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
+def prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
     return [request.prompt for request in requests], [request.params for request in requests]

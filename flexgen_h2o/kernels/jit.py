@@ -195,6 +195,7 @@ def decoded(code, ends):  # type: ignore[no-untyped-def]
     return np.float32(np.int32(code)) * scale + least
 
 
-def is_kept() -> bool:
-    """Whether compiled code is cached on disk, for other processes and later ones."""
-    return getattr(getattr(exp2, "_cache", None), "cache_path", None) is not None
+def kept_in() -> Path | None:
+    """The folder in which compiled code is cached, for other processes and later ones; None where there is none."""
+    folder = getattr(getattr(exp2, "_cache", None), "cache_path", None)
+    return None if folder is None else Path(folder)

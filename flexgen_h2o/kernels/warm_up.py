@@ -44,9 +44,9 @@ def compile_subprocess(function: Callable[..., object], *arguments: object) -> N
     Where some are not yet, another process calls it first. function: of a module; arguments: can be pickled. The call
     may end at any loop and begin anew. Where nothing can be kept on disk, or no process started, this one compiles.
     """
-    from flexgen_h2o.kernels.jit import is_kept
+    from flexgen_h2o.kernels.jit import kept_in
 
-    if is_kept() and sys.executable:
+    if kept_in() is not None and sys.executable:
         try:
             with _refusing_to_compile():
                 function(*arguments)

@@ -28,7 +28,9 @@ from flexgen_h2o.checkpoint import (
 )
 from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label, sample_digest, states_of
 from flexgen_h2o.checkpoint.formats import PackedFormat
-from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, find_folder
+from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, find_folder, has_weights
+from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, names_in
+from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import TooLongError, UsageError
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
@@ -173,10 +175,13 @@ class Model:
         return found
 
 
-def find_model(model: str, path: str | None, revision: str | None = None) -> Model:
-    """Locate a model and read its shape; no weights are read. UsageError says what is wrong and the way out."""
+def find_model(model: str, path: str | None, revision: str | None = None, weights: bool = True) -> Model:
+    """Locate a model and read its shape; no weights are read. UsageError says what is wrong and the way out.
+
+    weights: False fetches none either.
+    """
     with _suggesting(model):
-        source: ModelSource = resolve(model, path, revision)
+        source: ModelSource = resolve(model, path, revision, weights)
     if source.folder is not None:
         files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_TOKENIZER_EXTRAS))
         with _quiet():
@@ -191,6 +196,17 @@ def find_model(model: str, path: str | None, revision: str | None = None) -> Mod
             " config.json; with a quantization_config in it they are in that format"
         )
     return Model(built_in[0].name, *built_in, None, True, None)
+
+
+def has_safetensors(model: Model) -> bool:
+    """Are its weights all there, to be read in place?"""
+    return model.folder is not None and names_in(model.folder) == SAFETENSORS and has_weights(model.folder)
+
+
+def said_dtype(model: Model) -> str:
+    """The float dtype of its weights as its config has it; transformers takes float32 where it says none."""
+    said = str(model.config.get("dtype") or model.config.get("torch_dtype")).removeprefix("torch.")
+    return said if said in DTYPE_BYTES else "float32"
 
 
 def find_spec(model: str, path: str | None, revision: str | None = None) -> ModelSpec:

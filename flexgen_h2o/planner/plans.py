@@ -28,11 +28,13 @@ from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import calmer, profile_of_this_machine
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
-from flexgen_h2o.planner.search import search
+from flexgen_h2o.planner.report import Answer
+from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity
 
 # Measuring takes about a minute: worth it before a run that will take longer than this.
 WORTH_MEASURING_S = 600.0
 MEASURING_BYTES = 5 * GIB // 4  # of RAM
+MOST_SIMULATED = 64  # blocks of a plan that is told: some 20 ms each
 Groups = Sequence[Sequence[Sequence[PromptGroup]]]  # of the micro-batches of blocks
 
 
@@ -168,10 +170,33 @@ class Planner:
         need = self._need(rows, policy)
         return self.predict_groups(policy, need, plan, self._groups(rows, policy, need.common))
 
-    def predict_groups(self, policy: Policy, need: WorkloadShape, plan: MemoryPlan, blocks: Groups) -> Prediction:
-        """The cost of these blocks; equal ones are simulated once."""
-        counted = Counter(tuple(Batch.of(groups) for groups in block) for block in blocks)
-        return predict(self.part.spec, policy, need, self._machine, plan, list(counted.items()))
+    def answer(
+        self, rows: Sequence[Row], planned: Planned, asked: Policy | AutoPolicy, budgets: dict[str, int | None]
+    ) -> Answer:
+        """All that is known of a plan for these rows before they run; its seconds are those of rows of which none ends
+        early. Of many different blocks some are simulated. UsageError where the profile does not know the dtype."""
+        self.check_dtype()
+        policy, need = planned.policy, self._need(rows, planned.policy)
+        blocks = self._groups(rows, policy, need.common)
+        prediction = self.predict_groups(policy, need, planned.memory, blocks, MOST_SIMULATED)
+        prediction = replace(prediction, new_tokens=sum(row.max_new for row in rows))
+        space = SearchSpace(self.part.spec, need, policy, self._machine, budgets)
+        sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
+        return Answer(
+            space, self.part.eviction.to_json(), isinstance(asked, AutoPolicy), policy,
+            Plan(policy, planned.memory, prediction), is_even=len(sizes) == 1,
+            disk_read_bytes=disk_reads(space, policy), s_per_gib=sensitivity(space, policy),
+        )  # fmt: skip
+
+    def predict_groups(
+        self, policy: Policy, need: WorkloadShape, plan: MemoryPlan, blocks: Groups, most: int = sys.maxsize
+    ) -> Prediction:
+        """The cost of these blocks; equal ones are simulated once, and of more than `most` every n-th for n."""
+        counted = list(Counter(tuple(Batch.of(groups) for groups in block) for block in blocks).items())
+        step = -(-len(counted) // most)
+        parts = [counted[i : i + step] for i in range(0, len(counted), step)]  # rows are sorted by length: alike
+        middle = [(part[len(part) // 2][0], sum(count for _, count in part)) for part in parts]
+        return predict(self.part.spec, policy, need, self._machine, plan, middle)
 
     def _plan(
         self, rows: Sequence[Row], asked: Policy | AutoPolicy, own: WorkloadShape, before: Planned | None,

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes, prices_of
-from flexgen_h2o.engine.report import MEASURED_BUSY
+from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.predict import PHASES
+from flexgen_h2o.planner.profile import NOMINAL
 
 if TYPE_CHECKING:
     from flexgen_h2o.planner.lp import SearchSpace
@@ -40,7 +41,8 @@ class Answer:
     switches only. policy: that was found or given, None when none fits. plan: what it costs, None when it does not fit,
     and then `problem` says why. seconds: of looking for it. Where there is a plan, s_per_gib: seconds that a GiB more
     on a tier saves (search.sensitivity); disk_read_bytes: during the sweeps; more: budgets a little larger that save
-    most. kv_loss: with --kv-loss small, what the tables say that the policy costs (SMALL_LOSSES).
+    most. kv_loss: with --kv-loss small, what the tables say that the policy costs (SMALL_LOSSES). is_even: rows are
+    equally long.
     """
 
     space: SearchSpace
@@ -54,6 +56,7 @@ class Answer:
     disk_read_bytes: float = 0.0
     more: More | None = None
     kv_loss: float | None = None
+    is_even: bool = True
 
     @property
     def workload(self) -> dict[str, Any]:
@@ -114,10 +117,12 @@ def _details(answer: Answer) -> dict[str, Any]:
     }
 
 
-def to_text(answer: Answer, plan: Plan, flags: str, command: str) -> str:
-    """The answer's plan for a terminal. flags: the policy's; command: runs it."""
-    how = f"found in {format_seconds(answer.seconds)}" if answer.searched else "as given"
-    policy = [f"policy, {how}:", f"  {flags}", "run it:", f"  {command}", *_of_one_block(answer, plan)]
+def to_text(answer: Answer, plan: Plan, flags: str, command: str | None = None) -> str:
+    """The answer's plan for a terminal. flags: the policy's; command: runs it, None where it is what was called."""
+    took = f"found in {format_seconds(answer.seconds)}" if answer.seconds else "found"
+    policy = [f"policy, {took if answer.searched else 'as given'}:", f"  {flags}"]
+    if command is not None:
+        policy += ["run it:", f"  {command}", *_of_one_block(answer, plan)]
     end = [
         *_gains(answer, plan),
         f"throughput: {three_digits(plan.prediction.tokens_per_s)} new tokens a second",
@@ -138,10 +143,11 @@ def _of_one_block(answer: Answer, plan: Plan) -> Iterator[str]:
 
 def _about(answer: Answer) -> Iterator[str]:
     need, machine = answer.space.need, answer.space.machine
+    most = "" if answer.is_even else "at most "
     kept = f"{answer.eviction['name']}, {max(need.slots)} KV slots a row" if need.record else "full KV cache"
     yield (
         f"{answer.space.spec.name} in {machine.dtype}: {_counted(need.rows, 'prompt')} of "
-        f"{_counted(need.prompt_len, 'token')}, {_counted(need.gen_len, 'new token')} each, {kept}"
+        f"{most}{_counted(need.prompt_len, 'token')}, {most}{_counted(need.gen_len, 'new token')} each, {kept}"
     )
     where = "device and host are one tier" if machine.device_is_host else "device, host and disk"
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
@@ -150,6 +156,8 @@ def _about(answer: Answer) -> Iterator[str]:
     if answer.kv_loss is not None:
         yield f"quality: KL {answer.kv_loss:g} nats to the full cache for opt-tiny (docs/quality.md, the KV frontier)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
+    if machine.profile.machine == NOMINAL:
+        yield f"seconds may be several times off: {NOT_MEASURED}"
     yield _checkpoint(answer)
 
 

@@ -308,14 +308,18 @@ def resolve_budgets(
 
 def free_host_bytes() -> int:
     """RAM that can be taken now: what the machine has available, or the cgroup's limit leaves."""
-    free = int(psutil.virtual_memory().available)
+    free, limit = int(psutil.virtual_memory().available), memory_limit()
+    return free if limit is None else min(free, limit[0] - limit[1])
+
+
+def memory_limit() -> tuple[int, int] | None:
+    """Bytes that the cgroup may hold, and those that it holds; None without a limit that can be read."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-            # Clean page cache counts as used there, but is given back when memory is asked for.
-            used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            free = min(free, int(limit) - used)
+        if limit == "max":
+            return None
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # Clean page cache counts as used there, but is given back when memory is asked for.
+        return int(limit), int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
     except (OSError, ValueError):
-        pass  # no cgroup limit
-    return free
+        return None

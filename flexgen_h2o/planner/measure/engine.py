@@ -154,6 +154,11 @@ class DiskProbe:
     def nbytes(self) -> int:
         return self._pieces * len(self._buffers[0])
 
+    @property
+    def is_direct(self) -> bool:
+        """Does the file system take O_DIRECT?"""
+        return self._file.direct
+
     def rates(self) -> Figures:
         """Of a file whose space was written before, as that of a run's scratch files soon is."""
         generator, page = random.Random(0), self._buffers[0][:PAGE]

@@ -84,7 +84,7 @@ def measure(
     opened = open_device(device, separate_budget=False)
     check_space(offload_dir)
     dtypes, notes = dtypes or opened.dtypes, dict[str, str]()
-    with _scratch(offload_dir) as scratch, torch.inference_mode():
+    with open_scratch(offload_dir) as scratch, torch.inference_mode():
         profile = _blank(opened, offload_dir)
         progress(profile.description)
         setup = _Setup.warm(opened, scratch, sizes, dtypes[0])
@@ -111,7 +111,7 @@ def measure_again(
         return profile
     check_space(offload_dir)
     progress(f"the machine is quiet: measuring what was disturbed before ({', '.join(busy)}), for some seconds")
-    with _scratch(offload_dir) as scratch, torch.inference_mode():
+    with open_scratch(offload_dir) as scratch, torch.inference_mode():
         setup = _Setup.warm(opened, scratch, _quick(HOST if opened.is_host else CARD), next(iter(profile.compute)))
         for part in busy:
             notes: dict[str, str] = {}
@@ -185,7 +185,7 @@ class _Setup:
     def _memory(self) -> Figures:
         """Where the host computes, the link is that of the stand-in device, for three tiers without a card."""
         device, host_rate = self.device.device, memory_rate(self.host)
-        with _mover(StandInDevice() if device.is_host else device) as mover:
+        with open_mover(StandInDevice() if device.is_host else device) as mover:
             link = link_rates(Bench(mover.device, self.host.sizes), mover)
         return {
             "host_memory_bytes_per_s": host_rate,
@@ -196,7 +196,7 @@ class _Setup:
         }
 
     def _disk(self) -> Figures:
-        with _mover(self.host.device) as mover:
+        with open_mover(self.host.device) as mover:
             probe = DiskProbe(self.host, mover, self.scratch)
             try:
                 dtype = getattr(torch, self.device.device.dtypes[0])
@@ -245,7 +245,7 @@ def is_quiet() -> bool:
 
 
 @contextmanager
-def _mover(device: Device) -> Iterator[Mover]:
+def open_mover(device: Device) -> Iterator[Mover]:
     """A mover with the lanes of a run."""
     lanes = Lanes(LANE_THREADS, Timeline())
     try:
@@ -256,7 +256,7 @@ def _mover(device: Device) -> Iterator[Mover]:
 
 
 @contextmanager
-def _scratch(offload_dir: Path) -> Iterator[Scratch]:
+def open_scratch(offload_dir: Path) -> Iterator[Scratch]:
     """A folder that is gone afterwards, however this ends; what kill -9 leaves, the next run removes."""
     with interrupts.held():
         scratch = Scratch(offload_dir)

@@ -157,7 +157,7 @@ def test_a_disk_that_is_full_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_where_nothing_can_be_kept_this_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "is_kept", lambda: False)
+    monkeypatch.setattr(jit, "kept_in", lambda: None)
     monkeypatch.setattr(warm_up_module, "_call_in_a_process", pytest.fail)
     calls: list[object] = []
     compile_subprocess(calls.append, 1)

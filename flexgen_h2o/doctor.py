@@ -1,0 +1,265 @@
+"""`python -m flexgen_h2o.doctor`: what of this machine and this installation a run would suffer from, in some seconds.
+
+A line for each finding: `ok`, or `look` with what to do. Ends with 1 where one of them makes runs slow or fail.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from flexgen_h2o.cli_common import OneLineParser, not_empty, run_cli
+from flexgen_h2o.core.errors import EXIT_DONE, EXIT_FAILED, FlexgenError
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
+from flexgen_h2o.core.units import GIB, MIB, aligned, format_bytes
+
+SLOW_DISK = 5e8  # bytes a second, of reads
+LITTLE_MEMORY = 2 * GIB  # free: torch, numba and small buffers take about 1 GiB
+FULL_DISK = 10 * GIB
+PROBED_BYTES, PROBED_S = 256 * MIB, 0.4
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+OLD_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups of version 1
+CARD_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+MEASURE = "measure it: flexgen-h2o hardware, one to two minutes"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """advice: what to do, where something is to be done. hurts: runs are slow, or fail, as it is."""
+
+    name: str
+    text: str
+    advice: str = ""
+    hurts: bool = False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 where a finding hurts (docs/cli.md)."""
+    return run_cli("doctor", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="doctor", description=__doc__)
+    where = f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})"
+    parser.add_argument("--offload-dir", type=not_empty, default=DEFAULT_OFFLOAD_DIR, help=where)
+    return parser
+
+
+def _run(argv: list[str] | None) -> int:
+    folder = usable_path(_parser().parse_args(argv).offload_dir, "--offload-dir")
+    found = [*findings(folder)]
+    lines = [
+        ("look", one.name, f"{one.text}; {one.advice}") if one.advice else ("ok", one.name, one.text) for one in found
+    ]
+    print("\n".join(aligned(lines)))
+    return EXIT_FAILED if any(one.hurts for one in found) else EXIT_DONE
+
+
+def findings(offload_dir: Path) -> Iterator[Finding]:
+    """All of them, in the order in which they are shown."""
+    yield from installed()
+    yield numba_cache()
+    yield wait_policy(os.environ.get("OMP_WAIT_POLICY", ""))
+    yield threads()
+    yield from memory()
+    yield huge_pages()
+    yield card()
+    yield disk(offload_dir)
+    yield profile(offload_dir)
+
+
+# ---- The installation
+
+
+def installed() -> Iterator[Finding]:
+    """Versions beside those that are tested, and extras: what the package's own metadata says of them."""
+    from packaging.requirements import Requirement
+
+    names = ("torch", "transformers", "numba")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+    try:
+        told = [Requirement(line) for line in metadata.requires("flexgen-h2o") or ()]
+    except metadata.PackageNotFoundError:
+        yield Finding("versions", f"{versions}; flexgen_h2o is run from source, and is not installed")
+        return
+
+    def needs(extra: str) -> list[Requirement]:
+        where = {"extra": extra}
+        return [one for one in told if one.marker and one.marker.evaluate(where) and not one.marker.evaluate()]
+
+    others = [str(one).partition(";")[0].strip() for one in needs("tested") if not _is_there(one)]
+    advice = f"tested are {', '.join(others)}: pip install 'flexgen-h2o[tested]'" if others else ""
+    yield Finding("versions", versions, advice)
+    extras = [name for name in metadata.metadata("flexgen-h2o").get_all("Provides-Extra") or () if name != "tested"]
+    here = [name for name in extras if all(map(_is_there, needs(name)))]
+    missing = [name for name in extras if name not in here]
+    text = f"{', '.join(here) or 'none'} installed; not there: {', '.join(missing) or 'none'}"
+    yield Finding("extras", text)
+
+
+def _is_there(requirement: object) -> bool:
+    from packaging.requirements import Requirement
+
+    assert isinstance(requirement, Requirement)
+    try:
+        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def numba_cache() -> Finding:
+    from flexgen_h2o.kernels.jit import kept_in
+
+    folder = kept_in()
+    if folder is None:
+        advice = "set NUMBA_CACHE_DIR to a folder that can be written to: each run compiles for 5 to 15 s"
+        return Finding("numba cache", "no folder can be written to", advice, hurts=True)
+    is_filled = next(folder.parent.rglob("*.nbi"), None) is not None
+    text = "has compiled loops" if is_filled else "is empty: the first run compiles for 5 to 15 s"
+    return Finding("numba cache", f"{folder} {text}")
+
+
+# ---- Cores and memory
+
+
+def wait_policy(value: str) -> Finding:
+    text = f"OMP_WAIT_POLICY is {value or 'not set'}"
+    if value.upper() == "PASSIVE":
+        return Finding("waiting threads", text)
+    advice = "unset it: threads that spin take the cores from those that read"
+    return Finding("waiting threads", text, advice, hurts=True)
+
+
+def threads() -> Finding:
+    """OpenMP's threads beside the cores that this process may use: of its affinity, or its cgroup's quota."""
+    import torch
+
+    count, cores = torch.get_num_threads(), float(len(os.sched_getaffinity(0)))
+    quota, period = (_first_line(CPU_QUOTA).split() or ["max", "max"])[:2]
+    if quota.isdecimal():
+        cores = min(cores, int(quota) / int(period))
+    text = f"{count} for {cores:g} cores"
+    if count > max(1.0, cores):
+        advice = f"export OMP_NUM_THREADS={max(1, int(cores))}: more threads than cores wait for one another"
+        return Finding("threads", text, advice, hurts=True)
+    if count < int(cores) // 2:  # a thread for each two hardware threads is torch's own choice
+        return Finding("threads", text, "raise OMP_NUM_THREADS, or unset it: cores are idle", hurts=True)
+    return Finding("threads", text)
+
+
+def memory() -> Iterator[Finding]:
+    import psutil
+
+    from flexgen_h2o.tiers.device import free_host_bytes, memory_limit
+
+    whole, free, limit = int(psutil.virtual_memory().total), free_host_bytes(), memory_limit()
+    little = "end what else holds memory: a run needs about 1 GiB beside its budgets" if free < LITTLE_MEMORY else ""
+    yield Finding("memory", f"{format_bytes(free)} of {format_bytes(whole)} are free", little, bool(little))
+    old = _first_line(OLD_MEMORY_LIMIT)
+    if limit is not None:
+        yield Finding(
+            "cgroup", f"holds {format_bytes(limit[1])} of at most {format_bytes(limit[0])}; budgets respect it"
+        )
+    elif old.isdecimal() and int(old) < whole:
+        advice = "give --host-mem, at least 1 GiB below it"
+        yield Finding("cgroup", f"version 1, at most {format_bytes(int(old))}, which budgets do not see", advice, True)
+    else:
+        yield Finding("cgroup", "no memory limit")
+    swap = psutil.swap_memory()
+    advice = "end what else holds memory: what is swapped out comes back slowly" if swap.used > whole // 10 else ""
+    yield Finding(
+        "swap", f"{format_bytes(swap.used)} of {format_bytes(swap.total)} in use" if swap.total else "none", advice
+    )
+
+
+def huge_pages() -> Finding:
+    line = _first_line(HUGE_PAGES)
+    chosen = line.partition("[")[2].partition("]")[0]
+    if chosen in ("always", "madvise"):
+        return Finding("huge pages", f"transparent_hugepage is {chosen}")
+    advice = f"echo madvise | sudo tee {HUGE_PAGES}: reads from disk are two to three times faster"
+    return Finding("huge pages", f"transparent_hugepage is {chosen or 'unknown to this kernel'}", advice, bool(chosen))
+
+
+# ---- Devices
+
+
+def card() -> Finding:
+    from flexgen_h2o.tiers.device import open_device
+
+    device = open_device("auto", separate_budget=False)
+    found = device.card()
+    if found is None:
+        if any(map(os.path.exists, CARD_FILES)):
+            advice = "install a torch with CUDA that this driver can run (README.md), or give --device cpu"
+            return Finding("card", "there is one, and torch cannot use it", advice, hurts=True)
+        return Finding("card", "none: runs are on the CPU")
+    text = f"{found[0]}, {format_bytes(device.free_bytes() or 0)} of {format_bytes(found[1])} are free"
+    advice = "" if find_spec("triton") else "pip install 'flexgen-h2o[gpu]': without triton its kernels are slow ones"
+    return Finding("card", text, advice, bool(advice))
+
+
+def disk(offload_dir: Path) -> Finding:
+    """Reads and writes 256 MiB as runs do."""
+    from flexgen_h2o.core import interrupts
+    from flexgen_h2o.planner.measure.bench import HOST, Bench
+    from flexgen_h2o.planner.measure.engine import DiskProbe
+    from flexgen_h2o.planner.measure.run import open_mover, open_scratch, this_machine
+    from flexgen_h2o.tiers.device import HostDevice
+
+    sizes = replace(HOST, disk_bytes=PROBED_BYTES, disk_s=PROBED_S)
+    try:
+        with open_scratch(offload_dir) as scratch, open_mover(HostDevice()) as mover:
+            probe = DiskProbe(Bench(HostDevice(), sizes), mover, scratch)
+            try:
+                rates, is_direct = probe.rates(), probe.is_direct
+            finally:
+                with interrupts.held():  # the lanes end first: nothing reads a file that is closed
+                    mover.lanes.close()
+                    probe.close()
+    except FlexgenError as error:
+        return Finding("disk", str(error), "give another --offload-dir", hurts=True)
+    read, written = rates["disk_read_bytes_per_s"], rates["disk_write_bytes_per_s"]
+    where = this_machine(HostDevice(), offload_dir)
+    direct = "O_DIRECT" if is_direct else "without O_DIRECT"
+    text = f"{where.mount}: reads {read / 1e9:.2g} GB/s, writes {written / 1e9:.2g} GB/s {direct}"
+    text += f", {format_bytes(where.disk_bytes)} free"
+    if not is_direct:
+        advice = (
+            "give an --offload-dir on a local ext4 or xfs disk: this file system takes reads through the page cache"
+        )
+        return Finding("disk", text, advice, hurts=True)
+    if read < SLOW_DISK:
+        return Finding("disk", text, "give an --offload-dir on a faster disk: NVMe reads 2 to 7 GB/s", hurts=True)
+    return Finding("disk", text, "free space for weights and KV" if where.disk_bytes < FULL_DISK else "")
+
+
+def profile(offload_dir: Path) -> Finding:
+    from flexgen_h2o.engine.report import MEASURED_BUSY
+    from flexgen_h2o.planner.measure.run import cached_profile
+
+    found = cached_profile("auto", offload_dir)
+    if found is None:
+        others = len([*user_cache_dir().glob("profile-*.json")])
+        text = f"none of this machine, disk and torch ({others} of others are kept)" if others else "none is kept"
+        return Finding("profile", text, MEASURE)
+    text = f"{found.machine}, measured {found.date[:10]}"
+    return Finding("profile", text, MEASURED_BUSY if found.was_disturbed else "")
+
+
+def _first_line(path: Path) -> str:
+    """Of a file that not every system has; empty without it."""
+    try:
+        return path.read_text().partition("\n")[0].strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
