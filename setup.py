@@ -1,4 +1,4 @@
-"""Metadata, dependencies and extras; tool settings are in pyproject.toml, exact versions in constraints.txt.
+"""Dependencies, extras and what is packed; all other metadata is in pyproject.toml, exact versions in constraints.txt.
 
 `scripts/venv.sh` reads the two literals below to see whether an environment is complete: keep them literals.
 """
@@ -6,9 +6,9 @@
 from setuptools import find_packages, setup
 
 CORE = [
-    "torch>=2.6",
+    "torch>=2.6,<3",
     "numpy>=1.26",
-    "transformers>=5.20",
+    "transformers>=5.20,<6",
     "tqdm>=4.64",
     "pulp>=2.8",
     "numba>=0.60",
@@ -16,6 +16,12 @@ CORE = [
     "psutil>=5.9",
 ]
 EXTRAS = {
+    # The versions that the tests run with, of what changes most: those of constraints.txt (tested).
+    "tested": [
+        "torch==2.13.0",
+        "transformers==5.20.2; python_version < '3.11'",
+        "transformers==5.23.0; python_version >= '3.11'",
+    ],
     "dev": ["ruff>=0.17", "mypy>=2.0", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"],
     "bench": ["accelerate>=1.0", "matplotlib>=3.8"],
     "eval": [
@@ -32,15 +38,9 @@ EXTRAS = {
 }
 
 setup(
-    name="flexgen-h2o",
-    version="0.1.0",
-    description="Offline LLM inference for models that do not fit the machine: FlexGen's schedule, H2O's KV cache",
-    license="Apache-2.0",
-    python_requires=">=3.10",
     packages=[*find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]), "flexgen_h2o.policies"],
     package_dir={"flexgen_h2o.policies": "policies"},  # data only; it stays at the top of the repository
     package_data={"flexgen_h2o": ["py.typed", "assets/opt-tiny/*"], "flexgen_h2o.policies": ["*/*.json"]},
     install_requires=CORE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["flexgen-h2o = flexgen_h2o.cli:main"]},
 )

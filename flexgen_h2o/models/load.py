@@ -350,7 +350,7 @@ def _load_tokenizer(folder: Path) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # a setting of a wrong type is found at first use
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds for a bad file

@@ -1,0 +1,94 @@
+"""What is said in several places: versions, pins, files. Each has one place, and the others follow it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import flexgen_h2o
+from flexgen_h2o import cli
+from flexgen_h2o.core import files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def literals() -> dict[str, object]:
+    body = ast.parse(text_of("setup.py")).body
+    return {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
+
+
+def pins() -> list[Requirement]:
+    lines = (line for line in text_of("constraints.txt").splitlines() if line and not line.startswith("#"))
+    return [Requirement(line) for line in lines]
+
+
+def pinned(name: str) -> list[tuple[str, str]]:
+    """(==version, marker) of a package in constraints.txt."""
+    return sorted((str(pin.specifier), str(pin.marker or "")) for pin in pins() if pin.name.lower() == name.lower())
+
+
+def test_the_version_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"flexgen-h2o {flexgen_h2o.__version__}\n"
+    assert 'attr = "flexgen_h2o.__version__"' in text_of("pyproject.toml")
+    assert f"\nversion: {flexgen_h2o.__version__}\n" in text_of("CITATION.cff")
+    assert f"\n## [{flexgen_h2o.__version__}]" in text_of("CHANGELOG.md")
+
+
+def test_what_is_tested_is_what_ci_installs() -> None:
+    """The extra `tested`, the Dockerfile and the docs say the versions of constraints.txt; the bounds let them in."""
+    core, extras = literals()["CORE"], literals()["EXTRAS"]
+    assert isinstance(core, list) and isinstance(extras, dict)
+    tested = [Requirement(line) for line in extras["tested"]]
+    for name in ("torch", "transformers"):
+        said = sorted((str(one.specifier), str(one.marker or "")) for one in tested if one.name == name)
+        assert said == pinned(name)
+        for version, _ in said:
+            assert f"{name} {version.removeprefix('==')}" in text_of("docs/cli.md")
+    for wanted in map(Requirement, [*core, *(line for lines in extras.values() for line in lines)]):
+        for version, _ in pinned(wanted.name):
+            assert wanted.specifier.contains(version.removeprefix("==")) or wanted in tested, wanted
+    for name, version in re.findall(r"([\w-]+)==([\w.]+)", text_of("Dockerfile")):
+        assert (f"=={version}", "") in pinned(name), name
+
+
+def test_the_image_is_made_of_files_that_are_there_and_runs_as_nobody_special() -> None:
+    lines = text_of("Dockerfile").replace("\\\n", " ").splitlines()
+    copied = [shlex.split(line)[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
+    names = [name for words in copied for name in words]
+    assert "flexgen_h2o" in names
+    kept = {line.removeprefix("!") for line in text_of(".dockerignore").splitlines() if line.startswith("!")}
+    assert set(names) == kept
+    assert all((ROOT / name).exists() for name in names)
+    assert 'ENTRYPOINT ["flexgen-h2o"]' in lines and "USER 1000" in lines
+    assert all("@" in line or ":" in line for line in lines if line.startswith("FROM "))
+
+
+def test_an_sdist_has_all_files_at_the_top() -> None:
+    """What setuptools packs by itself, and what MANIFEST.in names: every file that is tracked is one of these."""
+    words = [word for line in text_of("MANIFEST.in").splitlines() for word in line.split()[1:]]
+    itself = {"README.md", "LICENSE", "MANIFEST.in", "pyproject.toml", "setup.py", "flexgen_h2o", "policies"}
+    assert all((ROOT / word).exists() for word in words if "*" not in word), words
+    there = {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".txt", ".cff", ".py", ".toml")}
+    assert there <= {*words, *itself, "PKG-INFO"}
+    for folder in ("tests", "docs", "scripts", "bench", "policies", ".ci"):
+        assert folder in words
+
+
+def test_shipped_policies_are_found_beside_a_checkout_and_in_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert files.policies_folder() == ROOT / "policies"
+    installed = tmp_path / "site" / "flexgen_h2o"
+    (installed / "policies").mkdir(parents=True)
+    monkeypatch.setattr(files, "__file__", str(installed / "core" / "files.py"))
+    assert files.policies_folder() == installed / "policies"
