@@ -94,7 +94,7 @@ def installed() -> Iterator[Finding]:
         return [one for one in told if one.marker and one.marker.evaluate(where) and not one.marker.evaluate()]
 
     others = [str(one).partition(";")[0].strip() for one in needs("tested") if not _is_there(one)]
-    advice = f"tested are {', '.join(others)}: pip install 'flexgen-h2o[tested]'" if others else ""
+    advice = f"tested are {', '.join(others)}: pip install -e '.[tested]' in a clone" if others else ""
     yield Finding("versions", versions, advice)
     extras = [name for name in metadata.metadata("flexgen-h2o").get_all("Provides-Extra") or () if name != "tested"]
     here = [name for name in extras if all(map(_is_there, needs(name)))]
@@ -201,7 +201,9 @@ def card() -> Finding:
             return Finding("card", "there is one, and torch cannot use it", advice, hurts=True)
         return Finding("card", "none: runs are on the CPU")
     text = f"{found[0]}, {format_bytes(device.free_bytes() or 0)} of {format_bytes(found[1])} are free"
-    advice = "" if find_spec("triton") else "pip install 'flexgen-h2o[gpu]': without triton its kernels are slow ones"
+    advice = (
+        "" if find_spec("triton") else "pip install -e '.[gpu]' in a clone: without triton its kernels are slow ones"
+    )
     return Finding("card", text, advice, bool(advice))
 
 

@@ -1,0 +1,152 @@
+"""`doctor`: what it says of this machine, and of machines where something would hurt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from flexgen_h2o import doctor
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.kernels import jit
+from flexgen_h2o.planner.measure import engine
+from flexgen_h2o.tiers import device
+from tests.doors.conftest import Answer
+
+Door = Callable[..., Answer]
+LINES = [
+    "versions",
+    "numba cache",
+    "waiting threads",
+    "threads",
+    "memory",
+    "cgroup",
+    "swap",
+    "huge pages",
+    "card",
+    "disk",
+]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file is measured; its figures are those of a fast disk."""
+    monkeypatch.setattr(doctor, "PROBED_BYTES", 2**20)
+    rates = {"disk_read_bytes_per_s": 3e9, "disk_write_bytes_per_s": 1e9}
+    monkeypatch.setattr(engine.DiskProbe, "rates", lambda probe: rates)
+    monkeypatch.setattr(engine.DiskProbe, "is_direct", True)
+
+
+@pytest.fixture
+def healthy(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    pages = tmp_path / "pages"
+    pages.write_text("always [madvise] never\n")
+    monkeypatch.setattr(doctor, "HUGE_PAGES", pages)
+    monkeypatch.setattr(doctor, "CPU_QUOTA", tmp_path / "none")
+    monkeypatch.setattr(doctor, "OLD_MEMORY_LIMIT", tmp_path / "none")
+    monkeypatch.setattr(device, "free_host_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(jit, "kept_in", lambda: tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    monkeypatch.setattr(doctor, "CARD_FILES", ())
+
+
+def test_a_line_each_of_a_machine_on_which_nothing_hurts(command: Door, healthy: None, tmp_path: Path) -> None:
+    said = command("doctor --offload-dir o")
+    assert (said.code, said.err) == (0, "")
+    found = {re.split(" {2,}", line)[1]: line for line in said.out.splitlines()}
+    assert [name for name in found if name not in ("extras", "profile")] == LINES
+    assert "reads 3 GB/s, writes 1 GB/s O_DIRECT" in found["disk"]
+    assert not list((tmp_path / "o").iterdir())
+
+
+def set_attribute(target: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    return lambda monkeypatch, folder: monkeypatch.setattr(target, name, value)
+
+
+def say(name: str, text: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    def write(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        (folder / "said").write_text(text)
+        monkeypatch.setattr(doctor, name, folder / "said")
+
+    return write
+
+
+HURTS = {
+    "numba cache": (set_attribute(jit, "kept_in", lambda: None), "NUMBA_CACHE_DIR"),
+    "waiting threads": (lambda m, _: m.setenv("OMP_WAIT_POLICY", "ACTIVE"), "OMP_WAIT_POLICY is ACTIVE; unset it"),
+    "threads": (set_attribute(torch, "get_num_threads", lambda: 9), "9 for 4 cores; export OMP_NUM_THREADS=4"),
+    "threads, quota": (say("CPU_QUOTA", "150000 100000\n"), "4 for 1.5 cores; export OMP_NUM_THREADS=1"),
+    "threads, idle": (set_attribute(torch, "get_num_threads", lambda: 1), "1 for 4 cores; raise"),
+    "memory": (set_attribute(device, "free_host_bytes", lambda: GIB), "1.00 GiB of"),
+    "cgroup": (say("OLD_MEMORY_LIMIT", "1073741824\n"), "version 1, at most 1.00 GiB"),
+    "huge pages": (say("HUGE_PAGES", "always madvise [never]\n"), "is never; echo madvise"),
+    "card": (set_attribute(doctor, "CARD_FILES", ("/dev/null",)), "torch cannot use it"),
+    "disk": (set_attribute(engine.DiskProbe, "is_direct", False), "without O_DIRECT"),
+    "disk, slow": (
+        set_attribute(
+            engine.DiskProbe, "rates", lambda probe: {"disk_read_bytes_per_s": 1e8, "disk_write_bytes_per_s": 1e8}
+        ),
+        "reads 0.1 GB/s",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HURTS)
+def test_what_hurts_is_named_with_what_to_do_and_ends_with_1(
+    name: str, command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    change, says = HURTS[name]
+    change(monkeypatch, tmp_path)
+    said = command("doctor --offload-dir o")
+    assert said.code == 1
+    [line] = [line for line in said.out.splitlines() if line.startswith("look  " + name.partition(",")[0] + " ")]
+    assert says in line, line
+
+
+def test_an_offload_dir_that_cannot_be_used_hurts(command: Door, healthy: None, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = command("doctor --offload-dir file")
+    assert said.code == 1
+    assert "look  disk" in said.out and "--offload-dir file: cannot be used" in said.out
+
+
+def test_a_profile_of_another_machine_is_no_profile(
+    command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = tmp_path / "cache" / "flexgen_h2o"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert "profile          none is kept; measure it" in command("doctor --offload-dir o").out
+    kept.mkdir(parents=True)
+    (kept / "profile-0123456789abcdef.json").write_text("{}")
+    said = command("doctor --offload-dir o")
+    assert said.code == 0
+    assert "none of this machine, disk and torch (1 of others are kept); measure it" in said.out
+
+
+def test_memory_that_is_swapped_out_is_worth_a_look_and_hurts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=10 * GIB, used=9 * GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * GIB, available=8 * GIB))
+    [swap] = [one for one in doctor.memory() if one.name == "swap"]
+    assert swap.text == "9.00 GiB of 10.00 GiB in use" and swap.advice and not swap.hurts
+
+
+def test_versions_that_are_not_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [
+        "torch<3,>=2.6",
+        'torch==2.999.0; extra == "tested"',
+        'no-such-package; extra == "plot"',
+        'numpy; extra == "ok"',
+    ]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: told)
+    message = SimpleNamespace(get_all=lambda key: ["tested", "plot", "ok"])
+    monkeypatch.setattr(doctor.metadata, "metadata", lambda name: message)
+    versions, extras = doctor.installed()
+    assert versions.advice.startswith("tested are torch==2.999.0: pip install") and not versions.hurts
+    assert extras.text == "ok installed; not there: plot"
