@@ -174,12 +174,19 @@ class Planner:
         self, rows: Sequence[Row], planned: Planned, asked: Policy | AutoPolicy, budgets: dict[str, int | None]
     ) -> Answer:
         """All that is known of a plan for these rows before they run; its seconds are those of rows of which none ends
-        early. Of many different blocks some are simulated. UsageError where the profile does not know the dtype."""
+        early, and which give their places to the next ones. Of many different blocks some are simulated. UsageError
+        where the profile does not know the dtype."""
         self.check_dtype()
         policy, need = planned.policy, self._need(rows, planned.policy)
         blocks = self._groups(rows, policy, need.common)
         prediction = self.predict_groups(policy, need, planned.memory, blocks, MOST_SIMULATED)
-        prediction = replace(prediction, new_tokens=sum(row.max_new for row in rows))
+        new_tokens = sum(row.max_new for row in rows)
+        share = new_tokens / (len(rows) * need.gen_len)  # of the sweeps that rows of the most new tokens take
+        decode = {name: share * seconds for name, seconds in prediction.busy["decode"].items()}
+        prediction = replace(
+            prediction, new_tokens=new_tokens, decode_s=share * prediction.decode_s,
+            busy={**prediction.busy, "decode": decode},
+        )  # fmt: skip
         space = SearchSpace(self.part.spec, need, policy, self._machine, budgets)
         sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
         return Answer(

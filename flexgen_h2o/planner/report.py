@@ -123,8 +123,10 @@ def to_text(answer: Answer, plan: Plan, flags: str, command: str | None = None) 
     policy = [f"policy, {took if answer.searched else 'as given'}:", f"  {flags}"]
     if command is not None:
         policy += ["run it:", f"  {command}", *_of_one_block(answer, plan)]
+    is_nominal = answer.space.machine.profile.machine == NOMINAL
     end = [
         *_gains(answer, plan),
+        *([f"seconds may be several times off: {NOT_MEASURED}"] if is_nominal else ()),
         f"throughput: {three_digits(plan.prediction.tokens_per_s)} new tokens a second",
         f"time for all prompts: {format_seconds(plan.prediction.total_s)}",
         *_night(answer, plan),
@@ -156,8 +158,6 @@ def _about(answer: Answer) -> Iterator[str]:
     if answer.kv_loss is not None:
         yield f"quality: KL {answer.kv_loss:g} nats to the full cache for opt-tiny (docs/quality.md, the KV frontier)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
-    if machine.profile.machine == NOMINAL:
-        yield f"seconds may be several times off: {NOT_MEASURED}"
     yield _checkpoint(answer)
 
 
@@ -200,7 +200,8 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
         blocks = -(-need.rows // plan.policy.block_size)
         each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
         walked = f"{each} a sweep ({_counted(blocks, 'block')}, {_counted(need.gen_len, 'sweep')} each)"
-        yield f"disk reads in all: {format_bytes(answer.disk_read_bytes)}, {walked}{more}"
+        most = "" if answer.is_even else "at most "
+        yield f"disk reads in all: {most}{format_bytes(answer.disk_read_bytes)}, {walked}{more}"
 
 
 def _saving(plan: Plan) -> str:

@@ -99,6 +99,14 @@ def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: P
     assert idle(command(f"{text} --seed 3")) == {"--seed"}
 
 
+def test_a_conversation_cannot_be_longer_than_the_positions_unless_they_roll(command: Door, rotary: Path) -> None:
+    chat = f"chat --model {rotary} --offload-dir o --dry-run --max-len"
+    assert idle(command(f"{chat} 65")) == {"--max-len"}
+    assert idle(command(f"{chat} 64")) == set()
+    assert idle(command(f"{chat} 65 --eviction h2o --positions rolling")) == set()
+    assert idle(command(f"{chat} 65 --eviction h2o:positions=rolling")) == set()
+
+
 # ---- One line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 from dataclasses import replace
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.evaluation.kvpress import PressRun, file_label, write_press_run
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.evaluation.kvpress import PressRun, check_press_folder, file_label, write_press_run
 
 RUN = PressRun("ruler", "meta-llama/Llama-3.2-1B", "h2o-norm:decay=0.9,sinks=0", 0.8, "4096", settings={"seed": 3})
 ROWS: list[dict[str, Any]] = [
@@ -82,3 +83,13 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
 
 def test_file_label() -> None:
     assert file_label("a b/c:d=1,e+2.5") == "a-b-c-d=1,e+2.5"
+
+
+def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
+    """And that is said before anything is run."""
+    taken, new = tmp_path / "file", tmp_path / "new"
+    taken.touch()
+    with pytest.raises(UsageError, match=r"--kvpress-dir .*file: is a file; name a folder"):
+        check_press_folder(argparse.Namespace(kvpress_dir=taken))
+    check_press_folder(argparse.Namespace(kvpress_dir=new))
+    assert not new.exists()
