@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
@@ -21,6 +22,7 @@ from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import Machine, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
+from flexgen_h2o.planner.report import Answer
 
 NO_BUDGETS: dict[str, int | None] = {"device": 0, "host": 100 * GIB, "disk": 100 * GIB}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
@@ -158,3 +160,39 @@ def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:
         before = llm.predicted.total_s
         llm.generate(PROMPTS[:1], PARAMS)
         assert llm.predicted.total_s < before
+
+
+# ---- a plan without a run
+
+
+def test_a_dry_run_tells_what_the_run_then_predicts(tmp_path: Path) -> None:
+    """And what it charges to the budgets; rows of few new tokens take their share of the sweeps."""
+    policy, told = Policy(2, 1, (0, 50, 0, 100, 100, 0)), list[Answer]()
+
+    def stop(answer: Answer) -> NoReturn:
+        told.append(answer)
+        raise SystemExit
+
+    for params in ([PARAMS] * 3, [PARAMS, PARAMS, replace(PARAMS, max_tokens=1)]):
+        with tiny(tmp_path, policy, on_plan=stop) as llm, pytest.raises(SystemExit):
+            llm.generate(PROMPTS, params)
+    with tiny(tmp_path, policy) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        report = llm.report
+    even, uneven = told
+    assert even.plan is not None and uneven.plan is not None and report is not None
+    assert report.predicted == {phase: getattr(even.plan.prediction, phase) for phase in ("prefill_s", "decode_s")}
+    assert even.plan.prediction.new_tokens == 9 and uneven.plan.prediction.new_tokens == 7
+    assert uneven.plan.prediction.decode_s == pytest.approx(even.plan.prediction.decode_s * 7 / 9, rel=0.05)
+    assert even.plan.prediction.peak_bytes == report.peak_bytes
+    assert not (tmp_path / "weights").exists()
+
+
+def test_of_many_blocks_some_stand_for_their_neighbours(tmp_path: Path) -> None:
+    """All rows are counted, and the seconds are nearly those of all blocks."""
+    plans, policy = planner(tmp_path, nominal_profile(True)), Policy(2, 1, (0, 50, 100, 0, 100, 0))
+    need = WorkloadShape.full(80, 200, 4, SPEC.num_blocks)
+    memory = plan_within(SPEC, policy, shape_of(policy, need), 4, True, NO_BUDGETS)
+    blocks = [[[PromptGroup(0, (n, n + 1))]] for n in range(10, 200, 5)]
+    whole, some = (plans.predict_groups(policy, need, memory, blocks, most) for most in (100, 8))
+    assert some.total_s == pytest.approx(whole.total_s, rel=0.02) and some.total_s != whole.total_s
