@@ -40,6 +40,7 @@ REPLACED = {
     "--sample-num": "give a file with as many prompts",
     "--input-path": "give --prompts FILE to flex_opt, or --input FILE to batch",
     "--output-path": "give --output FILE",
+    "--dry-run": "only commands that run a model have it; leave it out",
     "--input-file": "give --input FILE, or -i",
     "--output-file": "give --output FILE, or -o",
     "--model-name": "give --model",

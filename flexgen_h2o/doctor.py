@@ -25,6 +25,7 @@ PROBED_BYTES, PROBED_S = 256 * MIB, 0.4
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 OLD_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups of version 1
+IN_MEMORY = {"tmpfs", "ramfs"}
 CARD_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 MEASURE = "measure it: flexgen-h2o hardware, one to two minutes"
 
@@ -232,6 +233,10 @@ def disk(offload_dir: Path) -> Finding:
     direct = "O_DIRECT" if is_direct else "without O_DIRECT"
     text = f"{where.mount}: reads {read / 1e9:.2g} GB/s, writes {written / 1e9:.2g} GB/s {direct}"
     text += f", {format_bytes(where.disk_bytes)} free"
+    if IN_MEMORY.intersection(where.mount.split()):
+        return Finding(
+            "disk", text, "give an --offload-dir on a disk: what is offloaded to this one stays in RAM", True
+        )
     if not is_direct:
         advice = (
             "give an --offload-dir on a local ext4 or xfs disk: this file system takes reads through the page cache"

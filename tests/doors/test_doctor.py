@@ -14,7 +14,7 @@ import torch
 from flexgen_h2o import doctor
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.kernels import jit
-from flexgen_h2o.planner.measure import engine
+from flexgen_h2o.planner.measure import engine, run
 from flexgen_h2o.tiers import device
 from tests.doors.conftest import Answer
 
@@ -52,6 +52,7 @@ def healthy(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(doctor, "OLD_MEMORY_LIMIT", tmp_path / "none")
     monkeypatch.setattr(device, "free_host_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(jit, "kept_in", lambda: tmp_path)
+    monkeypatch.setattr(run, "_mount", lambda folder: "/dev/vda ext4 at /")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     monkeypatch.setattr(doctor, "CARD_FILES", ())
@@ -89,6 +90,7 @@ HURTS = {
     "huge pages": (say("HUGE_PAGES", "always madvise [never]\n"), "is never; echo madvise"),
     "card": (set_attribute(doctor, "CARD_FILES", ("/dev/null",)), "torch cannot use it"),
     "disk": (set_attribute(engine.DiskProbe, "is_direct", False), "without O_DIRECT"),
+    "disk, in RAM": (set_attribute(run, "_mount", lambda folder: "tmpfs tmpfs at /tmp"), "stays in RAM"),
     "disk, slow": (
         set_attribute(
             engine.DiskProbe, "rates", lambda probe: {"disk_read_bytes_per_s": 1e8, "disk_write_bytes_per_s": 1e8}
