@@ -40,12 +40,8 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="batch", description=__doc__)
     add = parser.add_argument
-    add(
-        "--input",
-        "-i",
-        type=file_name,
-        help="a JSON line a request: OpenAI's batch lines, plain prompts, HELM requests",
-    )
+    lines = "a JSON line a request: OpenAI's batch lines, plain prompts, HELM requests"
+    add("--input", "-i", type=file_name, help=lines)
     add("--output", "-o", type=file_name, help=".jsonl, a line a row as it is done; what is in it is not done again")
     add("--force", action="store_true", help="go on with an output that was begun with other settings")
     add("--max-errors", type=count, metavar="N", help="end when more than N rows are errors (no limit)")
