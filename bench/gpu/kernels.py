@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,10 +24,18 @@ from bench import common
 from bench.common import GB
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
+from flexgen_h2o.kernels.coded import (
+    FEW_ROWS,
+    groupwise_codes,
+    multiply_coded,
+    multiply_coded_reference,
+    mxfp4_codes,
+)
 from flexgen_h2o.kernels.decode_step import GAIN, PLACE, StepSlots, attend_step, attend_step_reference
 from flexgen_h2o.kernels.elementwise import rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns_reference, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
+from flexgen_h2o.kernels.quantised import unpack_mxfp4
 
 COPIED = 2**30  # bytes
 GATED = ("unpack", "decode")  # kernels that a gate is for
@@ -99,6 +108,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         packed = pack_rows(torch.randn(height, width), bits).to(device)
         out = some(height, width)
         yield Case(f"unpack, {bits} bits", partial(unpack_rows, packed, bits, out), packed.nbytes + out.nbytes)
+    yield from coded_cases(device, dtype, height, width)
     for name, heads, kv_heads, count, of_row in (
         ("OPT", 32, 32, rows, columns), ("LLaMA", 32, 8, max(1, rows // 4), 2048 if rows > 2 else columns),
     ):  # fmt: skip
@@ -118,6 +128,24 @@ def cases(device: torch.device) -> Iterator[Case]:
     x, weight = some(rows * prompt, width), some(width)
     yield Case("RMS norm", partial(rms_norm, x, weight, 1e-6, torch.empty_like(x)), 2 * x.nbytes)
     yield Case("gate", partial(silu_gated, x, torch.ones_like(x)), 3 * x.nbytes)
+
+
+def coded_cases(device: torch.device, dtype: torch.dtype, height: int, width: int) -> Iterator[Case]:
+    """Products of few rows with weights in 4 and 8 bits and in MXFP4, which is unpacked, too."""
+    blocks = torch.randint(0, 256, (height, width // 32, 16), dtype=torch.uint8, device=device)
+    scales = torch.randint(118, 120, (height, width // 32), dtype=torch.uint8, device=device)
+    out = torch.empty(height, width, device=device, dtype=dtype)
+    nbytes = blocks.nbytes + scales.nbytes + out.nbytes
+    yield Case("unpack, MXFP4", partial(unpack_mxfp4, blocks, scales, out), nbytes)
+    kinds = {"MXFP4": mxfp4_codes(blocks, scales)}
+    for bits in (4, 8):
+        packed = pack_rows(torch.randn(height, width), bits).to(device)
+        kinds[f"{bits} bits"] = groupwise_codes(packed, bits, width)
+    multiply = multiply_coded if device.type == "cuda" else multiply_coded_reference
+    for (kind, codes), tokens in product(kinds.items(), (1, FEW_ROWS)):
+        x, y = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (width, height))
+        nbytes = codes.words.shape[0] * width * codes.bits // 8 + codes.ends.nbytes + x.nbytes + y.nbytes
+        yield Case(f"product, {kind}, {tokens} rows", partial(multiply, x, codes, None, y), nbytes)
 
 
 def step_slots(k: torch.Tensor, columns: int, records: bool, bits: int) -> StepSlots:

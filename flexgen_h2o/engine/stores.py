@@ -163,7 +163,8 @@ class WeightStore:
         return found
 
     def decode_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
-        """The other tensors of a loaded unit: each is decoded whole, in memory that the next unit overwrites."""
+        """The other tensors of a loaded unit: each is decoded whole, in memory that the next unit overwrites, at once
+        or, where its codes stay on a card, once it is wanted so."""
         found, tasks, start = {}, list[Callable[[], object]](), 0
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.key]
@@ -174,9 +175,12 @@ class WeightStore:
                 assert self._decoded is not None
                 memory = self._decoded[start : start + nbytes]
                 self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
-            found[tensor.role] = rows = self._filled[start, layout]
-            whole = [Held(held.part, self._pieces(held, region)) for held in self._parts[tensor.key]]
-            tasks.append(partial(self._form.decode, layout, whole, rows))
+            rows, parts = self._filled[start, layout], self._parts[tensor.key]
+            whole = [Held(held.part, self._pieces(held, region)) for held in parts]
+            coded = () if any(held.streamed for held in parts) else self._form.coded_parts(layout, whole, rows)
+            found[tensor.role] = coded or rows
+            if not coded:
+                tasks.append(partial(self._form.decode, layout, whole, rows))
             start += round_up(nbytes, ALIGN)
         if len(tasks) >= _MANY_TASKS and self._is_host and self._form.decodes_in_place:
             parallel_each(tasks, start // len(tasks))

@@ -15,6 +15,7 @@ import torch
 
 from flexgen_h2o.core.packing import INT8_ROW_BYTES
 from flexgen_h2o.core.units import BLOCK_ROWS, UNPACK_CHUNK
+from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
 
@@ -29,6 +30,8 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     blocks: (n, columns / 32, 16), scales: (n, columns / 32), both uint8, contiguous. A scale of 255 is 2^128, as
     transformers has it, and not NaN.
     """
+    if triton.takes(out):
+        return _unpack_mxfp4_on_card(blocks, scales, out)
     if not is_compiled(out):
         return unpack_mxfp4_reference(blocks, scales, out)
     from flexgen_h2o.kernels.compiled import quantised as loops
@@ -37,6 +40,14 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     job = loops.Mxfp4Job(blocks.data_ptr(), scales.data_ptr(), groups, out.data_ptr(), out.stride(0) * out.itemsize)
     row_bytes = groups * (MX_BLOCK // 2 + 1 + MX_BLOCK * out.itemsize)
     parallel_rows(partial(loops.unpack_mxfp4, element_of(out.dtype), job), len(out), row_bytes)
+    return out
+
+
+def _unpack_mxfp4_on_card(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    (rows, columns), block = out.shape, 1024
+    words, reference = blocks.flatten(1).view(torch.int32), partial(unpack_mxfp4_reference, blocks, scales, out)
+    arguments = words, scales, out, words.shape[1], out.stride(0), columns
+    triton.launch("products.unpack_mxfp4", (rows, -(-columns // block)), reference, arguments, BLOCK=block)
     return out
 
 

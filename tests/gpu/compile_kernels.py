@@ -17,8 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels.coded import ROWS_AT_A_TIME
 from flexgen_h2o.kernels.decode_step import columns_at_a_time
-from flexgen_h2o.kernels.triton import prompts, rows, slots
+from flexgen_h2o.kernels.triton import products, prompts, rows, slots
 
 # Bytes of shared memory that a block may take, by compute capability: Turing (T4), Ampere (3090), Ada (4090), Hopper.
 CARDS = {75: 65536, 86: 101376, 89: 101376, 90: 232448}
@@ -44,6 +45,7 @@ def cases(card: int) -> Iterator[Case]:
             sizes = "i32", "i32", "i32", "fp32"
             yield Case(rows.rms_norm, (t, t, t, *sizes), {"ONCE": once, "BLOCK": 4096})
         yield Case(rows.silu_gated, (t, t, "i32"), {"BLOCK": 1024})
+        yield from coded_cases(t)
         sizes = "i32", "i32", "i32", "i32", "i32"
         yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
         yield from packed_cases(t, columns)
@@ -61,6 +63,23 @@ def cases(card: int) -> Iterator[Case]:
                 {"G": group, "GROUP": 16, "D": width, "WIDTH": 64 if width == 64 else 128, "BLOCK": columns,
                  "RECORDS": records, "PER_QUERY": records and group == 8},
             )  # fmt: skip
+
+
+def coded_cases(t: str) -> Iterator[Case]:
+    """Of weights in 4 or 8 bits and in MXFP4."""
+    yield Case(products.unpack_mxfp4, ("*i32", "*u8", t, "i32", "i32", "i32"), {"BLOCK": 1024})
+    for bits, mx, whole, tokens in (
+        (4, False, True, 16),
+        (4, False, False, 32),
+        (8, False, True, 32),
+        (4, True, True, 32),
+    ):
+        yield Case(
+            products.coded,
+            (t, "*i32", "*u8" if mx else "*i32", t, t, *["i32"] * 8),
+            {"BITS": bits, "MX": mx, "BIASED": whole, "ADDS": whole, "TOKENS": tokens, "ROWS": ROWS_AT_A_TIME,
+             "WORDS": 4 * bits},
+        )  # fmt: skip
 
 
 def packed_cases(t: str, columns: int) -> Iterator[Case]:

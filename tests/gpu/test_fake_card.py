@@ -137,10 +137,18 @@ def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, pac
 
 
 @pytest.mark.slow
-def test_a_packed_weight_is_unpacked_in_one_launch(tmp_path) -> None:
-    folder = model_folder(tmp_path, CONFIGS["llama"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_few_rows_take_a_packed_weight_in_one_launch(tmp_path, bits: int) -> None:
+    """That is resident, which is not unpacked then; beyond, a block unpacks each matrix in one launch."""
+    folder, packed = model_folder(tmp_path, CONFIGS["llama"]), {"compress_weight": True, "weight_bits": bits}
+    expected, *_ = generate(folder, Policy(4, 1, **packed), "cpu", MemoryBudget(host="1GiB"))
     _, plain = on_fake_card(folder, "all on the device")
-    _, packed = on_fake_card(folder, "all on the device", compress_weight=True)
+    tokens, resident = on_fake_card(folder, "all on the device", **packed)
+    assert tokens == expected and not resident.races
+    assert of_block(resident, "decode", "launch") <= of_block(plain, "decode", "launch")
+    assert of_block(resident, "decode", "sync") == 0
+    tokens, streamed = on_fake_card(folder, "weights on host, pinned", **packed)
     matrices = 7
-    assert of_block(packed, "decode", "launch") <= of_block(plain, "decode", "launch") + matrices
-    assert of_block(packed, "decode", "sync") == 0
+    assert tokens == expected and not streamed.races
+    assert of_block(streamed, "decode", "launch") <= of_block(plain, "decode", "launch") + matrices
+    assert of_block(streamed, "decode", "sync") == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
@@ -20,6 +20,7 @@ from flexgen_h2o.tiers.stream import Part
 if TYPE_CHECKING:
     import torch
 
+    from flexgen_h2o.kernels.coded import Codes
     from flexgen_h2o.kernels.linear import RowParts
     from flexgen_h2o.kernels.workspace import Workspace
 
@@ -209,6 +210,24 @@ class WeightFormat:
         (whole,) = out
         assert isinstance(whole, DenseRows)
         self.decode_range(layout, held, 0, whole.rows)
+
+    def coded_parts(self, layout: TensorLayout, held: Sequence[Held], decoded: RowParts) -> RowParts:
+        """The rows of a matrix that products take from their codes while inputs are few, and that are decoded into
+        `decoded` when others want them; () where that cannot be. held: all its rows, in order, which stay there."""
+        if self.in_int8 or len(held) != 1:
+            return ()
+        from flexgen_h2o.kernels import triton
+        from flexgen_h2o.kernels.coded import CodedRows
+        from flexgen_h2o.kernels.linear import DenseRows
+
+        ((_, pieces),), (whole,) = held, decoded
+        assert isinstance(whole, DenseRows)
+        codes = self.codes(layout, pieces) if triton.takes(*pieces) else None
+        return () if codes is None else (CodedRows(codes, whole, partial(self.decode, layout, held, decoded)),)
+
+    def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes | None:
+        """All rows of a matrix as products on a card take them; None: of this format they take none."""
+        return None
 
     def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
         """Fill out (n, columns), in a float dtype, with rows from `first` on, and return it. held: what has them."""

@@ -19,6 +19,7 @@ from flexgen_h2o.tiers.stream import Part
 if TYPE_CHECKING:
     import torch
 
+    from flexgen_h2o.kernels.coded import Codes
     from flexgen_h2o.kernels.linear import RowParts
 
 FORMAT = 3
@@ -64,6 +65,12 @@ class Groupwise(PackedFormat):
         rows = [some.packed for some in out if isinstance(some, Int8Rows)]
         for part, pieces in held:
             requantise_rows(pieces[0].view(part.rows, -1), part.start, rows, layout.shape[1])
+
+    def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes:
+        from flexgen_h2o.kernels.coded import groupwise_codes
+
+        rows, columns = layout.shape
+        return groupwise_codes(pieces[0].view(rows, -1), self.bits, columns)
 
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         from flexgen_h2o.kernels.packed import unpack_rows

@@ -27,6 +27,8 @@ from flexgen_h2o.tiers.stream import Part
 if TYPE_CHECKING:
     import torch
 
+    from flexgen_h2o.kernels.coded import Codes
+
 _BLOCK = 32  # numbers that share a scale
 _RULES: Rules = {"modules_to_not_convert": None, "dequantize": None}
 _RANDOM_SCALES = (b"\1", b"\x77")  # 2^-8 or 2^-7, of numbers with a std of 2.9
@@ -58,11 +60,21 @@ class Mxfp4(Quantised):
             StoredRows(scales, (rows, groups), ("uint8",), groups, index=index, random=_RANDOM_SCALES),
         )
 
+    def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes:
+        from flexgen_h2o.kernels.coded import mxfp4_codes
+
+        return mxfp4_codes(*_shaped(layout.shape[0], pieces))
+
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         from flexgen_h2o.kernels.quantised import unpack_mxfp4
 
-        blocks, scales = pieces
-        unpack_mxfp4(blocks.view(part.rows, -1, _BLOCK // 2), scales.view(part.rows, -1), out)
+        unpack_mxfp4(*_shaped(part.rows, pieces), out)
+
+
+def _shaped(rows: int, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales."""
+    blocks, scales = pieces
+    return blocks.view(rows, -1, _BLOCK // 2), scales.view(rows, -1)
 
 
 def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Mxfp4 | None:

@@ -15,6 +15,15 @@ import torch
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels import prefill_attention, triton
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
+from flexgen_h2o.kernels.coded import (
+    FEW_ROWS,
+    CodedRows,
+    Codes,
+    groupwise_codes,
+    multiply_coded,
+    multiply_coded_reference,
+    mxfp4_codes,
+)
 from flexgen_h2o.kernels.decode_step import (
     PLACE,
     StepSlots,
@@ -30,6 +39,7 @@ from flexgen_h2o.kernels.elementwise import (
     silu_gated,
     silu_gated_reference,
 )
+from flexgen_h2o.kernels.linear import DenseRows, linear, lookup
 from flexgen_h2o.kernels.packed import (
     pack_columns_reference,
     pack_rows,
@@ -43,6 +53,7 @@ from flexgen_h2o.kernels.prefill_attention import (
     column_sums,
     column_sums_reference,
 )
+from flexgen_h2o.kernels.quantised import unpack_mxfp4, unpack_mxfp4_reference
 from flexgen_h2o.kvcache.rows import query_weight_table
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -90,6 +101,76 @@ def test_unpacked_weights_are_the_same_to_the_bit(dtype: torch.dtype, bits: int,
         torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
     else:
         assert torch.equal(found, expected)
+
+
+CODED = [(1, 1, 8), (3, 33, 72), (17, 5, 200), (32, 70, 64)]  # input rows, rows of the weight, columns
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "adds", "dtype"),
+    some_slow(CODED, [4, 8], [False, True], MULTIPLIED, fast=(CODED[1], 4, True, torch.float16)),
+)
+def test_products_with_coded_weights(shape: tuple[int, int, int], bits: int, adds: bool, dtype: torch.dtype) -> None:
+    tokens, rows, columns = shape
+    packed = pack_rows(torch.randn(rows, columns, device="cpu"), bits).to(torch.get_default_device())
+    check_coded(groupwise_codes(packed, bits, columns), torch.randn(tokens, columns).to(dtype), adds)
+
+
+def mxfp4(rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales: all codes."""
+    scales = torch.randint(120, 132, (rows, groups), dtype=torch.uint8)
+    return torch.randint(0, 256, (rows, groups, 16), dtype=torch.uint8), scales
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), some_slow([(1, 1, 1), (5, 40, 5), (32, 33, 8)], MULTIPLIED, fast=((5, 40, 5), torch.float16))
+)
+def test_products_with_mxfp4_weights(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    tokens, rows, groups = sizes
+    x = torch.randn(tokens, 32 * groups).to(dtype) / 8
+    check_coded(mxfp4_codes(*mxfp4(rows, groups)), x, adds=False)
+
+
+def check_coded(codes: Codes, x: torch.Tensor, adds: bool) -> None:
+    """With inputs and results whose rows lie apart."""
+    x, rows = torch.cat([x, x], 1)[:, : codes.columns], len(codes.words)
+    found, bias = torch.randn(len(x), rows + 3).to(x.dtype)[:, 1 : rows + 1], torch.randn(rows).to(x.dtype)
+    expected = found.clone()
+    multiply_coded(x, codes, bias if adds else None, found, adds)
+    weight = codes.decode(torch.empty(rows, codes.columns, dtype=x.dtype)).float()
+    exact = x.float() @ weight.t() + (bias.float() + expected.float() if adds else 0)
+    torch.testing.assert_close(found, exact.to(x.dtype), rtol=CLOSE[x.dtype], atol=CLOSE[x.dtype])
+    multiply_coded_reference(x, codes, bias if adds else None, expected, adds)
+    torch.testing.assert_close(found, expected, rtol=4 * CLOSE[x.dtype], atol=4 * CLOSE[x.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpacked_mxfp4_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
+    """Every code with every exponent; the last columns of a matrix whose rows lie apart."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(256, 1, 1).view(-1, 64, 16)
+    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(-1, 64)
+    if dtype == torch.bfloat16 and not ON_CARD:  # the interpreter cuts off what a card rounds: numbers near 0
+        scales = scales.clamp(min=8)
+    found, expected = (torch.zeros(64, 2050, dtype=dtype)[:, 2:] for _ in range(2))
+    unpack_mxfp4(codes, scales, found)
+    unpack_mxfp4_reference(codes, scales, expected)
+    assert torch.equal(found, expected)
+
+
+def test_coded_rows_are_decoded_once_for_many_rows() -> None:
+    packed = pack_rows(torch.randn(6, 64, device="cpu"), 4).to(torch.get_default_device())
+    calls, whole = [], torch.zeros(6, 64)
+    rows = CodedRows(
+        groupwise_codes(packed, 4, 64), DenseRows(whole), lambda: calls.append(unpack_rows(packed, 4, whole))
+    )
+    x, few = torch.randn(FEW_ROWS + 1, 64), torch.empty(FEW_ROWS, 6)
+    linear(x[1:], (rows,), None, few)
+    assert not calls
+    many, found = torch.empty(FEW_ROWS + 1, 6), torch.empty(2, 64)
+    linear(x, (rows,), None, many)
+    lookup(torch.tensor([5, 0]), (rows,), found)
+    assert len(calls) == 1 and torch.equal(found, whole[[5, 0]])
+    torch.testing.assert_close(few, many[1:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
