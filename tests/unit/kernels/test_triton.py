@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from flexgen_h2o.checkpoint.formats import Held, PackedFormat, WeightFormat
+from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
+from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels import prefill_attention, triton
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
@@ -55,6 +59,7 @@ from flexgen_h2o.kernels.prefill_attention import (
 )
 from flexgen_h2o.kernels.quantised import unpack_mxfp4, unpack_mxfp4_reference
 from flexgen_h2o.kvcache.rows import query_weight_table
+from flexgen_h2o.tiers.stream import Part
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
@@ -155,6 +160,30 @@ def test_unpacked_mxfp4_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
     unpack_mxfp4(codes, scales, found)
     unpack_mxfp4_reference(codes, scales, expected)
     assert torch.equal(found, expected)
+
+
+FORMATS = [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
+    """A matrix that is whole; of one in two parts, or to be decoded into int8, they do not."""
+    layout = form.layout(TensorSpec("", form.sample_name or "a", (5, 96)))
+    part, memory = Part("device", 0, 5), torch.zeros(5 * layout.decoded_row_bytes, dtype=torch.uint8)
+    decoded = (DenseRows(memory.view(torch.float32).view(5, 96)),)
+    if isinstance(form, PackedFormat):
+        pieces = [form.encode(torch.randn(5, 96, device="cpu")).flatten().to(memory.device)]
+    else:
+        pieces = [t.flatten() for t in mxfp4(5, 3)]
+    held = Held(part, pieces)
+    coded = form.coded_parts(layout, [held], decoded)
+    x = torch.randn(2, 96)
+    found = linear(x, coded, None, torch.empty(2, 5))
+    assert not decoded[0].rows.any()
+    form.decode(layout, [held], decoded)
+    torch.testing.assert_close(found, linear(x, decoded, None, torch.empty(2, 5)), rtol=1e-4, atol=1e-4)
+    assert not form.coded_parts(layout, [held, held], decoded)
+    assert not replace(form, to_int8=True).coded_parts(layout, [held], decoded)
 
 
 def test_coded_rows_are_decoded_once_for_many_rows() -> None:
