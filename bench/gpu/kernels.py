@@ -22,7 +22,7 @@ import torch
 
 from bench import common
 from bench.common import GB
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.coded import (
     FEW_ROWS,
@@ -157,8 +157,8 @@ def step_slots(k: torch.Tensor, columns: int, records: bool, bits: int) -> StepS
     state[1], state[PLACE], state[GAIN] = columns - 1, -1, 0
     form = WHOLE
     if bits < 16:
-        packing = SlotPacking(width, bits)
-        areas = [pack_columns_reference(t.float(), packing) for t in (keys, values)]
+        packing = KVPacking.of(width, bits)
+        areas = [pack_columns_reference(t.float(), packing.keys) for t in (keys, values)]
         newest = torch.arange(columns - WINDOW, columns, dtype=torch.int32, device=where).repeat(rows, 1)
         centres, ranges = (torch.ones(rows, width, dtype=torch.bfloat16, device=where) for _ in range(2))
         kept = [t[0, :, columns - WINDOW :].contiguous() for t in (keys, values)]

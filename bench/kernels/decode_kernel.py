@@ -29,7 +29,7 @@ from bench.common import GB, BackgroundLoad, Spread, door, finish, model_parser,
 import torch
 
 from flexgen_h2o.cli_common import positive
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
@@ -102,8 +102,8 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     apart = [t.view(batch, heads, -1, width) for t in (q, keys, values)]
     tokens = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in apart]
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    packings = {f"packed_{bits}": SlotPacking(width, bits) for bits in (2, 3, 4, 8)}
-    packed = {name: [pack_columns(t, p) for t in (keys, values)] for name, p in packings.items()}
+    packings = {f"packed_{bits}": KVPacking.of(width, bits) for bits in (2, 3, 4, 8)}
+    packed = {name: [pack_columns(keys, p.keys), pack_columns(values, p.values)] for name, p in packings.items()}
     whole, pages = _beside(rows, slots, width, dtype)
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
     sketch = empty_sketch(rows, slots, width)
@@ -123,7 +123,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
             **{f"{name}_scored": attend_over(name, book) for name in packings},
             **{f"select_{share:.0%}": select(share) for share in SHARES},
             **{f"select_{share:.0%}_packed_4": select(share, "packed_4") for share in SHARES},
-            "pack_4": lambda: [pack_columns(t, packings["packed_4"]) for t in one],
+            "pack_4": lambda: [pack_columns(t, packings["packed_4"].keys) for t in one],
             "memory": lambda: [t.view(torch.int64).sum() for t in (keys, values)],
             "attend": lambda: attend(q, keys, values, filled, scale),
             "attend_scored": lambda: attend(q, keys, values, filled, scale, book),
@@ -192,12 +192,15 @@ def _show_decode(title: str, speeds: dict[str, Spread], per_s: dict[str, Spread]
 
 
 def _bytes_of(
-    name: str, moved: int, dtype: torch.dtype, packings: dict[str, SlotPacking], beside: tuple[WholeColumns, Pages]
+    name: str, moved: int, dtype: torch.dtype, packings: dict[str, KVPacking], beside: tuple[WholeColumns, Pages]
 ) -> float:
     """What a call reads; moved: bytes of the cache that is not packed."""
     packing, (whole, pages) = packings.get(name.removesuffix("_scored")), beside
     if packing is not None:
-        return moved * packing.slot_bytes / (packing.width * dtype.itemsize) + 2 * whole.keys.nbytes
+        return (
+            moved * (packing.keys.slot_bytes + packing.values.slot_bytes) / (2 * packing.width * dtype.itemsize)
+            + 2 * whole.keys.nbytes
+        )
     return moved + (2 * pages.keys.nbytes if name == "attend_pages" else 0)
 
 

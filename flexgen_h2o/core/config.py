@@ -11,17 +11,18 @@ from typing import Any, Literal
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object, write_result
+from flexgen_h2o.core.packing import bits_of_kv
 from flexgen_h2o.core.settings import check_settings, setting
 from flexgen_h2o.core.units import check_int, parse_bytes
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TIERS = ("device", "host", "disk")
-POLICY_SCHEMA = 4
+POLICY_SCHEMA = 5  # of which cache_bits may be a text, as "4/2"
 # Fields by the schema that has them first; in a file of an older one they are at their defaults.
 SINCE_SCHEMA = {"weight_bits": 2, "cache_bits": 2, "int8_compute": 2, "cache_window": 3, "expert_group": 4}
 BITS = (4, 8)  # of a compressed weight
-CACHE_BITS = (2, 3, 4, 8)  # of a compressed KV value
+CACHE_BITS = (2, 3, 4, 8)  # of a number of a compressed key or value
 # Fields that say how, and the switch that says whether.
 COMPRESSION_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache", "cache_window": "compress_cache"}
 MOST_ROWS = 2**16  # of a block
@@ -32,8 +33,9 @@ class Policy:
     """The whole offloading plan. `percent`: weights, KV cache and hidden states on device and host; the rest is disk.
 
     gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
-    compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (2, 3, 4 or 8) a value, in
-    groups; of a compressed cache the newest cache_window columns of a row stay whole, at most half of its slots.
+    compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (2, 3, 4 or 8; "4/2": keys
+    in 4 and values in 2) a value, in groups; of a compressed cache the newest cache_window columns of a row stay whole,
+    at most half of its slots.
     int8_compute: weights in int8, one scale an output channel, and products computed in int8; with compress_weight in 4
     bits they are held and moved so, and become int8 once a block.
     """
@@ -49,7 +51,7 @@ class Policy:
     compress_weight: bool = setting(False, "hold weights in --weight-bits; a search may then do so")
     compress_cache: bool = setting(False, "hold the KV cache in --cache-bits; a search may then do so")
     weight_bits: int = setting(4, "of a compressed weight", low=4, choices=BITS)
-    cache_bits: int = setting(4, "of a compressed KV value", low=2, choices=CACHE_BITS)
+    cache_bits: str | int = setting(4, "of a compressed KV value; 4/2: keys in 4, values in 2", metavar="N[/N]")
     cache_window: int = setting(
         16, "newest columns of a row that a compressed KV cache holds whole, a multiple of 4", low=0, high=2**20
     )
@@ -75,6 +77,7 @@ class Policy:
         check_settings(self)
         check_int("gpu_batch_size x num_gpu_batches", self.block_size, low=1, high=MOST_ROWS)
         object.__setattr__(self, "percent", check_percent(self.percent))
+        object.__setattr__(self, "cache_bits", _check_cache_bits(self.cache_bits))
         if self.int8_compute and self.compress_weight and self.weight_bits == 8:
             raise UsageError(
                 "int8_compute: holds weights in 8 bits already; leave compress_weight off, or weight_bits at 4"
@@ -104,6 +107,21 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "percent": list(self.percent)}
+
+
+def _check_cache_bits(value: object) -> int | str:
+    """One number where keys and values have the same bits, else "KEYS/VALUES"."""
+    try:
+        found = bits_of_kv(value) if isinstance(value, str | int) and not isinstance(value, bool) else ()
+    except ValueError:
+        found = ()
+    if not found or not set(found) <= set(CACHE_BITS):
+        raise UsageError(
+            f"cache_bits: {value!r:.60} is not one of {', '.join(map(str, CACHE_BITS))}, nor two of them for keys and "
+            "values, as 4/2"
+        )
+    keys, values = found
+    return keys if keys == values else f"{keys}/{values}"
 
 
 def without_unused_bits(policy: Policy) -> Policy:

@@ -10,6 +10,7 @@ from flexgen_h2o.core.units import round_up
 
 WORD = 4  # bytes
 SKETCH_BLOCK = 32  # columns whose sketches lie together, which are a page of it, too
+LEAST_PROMPT = 64  # columns that a sketch's grid is made of, at least: rows with shorter prompts read all of theirs
 SKETCH_CODES = 8  # of one channel after another, in a 16-bit number
 PAGE_STEP = 4  # pages and whole columns of a row are multiples of it, as the decode kernel reads them
 GROUP = 64  # values that share a scale and a least value, at most
@@ -91,6 +92,31 @@ class SlotPacking:
         return WORD * self.words
 
 
+@dataclass(frozen=True)
+class KVPacking:
+    """How packed keys and values of one width lie in their slots; they may have different bits."""
+
+    keys: SlotPacking
+    values: SlotPacking
+
+    @classmethod
+    def of(cls, width: int, bits: int | str) -> KVPacking:
+        """bits: as of `bits_of_kv`."""
+        keys, values = bits_of_kv(bits)
+        return cls(SlotPacking(width, keys), SlotPacking(width, values))
+
+    @property
+    def width(self) -> int:
+        return self.keys.width
+
+
+def bits_of_kv(bits: int | str) -> tuple[int, int]:
+    """Bits of a key's numbers and of a value's: a number is for both, "4/2" means keys in 4 and values in 2. Raises
+    ValueError."""
+    keys, slash, values = str(bits).partition("/")
+    return int(keys), int(values if slash else keys)
+
+
 # ---- what a row has beside its slots
 
 
@@ -134,15 +160,22 @@ class KVPrices:
     a sketch of all slots lies beside them (`Policy.attn_sparsity`)."""
 
     width: int
-    packing: SlotPacking | None = None
+    packing: KVPacking | None = None
     window: int = 0
     itemsize: int = 2
     selects: bool = False
 
     @property
-    def slot_bytes(self) -> int:
-        """A key (or a value) of one slot."""
-        return self.width * self.itemsize if self.packing is None else self.packing.slot_bytes
+    def slot_bytes(self) -> tuple[int, int]:
+        """A key of one slot, and a value."""
+        if self.packing is None:
+            return self.width * self.itemsize, self.width * self.itemsize
+        return self.packing.keys.slot_bytes, self.packing.values.slot_bytes
+
+    @property
+    def column_bytes(self) -> int:
+        """A key and a value of one slot."""
+        return sum(self.slot_bytes)
 
     def beside(self, slots: int, pages: int) -> int:
         """Pages, what lies beside so many slots where they are packed, and their sketch."""
@@ -153,7 +186,7 @@ class KVPrices:
 
     def nbytes(self, slots: int, pages: int = 0) -> int:
         """Slots, and what lies beside them; not what a policy records of slots."""
-        return 2 * slots * self.slot_bytes + self.beside(slots, pages)
+        return slots * self.column_bytes + self.beside(slots, pages)
 
     def columns(self, share: float, tokens: int, pages: int) -> int:
         """The most columns of a row whose slots (one more: a newcomer's) and pages take `share` of the bytes that

@@ -12,7 +12,7 @@ from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_o
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import WAITS_BELOW, LayerPlan, ModelSpec, WeightUnit
-from flexgen_h2o.core.packing import KVPrices, SlotPacking
+from flexgen_h2o.core.packing import KVPacking, KVPrices
 from flexgen_h2o.core.units import (
     ALIGN,
     JOINED_TOKENS,
@@ -260,9 +260,9 @@ def record_in(spec: ModelSpec, block: int, record: RowRecord) -> RowRecord | Non
     return record if spec.window(block) is None else None
 
 
-def packing_of(spec: ModelSpec, policy: Policy) -> SlotPacking | None:
+def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:
     """How KV columns are compressed; None where they are not."""
-    return SlotPacking(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
+    return KVPacking.of(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
 
 
 def prices_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVPrices:

@@ -17,7 +17,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
-from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, packing_of, record_in
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, prices_of, record_in
 from flexgen_h2o.engine.workload import WorkloadShape, need_of
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: in
 
 def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, int]:
     """Bytes of one key and value of all kv-heads in one layer: in their slots, and uncompressed."""
-    column, packing = spec.kv_bytes_per_token(itemsize) // spec.num_blocks, packing_of(spec, policy)
-    return (2 * spec.num_kv_heads * packing.slot_bytes if packing else column), column
+    prices = prices_of(spec, policy, itemsize)
+    return spec.num_kv_heads * prices.column_bytes, spec.kv_bytes_per_token(itemsize) // spec.num_blocks
 
 
 def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.workspace import mismatch
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class SlotForm:
     query that joins its softmax and has no value; None: they have none.
     """
 
-    packing: SlotPacking | None = None
+    packing: KVPacking | None = None
     pages: Pages | None = None
     whole: WholeColumns | None = None
     sinks: torch.Tensor | None = None

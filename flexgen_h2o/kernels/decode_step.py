@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm
 from flexgen_h2o.kernels.packed import pack_columns_reference
@@ -74,14 +75,24 @@ def attend_step(
         assert whole is not None
         name, tensors = "slots.attend_packed_step", (*tensors, *vars(whole).values())
         windows = whole.slots.shape[1]
-        sizes = *sizes, windows, packing.low_words, packing.value_words, packing.words
+        sizes = *sizes, windows, slots.values.stride(0)
+        for of in (packing.keys, packing.values):
+            sizes = *sizes, of.low_words, of.value_words, of.words
+        constants |= packing_constants(packing)
         constants |= {
-            "BITS": packing.bits, "SHARING": packing.group, "GROUPS": packing.groups,
             "WINDOW": triton.power_of_two(windows, 16),
             "num_stages": 1,  # words are loaded for each of their numbers: ahead, they would not fit shared memory
         }  # fmt: skip
     reference = partial(attend_step_reference, q, k, v, slots, scale, out)
     triton.launch(name, (rows,), reference, (*tensors, *sizes), **constants)
+
+
+def packing_constants(packing: KVPacking) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    found: dict[str, int] = {}
+    for what, of in (("K", packing.keys), ("V", packing.values)):
+        found |= {f"{what}_BITS": of.bits, f"{what}_SHARING": of.group, f"{what}_GROUPS": of.groups}
+    return found
 
 
 def columns_at_a_time(dtype: torch.dtype) -> int:
@@ -108,7 +119,7 @@ def attend_step_reference(
     if packing is not None and whole is not None:
         whole.enter(state[PLACE], taken, keys.squeeze(1), values.squeeze(1))
         smoothed = whole.smoothed(keys.squeeze(1)).unsqueeze(1)
-        columns = pack_columns_reference(smoothed, packing), pack_columns_reference(values, packing)
+        columns = pack_columns_reference(smoothed, packing.keys), pack_columns_reference(values, packing.values)
     put_slots_reference((slots.keys, slots.values), taken.unsqueeze(1), columns)
     scores = None
     if slots.scores is not None and slots.positions is not None and slots.victims is not None:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.core.packing import SKETCH_BLOCK, SKETCH_CODES, sketch_shape
+from flexgen_h2o.core.packing import LEAST_PROMPT, SKETCH_BLOCK, SKETCH_CODES, sketch_shape
 from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, softmax, whole_addresses
-from flexgen_h2o.kernels.slots import check_slots, loops_can_read, slot_products, slots_job, unpacked
+from flexgen_h2o.kernels.slots import check_slots, loops_can_read, of_values, slot_products, slots_job, unpacked
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ LEVELS = 4
 STEP = 1.2  # of a grid, in standard deviations of a prompt's keys; 1.0 is best for Gaussian ones, which these are not
 LEAST_STEP = 1 / 16  # of the mean of a row's channels: what hardly moves in the prompt may do so later
 NEWEST = 16  # columns that are always read, at most
-LEAST_PROMPT = 64  # columns that a grid is made of, at least: rows with shorter prompts read all of theirs
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,8 @@ def attend_selected(
     loop: Callable[..., None] = partial(select.attend_rows, element_of(q.dtype), job, chosen)
     if packing is not None:
         whole = beside.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q)
-        form_of = packed_slots.format_of(packing)
-        loop = partial(select.attend_packed_rows, element_of(q.dtype), form_of, job, chosen, whole)
+        forms, jobs = packed_slots.formats_of(packing), (job, of_values(job, values))
+        loop = partial(select.attend_packed_rows, element_of(q.dtype), forms, jobs, chosen, whole)
     parallel_rows(loop, len(q), most * chosen.numbers * 2 + 8 * int(counts.max()) * job.words)
     return out
 

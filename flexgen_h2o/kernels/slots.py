@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.core.packing import WORD, SlotPacking
+from flexgen_h2o.core.packing import WORD, KVPacking
 from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels.beside import (
     WHOLE,
@@ -76,8 +76,9 @@ def attend(
     one more without a value: attention is shared among slots and these, and what follows is of the slots alone.
 
     q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, or packed, (segments, R, S, W) int32; each segment
-    contiguous, any stride between segments, the same for both. filled: (R,) int32, from 1 to segments x S. Returns
-    (R, g, d) in q's dtype. A row's result depends on that row alone, not on S, on other rows or on threads.
+    contiguous, any stride between segments, the same for both where they are not packed. filled: (R,) int32, from 1 to
+    segments x S. Returns (R, g, d) in q's dtype. A row's result depends on that row alone, not on S, on other rows or
+    on threads.
 
     state: it is updated, which changes no bit of the result.
     scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
@@ -150,7 +151,8 @@ def unpacked(
     """Slots as numbers of `dtype`, whole columns in their places."""
     if form.packing is None:
         return keys, values
-    k, v = (unpack_columns(t, form.packing, torch.float32) for t in (keys, values))
+    k = unpack_columns(keys, form.packing.keys, torch.float32)
+    v = unpack_columns(values, form.packing.values, torch.float32)
     if form.whole is not None:
         k, v = with_whole(form.whole, k, v)
     return k.to(dtype), v.to(dtype)
@@ -222,7 +224,7 @@ def _attend_compiled(
     arguments: tuple[object, ...] = job, scores, pages
     if packing is not None:
         whole = beside.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q)
-        arguments = packed_slots.format_of(packing), job, scores, (pages, whole)
+        arguments = packed_slots.formats_of(packing), (job, of_values(job, values)), scores, (pages, whole)
         loop = partial(packed_slots.attend_rows, element_of(q.dtype))
     row_bytes = 2 * (most * job.words + pages.pages * pages.width) * WORD
     parallel_rows(partial(loop, *arguments), len(q), row_bytes)
@@ -244,19 +246,25 @@ def slots_job(
     return Slots._make([*sizes, most, *addresses, float(scale)])
 
 
+def of_values(job: Slots, values: torch.Tensor) -> Slots:
+    """A job over packed keys, where it goes over values, whose slots have a size of their own."""
+    return job._replace(words=values.shape[3], segment_words=values.stride(0))
+
+
 # What the loops read goes by address: a wrong shape would be memory out of bounds, so all of it is checked.
 
 
-def check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: SlotPacking | None) -> None:
+def check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: KVPacking | None) -> None:
     """tensors: q, keys, values, filled; most: the largest of `filled`. Raises ValueError."""
     q, keys, values, filled = tensors
     segments, _, length, _ = keys.shape
-    width, size, dtype = q.shape[2], q.shape[2], q.dtype
+    width, sizes, dtype = q.shape[2], (q.shape[2], q.shape[2]), q.dtype
     if packing is not None:
-        width, size, dtype = packing.width, packing.words, torch.int32
-    ok = keys.shape == values.shape == (segments, len(q), length, size) and most <= segments * length
-    ok = ok and width == q.shape[2] and all(t.dtype == dtype and t[0].is_contiguous() for t in (keys, values))
-    ok = ok and (segments == 1 or keys.stride(0) == values.stride(0))
+        width, sizes, dtype = packing.width, (packing.keys.words, packing.values.words), torch.int32
+    ok = width == q.shape[2] and most <= segments * length
+    for t, size in zip((keys, values), sizes, strict=True):
+        ok = ok and t.shape == (segments, len(q), length, size) and t.dtype == dtype and t[0].is_contiguous()
+    ok = ok and (packing is not None or segments == 1 or keys.stride(0) == values.stride(0))
     if not ok or filled.dtype != torch.int32 or filled.shape != (len(q),):
         raise mismatch("attend: q, keys, values, filled", *tensors)
 
@@ -288,7 +296,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
     """areas[slots[r, i]] = columns[r, i] for all rows r, in the order of i. All on one device.
 
-    areas: keys and values, (segments, R, S, d); slots: (R, n) int64; columns: (R, n, d) of the areas' dtype.
+    areas: keys and values, (segments, R, S, d); slots: (R, n) int64; columns: (R, n, d) of the areas' dtype. d may
+    differ for keys and values.
 
     In a compiled loop on the CPU: small torch operations with an index for each number would take most of the time.
     """
@@ -299,7 +308,7 @@ def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
     from flexgen_h2o.kernels.compiled import slots as loops
 
     rows, count = slots.shape
-    parallel_rows(partial(loops.put, job, count), rows, 4 * count * job.slot_bytes)
+    parallel_rows(partial(loops.put, job, count), rows, 2 * count * (job.key_bytes + job.value_bytes))
 
 
 def add_to_pages(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: SlotForm) -> None:
@@ -331,10 +340,11 @@ def add_to_pages_reference(areas: Pair, slots: torch.Tensor, numbers: torch.Tens
     number, index = numbers[row], tuple(t[row] for t in _index(areas[0], slots.unsqueeze(1)))
     count = pages.counts[row, number] + 1
     pages.counts[row, number] = count
-    for means, area in zip((pages.keys, pages.values), areas, strict=True):
+    packings = (None, None) if packing is None else (packing.keys, packing.values)
+    for means, area, packed in zip((pages.keys, pages.values), areas, packings, strict=True):
         column = area[index].squeeze(1)
-        if packing is not None:
-            column = unpack_columns(column, packing, torch.float32)
+        if packed is not None:
+            column = unpack_columns(column, packed, torch.float32)
             if form.whole is not None and means is pages.keys:
                 column = form.whole.map(lambda t: t[row]).restored(column)
         mean = means[row, number]
@@ -357,7 +367,7 @@ def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
     from flexgen_h2o.kernels.compiled import slots as loops
 
     rows, count = slots.shape
-    parallel_rows(partial(loops.get, job, count - 1), rows, 4 * job.slot_bytes)
+    parallel_rows(partial(loops.get, job, count - 1), rows, 2 * (job.key_bytes + job.value_bytes))
 
 
 def get_last_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
@@ -376,18 +386,19 @@ def _index(area: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch
 def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots | None:
     """What the loops, which go by address, read and write; None where they cannot."""
     (keys, values), (column_keys, column_values) = areas, columns
-    (rows, count), size, item = slots.shape, keys.shape[3], keys.itemsize
-    right = all(t.device.type == "cpu" and t.dtype == keys.dtype for t in (keys, values, column_keys, column_values))
-    right = right and keys.shape == values.shape and keys.stride() == values.stride() and keys.shape[1] == rows
-    right = right and keys.stride()[1:] == (keys.shape[2] * size, size, 1)
-    right = right and column_keys.shape == column_values.shape == (rows, count, size)
-    right = right and column_keys.stride() == column_values.stride() and column_keys[0].is_contiguous()
+    (rows, count), length, item = slots.shape, keys.shape[2], keys.itemsize
+    right = keys.shape[:3] == values.shape[:3] and keys.stride(0) == values.stride(0) and keys.shape[1] == rows
+    for area, column in zip(areas, columns, strict=True):
+        size = area.shape[3]
+        right = right and all(t.device.type == "cpu" and t.dtype == keys.dtype for t in (area, column))
+        right = right and area.stride()[1:] == (length * size, size, 1)
+        right = right and column.shape == (rows, count, size) and column[0].is_contiguous()
     if not right or slots.dtype != torch.int64 or slots.device.type != "cpu" or not slots[0].is_contiguous():
         return None
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots
 
     return ColumnSlots(
-        keys.data_ptr(), values.data_ptr(), keys.shape[2], keys.stride(0) * item, keys.stride(1) * item, size * item,
+        keys.data_ptr(), values.data_ptr(), length, keys.stride(0) * item, keys.shape[3] * item, values.shape[3] * item,
         slots.data_ptr(), slots.stride(0) * slots.itemsize, column_keys.data_ptr(), column_values.data_ptr(),
-        column_keys.stride(0) * item,
+        column_keys.stride(0) * item, column_values.stride(0) * item,
     )  # fmt: skip

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, clamped_gate, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, empty_sketch, fill_sketch
-from flexgen_h2o.kernels.slots import ScoreState, attend, get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, get_last_slots, put_slots
 
 _LONGEST_S = 300.0
 # The process that compiles imports from where this one does, and from nowhere else.
@@ -88,7 +88,7 @@ _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 
 def warm_up(
-    device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None, rolling: bool = False,
+    device: torch.device, dtype: torch.dtype, scored: bool, packing: KVPacking | None = None, rolling: bool = False,
     rotary: bool = False, weights: Callable[[torch.device, torch.dtype], None] | None = None,
 ) -> None:  # fmt: skip
     """Run decode attention once on zeros (by `compile_subprocess`); where columns are `scored`, prompts' scores too.
@@ -109,8 +109,8 @@ def warm_up(
     first, column = torch.zeros(_ROWS, 1, dtype=torch.int64, device=device), columns[0, :, :1].clone()
     put_slots((columns, columns), first, (column, column))
     get_last_slots((columns, columns), first, (column, column))
-    slots, form, q = _stored(packing, dtype, device)
-    attend(q, slots, slots, filled, 1.0, state, form)
+    stored, form, q = _stored(packing, dtype, device)
+    attend(q, *stored, filled, 1.0, state, form)
     if rotary:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())
@@ -127,25 +127,23 @@ def warm_up(
         weights(device, dtype)
 
 
-def _stored(
-    packing: SlotPacking | None, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, SlotForm, torch.Tensor]:
-    """Slots of zeros, as they are or packed, what is beside them, and a query."""
+def _stored(packing: KVPacking | None, dtype: torch.dtype, device: torch.device) -> tuple[Pair, SlotForm, torch.Tensor]:
+    """Keys and values in slots, of zeros, as they are or packed, what is beside them, and a query."""
     width = _WIDTH if packing is None else packing.width
     slots = torch.zeros(1, _ROWS, _SLOTS, width, dtype=dtype, device=device)
     q, none = slots[0, :, :1].contiguous(), slots[0, :, :0]
     if packing is None:
-        return slots, WHOLE, q
+        return (slots, slots), WHOLE, q
     ranges, slots_of_none = q.new_ones(_ROWS, width, dtype=torch.bfloat16), q.new_zeros(_ROWS, 0, dtype=torch.int32)
     form = SlotForm(packing, None, WholeColumns(ranges, ranges, none, none, slots_of_none))
-    return pack_columns(slots, packing), form, q
+    return (pack_columns(slots, packing.keys), pack_columns(slots, packing.values)), form, q
 
 
-def warm_up_selection(device: torch.device, dtype: torch.dtype, packing: SlotPacking | None = None) -> None:
+def warm_up_selection(device: torch.device, dtype: torch.dtype, packing: KVPacking | None = None) -> None:
     """The same for attention that reads some of the columns."""
-    slots, form, q = _stored(packing, dtype, device)
+    stored, form, q = _stored(packing, dtype, device)
     slot = torch.zeros(_ROWS, dtype=torch.int64, device=device)
     sketch, filled = empty_sketch(_ROWS, _SLOTS, q.shape[2], device), slot.int() + _SLOTS
     fill_sketch(sketch, q, q)
     add_to_sketch(sketch, slot, q[:, 0], q[:, 0])
-    attend_selected(q, slots, slots, filled, 1.0, Selection(sketch, filled), form)
+    attend_selected(q, *stored, filled, 1.0, Selection(sketch, filled), form)

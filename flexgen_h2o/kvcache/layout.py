@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o.core.packing import KVPrices, SlotPacking, padded_pages, page_bytes, sketch_bytes, window_of
+from flexgen_h2o.core.packing import KVPacking, KVPrices, padded_pages, page_bytes, sketch_bytes, window_of
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
@@ -38,7 +38,7 @@ class UnitLayout:
     shares: Shares
     record: RowRecord = NO_RECORD
     streamed: bool = True
-    packing: SlotPacking | None = None
+    packing: KVPacking | None = None
     window: int = 0
     selects: bool = False
 
@@ -52,9 +52,14 @@ class UnitLayout:
         return KVPrices(self.width, self.packing, self.window, self.itemsize, self.selects)
 
     @property
-    def slot_bytes(self) -> int:
-        """A key (or a value) of one slot."""
+    def slot_bytes(self) -> tuple[int, int]:
+        """A key of one slot, and a value."""
         return self.prices.slot_bytes
+
+    @property
+    def column_bytes(self) -> int:
+        """A key and a value of one slot."""
+        return self.prices.column_bytes
 
     @property
     def beside_bytes(self) -> int:
@@ -72,16 +77,18 @@ class UnitLayout:
         return -(-self.slots // self.segments)
 
     @property
-    def row_bytes(self) -> int:
-        """Keys (or values) of one row in one segment."""
-        return self.segment_slots * self.slot_bytes
+    def row_bytes(self) -> tuple[int, int]:
+        """Keys of one row in one segment, and values."""
+        keys, values = self.slot_bytes
+        return self.segment_slots * keys, self.segment_slots * values
 
-    def area_bytes(self, part: Part) -> int:
-        """The key (or value) area of one segment of a part, whole pages."""
-        return round_up(part.rows * self.row_bytes, PAGE)
+    def area_bytes(self, part: Part) -> tuple[int, int]:
+        """The key area of one segment of a part, and the value area, whole pages."""
+        keys, values = self.row_bytes
+        return round_up(part.rows * keys, PAGE), round_up(part.rows * values, PAGE)
 
     def part_bytes(self, part: Part) -> int:
-        return 2 * self.segments * self.area_bytes(part)
+        return self.segments * sum(self.area_bytes(part))
 
     def room_bytes(self, part: Part) -> int:
         """Bytes that hold this part in this layout and in any with fewer slots or rows.
@@ -89,21 +96,25 @@ class UnitLayout:
         `part_bytes` may be too few: with fewer slots a segment may round up to more whole pages.
         """
         most_slots = self.slots + self.segments - 1
-        return 2 * (part.rows * most_slots * self.slot_bytes + self.segments * PAGE)
+        return part.rows * most_slots * self.column_bytes + 2 * self.segments * PAGE
 
     def live_ranges(self, part: Part, sequences: int, columns: int) -> list[tuple[int, int]]:
         """(offset, bytes) within the part of the first `columns` slots of the first `sequences`.
 
         Adjacent ranges are merged.
         """
-        area = self.area_bytes(part)
-        live = min(part.rows, max(0, sequences * self.kv_heads - part.start)) * self.row_bytes
-        areas = 2 * min(self.segments, -(-columns // self.segment_slots))
-        if not live or not areas:
-            return []
-        if round_up(live, PAGE) == area:
-            return [(0, (areas - 1) * area + live)]
-        return [(i * area, live) for i in range(areas)]
+        rows = min(part.rows, max(0, sequences * self.kv_heads - part.start))
+        areas = list(zip(self.area_bytes(part), self.row_bytes, strict=True))
+        ranges: list[tuple[int, int]] = []
+        start = 0
+        for area, row_bytes in areas * min(self.segments, -(-columns // self.segment_slots)) if rows else []:
+            before, size = ranges[-1] if ranges else (0, -PAGE)
+            if round_up(before + size, PAGE) == start:
+                ranges[-1] = before, start + rows * row_bytes - before
+            else:
+                ranges.append((start, rows * row_bytes))
+            start += area
+        return ranges
 
     def most_part_rows(self, share: float) -> int:
         """Most rows that a tier with this share gets of a unit of so many rows or fewer.
@@ -115,7 +126,7 @@ class UnitLayout:
 
     def overlay_bytes(self, part: Part) -> int:
         """RAM for the columns of a disk part that wait to be written back, with their slot numbers (int64)."""
-        return part.rows * WRITE_BACK_STEPS * (2 * self.slot_bytes + 8)
+        return part.rows * WRITE_BACK_STEPS * (self.column_bytes + 8)
 
     @property
     def pages(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import SKETCH_BLOCK, SlotPacking, padded_pages, sketch_shape
+from flexgen_h2o.core.packing import SKETCH_BLOCK, KVPacking, padded_pages, sketch_shape
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
@@ -79,15 +79,15 @@ class PartView:
     """Rows [start, end) of a unit, where attention runs on them.
 
     keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots]. With
-    `packing` the width is a slot's words, int32. metadata: None with the full cache. whole: goes with `packing`.
-    sketch: where attention reads some of the columns.
+    `packing` the width is a key's or a value's words, int32. metadata: None with the full cache. whole: goes with
+    `packing`. sketch: where attention reads some of the columns.
     """
 
     start: int
     keys: torch.Tensor
     values: torch.Tensor
     metadata: SlotMetadata | None = None
-    packing: SlotPacking | None = None
+    packing: KVPacking | None = None
     whole: WholeColumns | None = None
     sketch: Sketch | None = None
 
@@ -133,10 +133,12 @@ def part_view(
 ) -> PartView:  # fmt: skip
     """The part whose bytes `data` holds. dtype: of numbers that are not packed."""
     dtype = stored_dtype(layout, dtype)
-    area, size = layout.area_bytes(part) // dtype.itemsize, part.rows * layout.row_bytes // dtype.itemsize
-    areas = data.view(dtype).view(layout.segments, 2, area)[:, :, :size]
-    keys, values = areas.unflatten(2, (part.rows, layout.segment_slots, layout.slot_bytes // dtype.itemsize)).unbind(1)
-    return PartView(part.start, keys, values, metadata, layout.packing, whole, sketch)
+    segments, views = data.view(dtype).view(layout.segments, -1), []
+    of_segments = segments.split([nbytes // dtype.itemsize for nbytes in layout.area_bytes(part)], dim=1)
+    for areas, nbytes in zip(of_segments, layout.slot_bytes, strict=True):
+        shape = part.rows, layout.segment_slots, nbytes // dtype.itemsize
+        views.append(areas[:, : math.prod(shape)].unflatten(1, shape))
+    return PartView(part.start, views[0], views[1], metadata, layout.packing, whole, sketch)
 
 
 def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
@@ -198,14 +200,15 @@ def sketch_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> Sketch | 
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device."""
     keys = keys if view.whole is None else view.whole.smoothed(keys)
-    columns = _stored(view, keys).unsqueeze(1), _stored(view, values).unsqueeze(1)
+    keys, values = _stored(view, keys, values)
+    columns = keys.unsqueeze(1), values.unsqueeze(1)
     put_slots((view.keys, view.values), slots.unsqueeze(1), columns)
 
 
 def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Slots 0, 1, ... of the view's rows [start, end) from keys and values (rows, columns, width)."""
     keys = keys if view.whole is None else view.whole.smoothed(keys, slice(start, end))
-    keys, values = _stored(view, keys), _stored(view, values)
+    keys, values = _stored(view, keys, values)
     per_segment, columns = view.keys.shape[2], keys.shape[1]
     for segment, a in enumerate(range(0, columns, per_segment)):
         b = min(columns, a + per_segment)
@@ -213,9 +216,11 @@ def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, 
         view.values[segment, start:end, : b - a].copy_(values[:, a:b])
 
 
-def _stored(view: PartView, columns: torch.Tensor) -> torch.Tensor:
+def _stored(view: PartView, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., width) numbers as the view holds them."""
-    return columns if view.packing is None else pack_columns(columns, view.packing)
+    if view.packing is None:
+        return keys, values
+    return pack_columns(keys, view.packing.keys), pack_columns(values, view.packing.values)
 
 
 def common_views(memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]) -> list[PartView]:

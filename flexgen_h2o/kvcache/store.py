@@ -47,12 +47,10 @@ class Overlay:
 
     def __init__(self, layout: UnitLayout, part: Part, memory: torch.Tensor, dtype: torch.dtype) -> None:
         dtype = stored_dtype(layout, dtype)
-        shape = (part.rows, WRITE_BACK_STEPS, layout.slot_bytes // dtype.itemsize)
-        slot_bytes = 8 * part.rows * WRITE_BACK_STEPS
-        half = (memory.numel() - slot_bytes) // 2
-        self._slots = memory[:slot_bytes].view(torch.int64).view(part.rows, WRITE_BACK_STEPS)
-        self._keys = memory[slot_bytes : slot_bytes + half].view(dtype).view(shape)
-        self._values = memory[slot_bytes + half :].view(dtype).view(shape)
+        shape = part.rows, WRITE_BACK_STEPS
+        pieces = memory.split([part.rows * WRITE_BACK_STEPS * nbytes for nbytes in (8, *layout.slot_bytes)])
+        self._slots = pieces[0].view(torch.int64).view(shape)
+        self._keys, self._values = (t.view(dtype).view(*shape, -1) for t in pieces[1:])
         self._used = 0
 
     @property

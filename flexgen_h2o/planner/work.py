@@ -190,7 +190,7 @@ def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tup
     ]
     layout = at.kv_layout(block, batch)
     on_host = [part for part in layout.parts if part.tier == "host" and not at.on_host]
-    return (*found, *(Transfer("d2h", part.rows * 2 * layout.slot_bytes, 1) for part in on_host))
+    return (*found, *(Transfer("d2h", part.rows * layout.column_bytes, 1) for part in on_host))
 
 
 def _unit_moves(at: CostContext, block: int, batch: Batch, sweep: int, lanes: dict[str, str]) -> tuple[Transfer, ...]:
@@ -326,7 +326,7 @@ def _column(at: CostContext, block: int, batch: Batch) -> tuple[int, float]:
     """Of a column of a row, all kv-heads together: bytes of its slots, and elementwise bytes of packing them."""
     values = 2 * at.spec.num_kv_heads * at.spec.head_dim
     packing = float(PACK_BYTES * values * at.policy.compress_cache)
-    return 2 * at.spec.num_kv_heads * at.kv_layout(block, batch).slot_bytes, packing
+    return at.spec.num_kv_heads * at.kv_layout(block, batch).column_bytes, packing
 
 
 def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Work:

@@ -33,19 +33,25 @@ ULPS = 8
 
 
 class Rounded:
-    """Columns as a cache of `bits` bits gives them back, by the format's words: in groups along the width, each with
-    its least and its step in bf16, rounded outwards; keys less the middle of their channel in the prompt and over its
-    range, both in bf16. The newest are whole: `most` of them, or as many fours as half of the slots has."""
+    """Columns as a cache of `bits` bits ("4/2": keys in 4, values in 2) gives them back, by the format's words: in
+    groups along the width, each with its least and its step in bf16, rounded outwards; keys less the middle of their
+    channel in the prompt and over its range, both in bf16. The newest are whole: `most` of them, or as many fours as
+    half of the slots has."""
 
-    def __init__(self, bits: int, most: int = 16, edges: float = 1.0) -> None:
-        self.bits, self.most, self.is_near, self.edge = bits, most, False, edges * EDGE[bits]
+    def __init__(self, bits: int | str, most: int = 16, edges: float = 1.0) -> None:
+        keys, _, values = str(bits).partition("/")
+        self.key_bits, self.value_bits = int(keys), int(values or keys)
+        self.most, self.is_near, self.edges = most, False, edges
 
     def window(self, slots: int) -> int:
         return min(self.most, slots // 2) // 4 * 4
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
-        count = -(-v.shape[-1] // GROUP)
-        return torch.cat([self._group(g) for g in v.chunk(count, dim=-1)], dim=-1)
+        return self._groups(v, self.value_bits)
+
+    def _groups(self, x: torch.Tensor, bits: int) -> torch.Tensor:
+        count = -(-x.shape[-1] // GROUP)
+        return torch.cat([self._group(g, bits) for g in x.chunk(count, dim=-1)], dim=-1)
 
     def keys(self, k: torch.Tensor, prompt_len: int) -> torch.Tensor:
         most, least = k[:, :prompt_len].amax(1, keepdim=True), k[:, :prompt_len].amin(1, keepdim=True)
@@ -53,7 +59,7 @@ class Rounded:
         sizes = torch.maximum(sizes, sizes.mean(-1, keepdim=True) / 16)
         sizes = torch.where(sizes > 0, sizes, 1.0)
         middle, sizes = self._nearest((most + least) / 2), self._nearest(sizes)
-        return self.values((k - middle) / sizes) * sizes + middle
+        return self._groups((k - middle) / sizes, self.key_bits) * sizes + middle
 
     def _nearest(self, x: torch.Tensor) -> torch.Tensor:
         """In bf16; two neighbours must not be equally near."""
@@ -61,11 +67,11 @@ class Rounded:
         self.is_near |= bool(((low - 0x8000).abs() < ULPS).any())
         return x.bfloat16().float()
 
-    def _group(self, x: torch.Tensor) -> torch.Tensor:
+    def _group(self, x: torch.Tensor, bits: int) -> torch.Tensor:
         least = self._bf16(x.amin(-1, keepdim=True), down=True)
-        step = self._bf16((x.amax(-1, keepdim=True) - least) / (2**self.bits - 1), down=False)
+        step = self._bf16((x.amax(-1, keepdim=True) - least) / (2**bits - 1), down=False)
         places = (x - least) / step
-        self.is_near |= bool(((places % 1 - 0.5).abs() < self.edge).any())
+        self.is_near |= bool(((places % 1 - 0.5).abs() < self.edges * EDGE[bits]).any())
         return least + step * (places + 0.5).floor()
 
     def _bf16(self, x: torch.Tensor, down: bool) -> torch.Tensor:
@@ -81,7 +87,12 @@ class Rounded:
 def packed(known: Callable[[str], Known]) -> Callable[..., Wanted]:
     @cache
     def made(
-        shape: str, pair: str, bits: int, lengths: tuple[int, ...] = LENGTHS, new: int = NEW_TOKENS, most: int = 16
+        shape: str,
+        pair: str,
+        bits: int | str,
+        lengths: tuple[int, ...] = LENGTHS,
+        new: int = NEW_TOKENS,
+        most: int = 16,
     ) -> Wanted:
         return wanted(known(shape).plain, ALL[pair], lengths, new, lambda: Rounded(bits, most))
 
@@ -122,14 +133,14 @@ def test_four_bits_on_every_placement(
     ("shape", "pair", "bits", "placement"),
     [
         ("one layer", "h2o", 8, "kv on host"), ("head width 15", FULL, 4, "kv split three ways"),
-        ("llama, one kv-head, odd sizes", FULL, 4, "kv split three ways"), ("llama", "h2o", 8, "kv on disk"),
+        ("llama, one kv-head, odd sizes", FULL, 4, "kv split three ways"), ("llama", "h2o", "4/2", "kv on disk"),
         ("qwen3", "h2o", 4, "kv split three ways"), ("qwen3_moe", "h2o", 4, "kv on disk"),
         ("gpt_oss", FULL, 8, "kv split three ways"), ("gpt_oss", "h2o", 4, "kv on disk"),
         ("gpt_oss", "h2o-norm", 8, "kv on host"),
     ],
 )  # fmt: skip
 def test_other_shapes_and_bits(
-    shape: str, pair: str, bits: int, placement: str, known: Callable[[str], Known],
+    shape: str, pair: str, bits: int | str, placement: str, known: Callable[[str], Known],
     packed: Callable[..., Wanted], tmp_path: Path,
 ) -> None:  # fmt: skip
     policy = Policy(2, 2, PLACEMENTS[placement], compress_cache=True, cache_bits=bits)
@@ -139,14 +150,14 @@ def test_other_shapes_and_bits(
 @pytest.mark.parametrize(
     ("pair", "bits", "window", "placement"),
     [
-        ("h2o", 4, 0, "kv on disk"), ("h2o", 3, 4, "kv split three ways"), (FULL, 3, 8, "kv on host"),
+        ("h2o", "4/2", 0, "kv on disk"), ("h2o", 3, 4, "kv split three ways"), (FULL, 3, 8, "kv on host"),
         (FULL, 2, 16, "kv split three ways"), ("h2o-norm", 2, 4, "kv on disk"), ("h2o, one recent", 4, 4, "kv on host"),
-        ("h2o-norm, summaries", 3, 8, "kv split three ways"), ("h2o, summaries", 4, 4, "kv on disk"),
+        ("h2o-norm, summaries", "4/2", 8, "kv split three ways"), ("h2o, summaries", 4, 4, "kv on disk"),
     ],
 )  # fmt: skip
 def test_windows_and_few_bits(
-    pair: str, bits: int, window: int, placement: str, known: Callable[[str], Known], packed: Callable[..., Wanted],
-    tmp_path: Path,
+    pair: str, bits: int | str, window: int, placement: str, known: Callable[[str], Known],
+    packed: Callable[..., Wanted], tmp_path: Path,
 ) -> None:  # fmt: skip
     """A window that is larger than what is recent loses columns that are evicted."""
     policy = Policy(2, 2, PLACEMENTS[placement], compress_cache=True, cache_bits=bits, cache_window=window)

@@ -45,7 +45,7 @@ def test_placement_by_configuration(
     assert ran.report.extra["refilled"] == len(ASKED) - policy.block_size
 
 
-FEW_BITS = {"compress_cache": True, "cache_bits": 3, "cache_window": 4}
+FEW_BITS = {"compress_cache": True, "cache_bits": "4/2", "cache_window": 4}
 ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
 
 

@@ -28,7 +28,7 @@ def reading(share: float) -> Pair:
 def selected(known: Callable[[str], Known]) -> Callable[..., Wanted]:
     @cache
     def made(
-        shape: str, share: float, lengths: tuple[int, ...] = LENGTHS, bits: int = 0, window: int = 16,
+        shape: str, share: float, lengths: tuple[int, ...] = LENGTHS, bits: int | str = 0, window: int = 16,
         new: int = NEW_TOKENS,
     ) -> Wanted:  # fmt: skip
         stored = (lambda: Rounded(bits, window)) if bits else None
@@ -81,12 +81,13 @@ def test_shapes(
     ("bits", "window", "placement"),
     [
         (3, 4, "kv split three ways"), (3, 0, "kv on disk"),
+        pytest.param("4/2", 4, "kv split three ways", marks=pytest.mark.slow),
         pytest.param(4, 16, "kv on host", marks=pytest.mark.slow),  # loops of their own, as in tests/unit/kernels
         pytest.param(8, 0, "kv on disk", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_packed_columns(
-    bits: int, window: int, placement: str, known: Callable[[str], Known], selected: Callable[..., Wanted],
+    bits: int | str, window: int, placement: str, known: Callable[[str], Known], selected: Callable[..., Wanted],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     """Whole columns that are not read count as the others that are not."""

@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.coded import ROWS_AT_A_TIME
-from flexgen_h2o.kernels.decode_step import columns_at_a_time
+from flexgen_h2o.kernels.decode_step import columns_at_a_time, packing_constants
 from flexgen_h2o.kernels.triton import products, prompts, rows, slots
 
 # Bytes of shared memory that a block may take, by compute capability: Turing (T4), Ampere (3090), Ada (4090), Hopper.
@@ -84,15 +84,15 @@ def coded_cases(t: str) -> Iterator[Case]:
 
 def packed_cases(t: str, columns: int) -> Iterator[Case]:
     """Of slots in few bits. columns: read at a time."""
-    for records, bits, width in ((False, 4, 128), (True, 3, 64), (True, 8, 80)):
+    for records, bits, width in ((False, "4/2", 128), (True, 3, 64), (True, 8, 80)):
         scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
-        packing = SlotPacking(width, bits)
+        packing = KVPacking.of(width, bits)
         yield Case(
             slots.attend_packed_step,
             (*[t] * 4, "*i32", "*i32", "*i32", "*fp32", *scores, "*i64", "*bf16", "*bf16", t, t, "*i32",
-             *["i32"] * 10, "fp32", "fp32", *["i32"] * 4),
+             *["i32"] * 10, "fp32", "fp32", *["i32"] * 8),
             {"G": 4, "GROUP": 16, "D": width, "WIDTH": 64 if width == 64 else 128, "BLOCK": columns, "RECORDS": records,
-             "PER_QUERY": bits == 8, "BITS": bits, "SHARING": packing.group, "GROUPS": packing.groups, "WINDOW": 16},
+             "PER_QUERY": bits == 8, **packing_constants(packing), "WINDOW": 16},
         )  # fmt: skip
 
 

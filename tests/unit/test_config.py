@@ -48,6 +48,7 @@ def small_spec(tied: bool) -> ModelSpec:
         ("gpu_batch_size", 0), ("gpu_batch_size", True), ("num_gpu_batches", "2"), ("percent", (0, 0, 0, 0, 0)),
         ("percent", (0, 0, 0, 0, 60, 41)), ("percent", (0.5, 0, 0, 0, 0, 0)), ("sep_layer", None),
         ("compress_weight", 0), ("weight_bits", 5), ("cache_bits", True), ("attn_sparsity", 1.01),
+        ("cache_bits", "4/5"), ("cache_bits", "4/"), ("cache_bits", None), ("cache_bits", "a"),
         ("attn_sparsity", math.nan),
     ],
 )  # fmt: skip

@@ -22,6 +22,8 @@ policies = st.builds(
     percent=st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ())),
     **{name: st.booleans() for name in ("compress_weight", "cpu_cache_compute", "overlap", "sep_layer", "pin_weight")},
     attn_sparsity=st.floats(0, 1, exclude_min=True),
+    compress_cache=st.just(True),
+    cache_bits=st.sampled_from([3, "4/2"]),
 )
 
 
@@ -37,7 +39,7 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, po
 
 
 def test_what_it_was_found_for_may_be_left_out(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text(json.dumps({"schema": 4, **Policy().to_json()}))
+    (tmp_path / "p.json").write_text(json.dumps({"schema": 5, **Policy().to_json()}))
     assert read_policy(tmp_path / "p.json") == SavedPolicy(Policy())
 
 
@@ -50,7 +52,7 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
     [
         ({}, "overlap", "field 'overlap' is missing"),
         ({"gbs": 4}, None, "unknown field 'gbs'"),
-        ({"schema": 5}, None, "schema is 5"),
+        ({"schema": 6}, None, "schema is 6"),
         ({"percent": [90, 20, 0, 0, 0, 0]}, None, "90 [+] 20 > 100"),
         ({"gpu_batch_size": 4.5}, None, "gpu_batch_size: 4.5"),
         ({"gpu_batch_size": 2**9, "num_gpu_batches": 2**9}, None, "gpu_batch_size x num_gpu_batches: 262144"),
@@ -64,7 +66,7 @@ def test_a_bad_field_is_named_with_its_file(
     tmp_path: Path, change: dict[str, Any], drop: str | None, says: str
 ) -> None:
     path = tmp_path / "p.json"
-    path.write_text(damaged({"schema": 4, **Policy().to_json()}, change, drop))
+    path.write_text(damaged({"schema": 5, **Policy().to_json()}, change, drop))
     with pytest.raises(UsageError, match=says) as caught:
         read_policy(path)
     assert str(caught.value).startswith(f"--policy {path}: ")
@@ -92,6 +94,6 @@ def test_files_of_older_schemas_are_still_read(tmp_path: Path) -> None:
     third = {k: v for k, v in Policy(8).to_json().items() if k != "expert_group"}
     second = {k: v for k, v in third.items() if k != "cache_window"}
     first = {k: v for k, v in second.items() if k not in ("weight_bits", "cache_bits", "int8_compute")}
-    for schema, old in ((1, first), (2, second), (3, third)):
+    for schema, old in ((1, first), (2, second), (3, third), (4, Policy(8).to_json())):
         path.write_text(json.dumps({"schema": schema, **old}))
         assert read_policy(path).policy == Policy(8)

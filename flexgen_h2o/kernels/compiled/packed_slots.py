@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.compiled.beside import (
     FLOAT,
@@ -74,6 +74,10 @@ def format_of(packing: SlotPacking) -> Format:
     )  # fmt: skip
 
 
+def formats_of(packing: KVPacking) -> tuple[Format, Format]:
+    return format_of(packing.keys), format_of(packing.values)
+
+
 @lru_cache
 def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
     """The lanes of a chunk, and the table of chunks of `Format`; kept, since loops have its address."""
@@ -94,15 +98,14 @@ _BF16 = np.uint16(0)
 
 
 @jit
-def attend_rows(element, form, slots, state, beside, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, forms, jobs, state, beside, first, end):  # type: ignore[no-untyped-def]
     """`attend` over packed slots for the rows first..end-1.
 
-    element: of the queries. slots: as of whole slots, `words` those of a packed slot. beside: pages, whole columns.
+    element: of the queries. forms, jobs: of keys and of values; jobs as of whole slots, `words` those of a packed slot.
+    beside: pages, whole columns.
     """
-    pages, whole = beside
-    size = vectors.SHARED if form.lanes > 1 else 1
-    shape = (slots.group, form.chunks, 32 // form.step + 1, size)
-    query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    (form, of_values), (slots, value_slots), (pages, whole) = forms, jobs, beside
+    query, attn_out = scratch_of(form, slots.group), scratch_of(of_values, slots.group)
     end_of_slots = -(-slots.most // BLOCK) * BLOCK
     p = np.empty((slots.group, end_of_slots + pages.pages), np.float32)
     of_pages, of_whole = (
@@ -110,10 +113,9 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
         beside_scratch(element, slots.group, whole.width),
     )
     newest = np.empty((slots.group, whole.columns), np.float32)
-    gathered = np.empty(BLOCK * slots.words, np.uint32)
+    gathered = np.empty(BLOCK * max(slots.words, value_slots.words), np.uint32)
     one = np.empty((slots.group, form.width), np.float32)
     size = 4 // planes(element) * slots.group * form.width
-    query[:] = 0
     for r in range(first, end):
         filled, q_at = ints_at(slots.filled)[r], slots.q + r * size
         spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
@@ -122,7 +124,7 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
             beside_dots(FLOAT, page_keys(pages), r, of_pages, p, end_of_slots)
         if state.columns:
             fetch_scores(state, r)
-        keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
+        keys, values = row_at(slots, slots.keys, r), row_at(value_slots, slots.values, r)
         over_row(form, slots, Pass(True, keys, values, filled), gathered, query, p)
         if whole.centres:
             restore_centre(element, q_at, whole.centres + 2 * r * form.width, form.width, filled, p)
@@ -134,8 +136,9 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
         if whole.columns:
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, True)
         attn_out[:] = 0
-        over_row(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
-        gather(form, attn_out, one)
+        after = row_at(slots, slots.keys, r + 1)
+        over_row(of_values, value_slots, Pass(False, values, after, filled), gathered, attn_out, p)
+        gather(of_values, attn_out, one)
         if pages.pages:
             beside_mix(FLOAT, page_values(pages), r, of_pages, p, end_of_slots)
             add_sums(FLOAT, of_pages, one)
@@ -148,6 +151,13 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
                 set_number(element, slots.out + r * size, g * form.width + i, one[g, i])
         if state.columns:
             score_row(state, r, filled, p)
+
+
+@jit
+def scratch_of(form, group):  # type: ignore[no-untyped-def]
+    """Room for queries, or for their sums, in chunks, planes and lanes; 0 where nothing is spread."""
+    lanes = vectors.SHARED if form.lanes > 1 else 1
+    return np.zeros((group, form.chunks, 32 // form.step + 1, lanes), np.float32)
 
 
 @jit

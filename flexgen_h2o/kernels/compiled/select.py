@@ -62,7 +62,7 @@ def _scratch(group, sketch):  # type: ignore[no-untyped-def]
         np.empty((group, columns), np.float32), np.empty(columns, np.float32), np.empty(columns + 1, np.int32),
         np.empty(sketch.blocks, np.int32), np.empty((group, sketch.blocks), np.float32),
         np.zeros(sketch.numbers * SKETCH_CODES, np.int16), np.empty(1, np.int64),
-        np.empty(columns, np.int64),
+        np.empty((2, columns), np.int64),
     )  # fmt: skip
 
 
@@ -82,11 +82,11 @@ def attend_rows(element, job, sketch, first, end):  # type: ignore[no-untyped-de
     for r in range(first, end):
         offset = r * job.group * job.words * 4
         count = _choose(element, job, sketch, r, job.q + offset, found)
-        _locate(job, r, found, count)
-        _gather(job.keys, job.words, found.offsets, count, keys)
+        _locate(job, job, r, found, count)
+        _gather(job.keys, job.words, found.offsets[0], count, keys)
         slots.unpack(element, job.q + offset, job.words, query)
         slots.over_row(element, own, Pass(True, own.keys, own.values, count), tail, query, p)
-        _gather(job.values, job.words, found.offsets, count, values)
+        _gather(job.values, job.words, found.offsets[1], count, values)
         _weigh(job, r, count, found, p)
         attn_out[:] = 0
         slots.over_row(element, own, Pass(False, own.values, own.keys, count), tail, attn_out, p)
@@ -97,26 +97,26 @@ def attend_rows(element, job, sketch, first, end):  # type: ignore[no-untyped-de
 
 
 @jit
-def attend_packed_rows(element, form, job, sketch, whole, first, end):  # type: ignore[no-untyped-def]
-    """`attend_selected` over packed slots for the rows first..end-1."""
+def attend_packed_rows(element, forms, jobs, sketch, whole, first, end):  # type: ignore[no-untyped-def]
+    """`attend_selected` over packed slots for the rows first..end-1. forms, jobs: of keys and of values."""
+    (form, of_values), (job, value_job) = forms, jobs
     found = _scratch(job.group, sketch)
     most = _most(sketch, first, end)
-    lanes = vectors.SHARED if form.lanes > 1 else 1
-    query = np.zeros((job.group, form.chunks, 32 // form.step + 1, lanes), np.float32)
-    attn_out = np.empty_like(query)
+    query, attn_out = packed_slots.scratch_of(form, job.group), packed_slots.scratch_of(of_values, job.group)
     p = np.empty((job.group, -(-most // BLOCK) * BLOCK), np.float32)
-    keys, values = np.empty(most * job.words, np.uint32), np.empty(most * job.words, np.uint32)
-    tail = np.empty(BLOCK * job.words, np.uint32)
+    keys, values = np.empty(most * job.words, np.uint32), np.empty(most * value_job.words, np.uint32)
+    tail = np.empty(BLOCK * max(job.words, value_job.words), np.uint32)
     of_sums, of_whole = beside_scratch(FLOAT, job.group, form.width), beside_scratch(element, job.group, whole.width)
     newest, places = np.empty((job.group, whole.columns), np.float32), np.empty(whole.columns, np.int32)
     one = np.empty((job.group, form.width), np.float32)
-    own = _gathered(job, most, np.int64(keys.ctypes.data), np.int64(values.ctypes.data))
+    at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
+    own, own_values = _gathered(job, most, at[0], at[1]), _gathered(value_job, most, at[0], at[1])
     size = 4 // planes(element) * job.group * form.width
     for r in range(first, end):
         q_at, centres = job.q + r * size, whole.centres + 2 * r * form.width
         count = _choose(element, job, sketch, r, q_at, found)
-        _locate(job, r, found, count)
-        _gather(job.keys, job.words, found.offsets, count, keys)
+        _locate(job, value_job, r, found, count)
+        _gather(job.keys, job.words, found.offsets[0], count, keys)
         packed_slots.spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
         packed_slots.over_row(form, own, Pass(True, own.keys, own.values, count), tail, query, p)
         if whole.centres:
@@ -126,13 +126,13 @@ def attend_packed_rows(element, form, job, sketch, whole, first, end):  # type: 
             spread_beside(element, element, q_at, whole.width, of_whole)
             beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, 0)
             packed_slots.exchange(places, newest, p, False)
-        _gather(job.values, job.words, found.offsets, count, values)
+        _gather(job.values, value_job.words, found.offsets[1], count, values)
         _weigh(job, r, count, found, p)
         if whole.columns:
             packed_slots.exchange(places, newest, p, True)
         attn_out[:] = 0
-        packed_slots.over_row(form, own, Pass(False, own.values, own.keys, count), tail, attn_out, p)
-        packed_slots.gather(form, attn_out, one)
+        packed_slots.over_row(of_values, own_values, Pass(False, own.values, own.keys, count), tail, attn_out, p)
+        packed_slots.gather(of_values, attn_out, one)
         _add_rest(sketch, r, found, of_sums, one)
         if whole.columns:
             beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, 0)
@@ -247,18 +247,21 @@ def _pick(found, end, wanted):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _locate(job, r, found, count):  # type: ignore[no-untyped-def]
-    """Where row r's columns that are read begin, in words from the first key or value; they are prefetched, since they
-    lie anywhere."""
+def _locate(job, value_job, r, found, count):  # type: ignore[no-untyped-def]
+    """Where row r's columns that are read begin, in words from the first key and from the first value; they are
+    prefetched, since they lie anywhere. job, value_job: of keys and of values."""
+    keys, values = found.offsets[0], found.offsets[1]
     for i in range(count):
         segment, inside = np.int64(0), np.int64(found.places[i])
         if inside >= job.per_segment:
             segment = inside // job.per_segment
             inside -= segment * job.per_segment
-        found.offsets[i] = segment * job.segment_words + (r * job.per_segment + inside) * job.words
-        slots.fetch(job.keys + 4 * found.offsets[i], 4 * job.words)
+        place = r * job.per_segment + inside
+        keys[i] = segment * job.segment_words + place * job.words
+        values[i] = segment * value_job.segment_words + place * value_job.words
+        slots.fetch(job.keys + 4 * keys[i], 4 * job.words)
     for i in range(count):
-        slots.fetch(job.values + 4 * found.offsets[i], 4 * job.words)
+        slots.fetch(job.values + 4 * values[i], 4 * value_job.words)
 
 
 @jit

@@ -216,7 +216,7 @@ def sum_up(element, job, pages, numbers, first, end):  # type: ignore[no-untyped
         page = longs_at(numbers)[row]
         if page < 0:
             continue
-        at = _place(job, row, longs_at(job.slots + row * job.slots_step)[0])
+        at = _place(job, row, longs_at(job.slots + row * job.slots_step)[0], job.key_bytes)
         number = row * pages.pages + page
         count = ints_at(pages.counts)[number] + np.int32(1)
         ints_at(pages.counts)[number] = count
@@ -372,20 +372,21 @@ class ColumnSlots(NamedTuple):
     """Sizes and addresses, in bytes. Slot j of row r is slot j % per_segment of its row in segment j // per_segment.
 
     slots: of the int64 numbers; slots_step: from a row's first to the next row's. columns: of keys and values; a row's
-    columns follow one another, columns_step: from a row's first to the next row's.
+    columns follow one another, keys_step and values_step: from a row's first to the next row's.
     """
 
     keys: int
     values: int
     per_segment: int
     segment_step: int
-    row_step: int
-    slot_bytes: int
+    key_bytes: int  # of a slot
+    value_bytes: int
     slots: int
     slots_step: int
     column_keys: int
     column_values: int
-    columns_step: int
+    keys_step: int
+    values_step: int
 
 
 @jit
@@ -393,12 +394,12 @@ def put(job, count, first, end):  # type: ignore[no-untyped-def]
     """`count` columns of each of the rows first..end-1 into their slots, in order."""
     for row in range(first, end):
         slots = longs_at(job.slots + row * job.slots_step)
-        column = row * job.columns_step
+        key, value = job.column_keys + row * job.keys_step, job.column_values + row * job.values_step
         for i in range(count):
-            at = _place(job, row, slots[i])
-            copy(job.keys + at, job.column_keys + column, job.slot_bytes)
-            copy(job.values + at, job.column_values + column, job.slot_bytes)
-            column += job.slot_bytes
+            copy(job.keys + _place(job, row, slots[i], job.key_bytes), key, job.key_bytes)
+            copy(job.values + _place(job, row, slots[i], job.value_bytes), value, job.value_bytes)
+            key += job.key_bytes
+            value += job.value_bytes
 
 
 @jit
@@ -406,20 +407,20 @@ def get(job, count, first, end):  # type: ignore[no-untyped-def]
     """What is in slot number `count` of each row, as column `count`, and as those before it of the same slot."""
     for row in range(first, end):
         slots = longs_at(job.slots + row * job.slots_step)
-        at = _place(job, row, slots[count])
+        key = job.keys + _place(job, row, slots[count], job.key_bytes)
+        value = job.values + _place(job, row, slots[count], job.value_bytes)
         for i in range(count + 1):
             if slots[i] == slots[count]:
-                column = row * job.columns_step + i * job.slot_bytes
-                copy(job.column_keys + column, job.keys + at, job.slot_bytes)
-                copy(job.column_values + column, job.values + at, job.slot_bytes)
+                copy(job.column_keys + row * job.keys_step + i * job.key_bytes, key, job.key_bytes)
+                copy(job.column_values + row * job.values_step + i * job.value_bytes, value, job.value_bytes)
 
 
 @jit
-def _place(job, row, slot):  # type: ignore[no-untyped-def]
-    """How far a row's slot is from the beginning."""
+def _place(job, row, slot, size):  # type: ignore[no-untyped-def]
+    """How far a row's slot of `size` bytes is from the beginning."""
     segment = slot // job.per_segment
     inside = slot - segment * job.per_segment
-    return segment * job.segment_step + row * job.row_step + inside * job.slot_bytes
+    return segment * job.segment_step + (row * job.per_segment + inside) * size
 
 
 @jit

@@ -57,14 +57,13 @@ def attend_packed_step(
     q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken,
     centres, ranges, whole_keys, whole_values, whole_slots,
     q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
-    windows, low_words, value_words, words,
+    windows, value_segment, k_low, k_codes, k_words, v_low, v_codes, v_words,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, GROUPS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, K_BITS: tl.constexpr, K_SHARING: tl.constexpr,
+    K_GROUPS: tl.constexpr, V_BITS: tl.constexpr, V_SHARING: tl.constexpr, V_GROUPS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The same over slots of W = `words` words, with the newest columns whole beside them. SHARING: numbers that share
-    a scale, of which there are GROUPS; windows: whole columns of a row, and WINDOW the power of two above; the place
-    of the new one is the state's last field."""
+    """The same over packed slots, with the newest columns whole beside them. k, v: of keys and values: words of lower
+    bits, of codes, of a slot; SHARING: numbers of a scale. windows: whole columns, WINDOW the power of two above."""
     row = tl.program_id(0).to(tl.int64)
     sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
     filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
@@ -73,12 +72,13 @@ def attend_packed_step(
     in_head = numbers < D
     centre = tl.load(centres + row * D + numbers, mask=in_head, other=0.0).to(tl.float32)
     spread = tl.load(ranges + row * D + numbers, mask=in_head, other=1.0).to(tl.float32)
-    place = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * words
+    part, place = (slot // length).to(tl.int64), row * length + slot % length
     new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
     new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
     smoothed = tl.div_rn(new_key.to(tl.float32) - centre, spread)
-    _pack(smoothed, keys + place, low_words, value_words, D, WIDTH, BITS, SHARING, GROUPS)
-    _pack(new_value.to(tl.float32), values + place, low_words, value_words, D, WIDTH, BITS, SHARING, GROUPS)
+    at_key, at_value = keys + part * segment + place * k_words, values + part * value_segment + place * v_words
+    _pack(smoothed, at_key, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING, K_GROUPS)
+    _pack(new_value.to(tl.float32), at_value, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING, V_GROUPS)
     entry = tl.arange(0, WINDOW)
     goes = tl.load(state + 6 * sequences + sequence)
     its = _enter(whole_slots + row * windows, entry, windows, slot, goes)
@@ -92,12 +92,14 @@ def attend_packed_step(
         column = first + tl.arange(0, BLOCK)
         is_whole = tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) > 0
         here = (column < filled) & (is_whole == 0)
-        at = (column // length).to(tl.int64) * segment + (row * length + column % length) * words
-        unpacked = _unpack(keys, at, here, low_words, value_words, D, WIDTH, BITS, SHARING)
+        part, place = (column // length).to(tl.int64), row * length + column % length
+        at = part * segment + place * k_words
+        unpacked = _unpack(keys, at, here, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING)
         product = _products(tile, (unpacked * spread[None, :] + centre[None, :]).to(tile.dtype), here, scale)
         if RECORDS:
             _keep(products, row, query, column, product, here, columns, G)
-        of_columns = _unpack(values, at, here, low_words, value_words, D, WIDTH, BITS, SHARING).to(tile.dtype)
+        at = part * value_segment + place * v_words
+        of_columns = _unpack(values, at, here, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING).to(tile.dtype)
         most, total, mixed = mix(product, of_columns, most, total, mixed)
     at = (row * windows + entry)[:, None] * D + numbers[None, :]
     loads = (its >= 0)[:, None] & in_head[None, :]

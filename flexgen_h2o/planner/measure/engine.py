@@ -113,7 +113,7 @@ def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
                 overlay.clear()
 
     columns = WRITE_BACK_STEPS * (WRITE_BACK_STEPS + 1) / 2  # waiting and new, of as many steps
-    return 2 * columns * part.rows * 2 * layout.slot_bytes / bench.seconds_of(steps)[0]
+    return 2 * columns * part.rows * layout.column_bytes / bench.seconds_of(steps)[0]
 
 
 MIN_FREE = 256 * MIB

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels import packed as packed_kernels
 from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
@@ -32,10 +32,20 @@ BOTH = pytest.mark.parametrize("pack", [pack_columns, pack_columns_reference])
 OF_COLUMNS = [2, 3, 4, 8]
 widths, draws = st.sampled_from(WIDTHS[:-1]), st.integers(0, 99)
 Kinds = list[tuple[int, torch.dtype]]
+SlotKinds = list[tuple[int | str, torch.dtype]]
 # Bits and dtype have a loop of their own, which takes seconds to compile.
 FEW: Kinds = [(3, torch.float32), (4, torch.float32), (4, torch.bfloat16)]
 REST: Kinds = [(bits, dtype) for bits in OF_COLUMNS for dtype in DTYPES if (bits, dtype) not in FEW]
 EACH_LOOP = pytest.mark.parametrize("kinds", [FEW, pytest.param(REST, marks=pytest.mark.slow)], ids=["few", "rest"])
+# Bits of keys and values, and dtype, are what attention has a loop for.
+FEW_SLOTS: SlotKinds = [(3, torch.float32), ("4/2", torch.float32), (4, torch.bfloat16)]
+REST_SLOTS: SlotKinds = [
+    *((bits, dtype) for bits in OF_COLUMNS for dtype in DTYPES if (bits, dtype) not in FEW_SLOTS),
+    ("4/2", torch.bfloat16), ("2/4", torch.float32), ("3/2", torch.bfloat16), ("8/3", torch.float32),
+]  # fmt: skip
+EACH_SLOT_LOOP = pytest.mark.parametrize(
+    "kinds", [FEW_SLOTS, pytest.param(REST_SLOTS, marks=pytest.mark.slow)], ids=["few", "rest"]
+)
 
 
 @pytest.mark.parametrize(
@@ -186,18 +196,19 @@ def test_in_a_column_what_is_no_number_shows_in_its_group(odd: float, pack) -> N
 def packed_inputs(filled, group, packing, dtype, length):  # type: ignore[no-untyped-def]
     """Queries, packed keys and values in segments (NaN groups where nothing is filled), and the columns they hold."""
     q, keys, values, counts = make(filled, group, packing.width, dtype)
-    pair = [pack_columns(t, packing) for t in (keys, values)]
-    back = [unpack_columns(t, packing, torch.float32) for t in pair]
+    of_each = packing.keys, packing.values
+    pair = [pack_columns(t, one) for t, one in zip((keys, values), of_each, strict=True)]
+    back = [unpack_columns(t, one, torch.float32) for t, one in zip(pair, of_each, strict=True)]
     segmented = [in_segments(t.view(torch.float32), length).view(torch.int32) for t in pair]
     return q, segmented, [in_segments(t, length) for t in back], counts
 
 
-@EACH_LOOP
+@EACH_SLOT_LOOP
 @settings(max_examples=80, deadline=None)
 @given(ragged, st.sampled_from([1, 2, 4, 5, 8]), widths, draws, st.integers(1, 24))
 def test_attention_is_that_over_the_rounded_columns(kinds, filled, group, width, kind, length) -> None:  # type: ignore[no-untyped-def]
     bits, dtype = kinds[kind % len(kinds)]
-    packing = SlotPacking(width, bits)
+    packing = KVPacking.of(width, bits)
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, length)
     actual = attend(q, *pair, counts, 0.3, form=SlotForm(packing))
     expected = attend_reference(q.float(), *back, counts, 0.3)
@@ -207,12 +218,12 @@ def test_attention_is_that_over_the_rounded_columns(kinds, filled, group, width,
         assert torch.allclose(attend_reference(q, *pair, counts, 0.3, form=SlotForm(packing)), expected, atol=1e-6)
 
 
-@EACH_LOOP
+@EACH_SLOT_LOOP
 @settings(max_examples=40, deadline=None)
 @given(ragged, st.sampled_from([1, 3, 4]), widths, draws, st.sampled_from([1.0, 0.5]))
 def test_scores_and_victims(kinds, filled, group, width, kind, decay) -> None:  # type: ignore[no-untyped-def]
     bits, dtype = kinds[kind % len(kinds)]
-    packing = SlotPacking(width, bits)
+    packing = KVPacking.of(width, bits)
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, 7)
     state = make_state(len(filled), max(filled) + 2, decay, 2.0)
     expected = copy_of(state)
@@ -227,12 +238,12 @@ def test_scores_and_victims(kinds, filled, group, width, kind, decay) -> None:  
     ("group", "width", "bits", "dtype"),
     [
         (1, 64, 4, torch.bfloat16), (6, 80, 4, torch.float32), (1, 128, 8, torch.float32), (2, 16, 4, torch.float32),
-        (1, 64, 3, torch.float32), (5, 128, 2, torch.float32),
-        *(pytest.param(1, 64, bits, dtype, marks=pytest.mark.slow) for bits, dtype in REST),
+        (1, 64, 3, torch.float32), (5, 128, 2, torch.float32), (3, 96, "4/2", torch.float32),
+        *(pytest.param(1, 64, bits, dtype, marks=pytest.mark.slow) for bits, dtype in REST_SLOTS),
     ],
 )  # fmt: skip
-def test_segments_and_rows_change_no_bit(group: int, width: int, bits: int, dtype: torch.dtype) -> None:
-    filled, packing = [50, 3, 103, 64, 1, 77, 12] * 60, SlotPacking(width, bits)
+def test_segments_and_rows_change_no_bit(group: int, width: int, bits: int | str, dtype: torch.dtype) -> None:
+    filled, packing = [50, 3, 103, 64, 1, 77, 12] * 60, KVPacking.of(width, bits)
     q, whole, _, counts = packed_inputs(filled, group, packing, dtype, 105)
     expected = attend(q, *whole, counts, 0.2, form=SlotForm(packing))
     for length in (1, 16, 64, 300):
@@ -244,7 +255,7 @@ def test_segments_and_rows_change_no_bit(group: int, width: int, bits: int, dtyp
 
 def test_torch_unpacks_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the chunk, the same; the state too."""
-    packing = SlotPacking(16, 4)
+    packing = KVPacking.of(16, 4)
     q, pair, _, counts = packed_inputs([5, 9, 2, 7, 1], 2, packing, torch.float32, 4)
     found = []
     for chunk in (1, 2 * 12 * 16, 2**20):
@@ -257,15 +268,15 @@ def test_torch_unpacks_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
-    packing = SlotPacking(64, 4)
+    packing = KVPacking.of(64, 4)
     q, pair, _, counts = packed_inputs([5, 5], 1, packing, torch.float32, 7)
     for queries, filled, how in (
-        (q, counts + 3, packing), (q, counts, SlotPacking(64, 8)), (q[..., :48], counts, packing), (q, counts, None),
+        (q, counts + 3, packing), (q, counts, KVPacking.of(64, 8)), (q[..., :48], counts, packing), (q, counts, None),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="do not go together"):
             attend(queries, *pair, filled, 1.0, form=SlotForm(how))
     with pytest.raises(ValueError, match="is not of width 64"):
-        pack_columns(torch.zeros(3, 63), packing)
+        pack_columns(torch.zeros(3, 63), packing.keys)
 
 
 # ---- what lies beside packed slots
@@ -285,7 +296,7 @@ def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: 
     return whole, Pages(*means, torch.randint(0, 4, (rows, pages), generator=g).int())
 
 
-@EACH_LOOP
+@EACH_SLOT_LOOP
 @settings(max_examples=60, deadline=None)
 @given(
     ragged, st.sampled_from([1, 2, 5, 8]), widths, draws, st.sampled_from([0, 4, 8]), st.sampled_from([0, 4, 12]),
@@ -295,10 +306,10 @@ def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, 
     """Whole columns in their slots, pages, sinks. By definition in double precision: smoothed keys restored, pages and
     sinks as columns."""
     bits, dtype = kinds[kind % len(kinds)]
-    packing = SlotPacking(width, bits)
+    packing = KVPacking.of(width, bits)
     q, keys, values, counts = make(filled, group, packing.width, dtype)
     whole, of_pages = beside(len(filled), packing.width, dtype, filled, count, pages)
-    packed = pack_columns(whole.smoothed(keys), packing), pack_columns(values, packing)
+    packed = pack_columns(whole.smoothed(keys), packing.keys), pack_columns(values, packing.values)
     pair = [in_segments(t.view(torch.float32), 7).view(torch.int32) for t in packed]
     sinks = 3 * torch.randn(len(filled), group) if has_sinks else None
     form = SlotForm(packing, of_pages if pages else None, whole, sinks)
@@ -306,8 +317,8 @@ def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, 
     scores = state.scores.clone()
     found = attend(q, *pair, counts, 0.3, state, form)
     reference = attend_reference(q, *pair, counts, 0.3, None, form)
-    k, v = (unpack_columns(t, packing, torch.float32) for t in packed)
-    k = whole.restored(k)
+    k = whole.restored(unpack_columns(packed[0], packing.keys, torch.float32))
+    v = unpack_columns(packed[1], packing.values, torch.float32)
     for r, n in enumerate(filled):
         for entry, slot in enumerate(whole.slots[r].tolist()):
             if slot >= 0:
@@ -329,7 +340,7 @@ def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, 
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    packing = SlotPacking(64, 4)
+    packing = KVPacking.of(64, 4)
     q, pair, _, counts = packed_inputs([5, 5], 1, packing, torch.float32, 7)
     whole, pages = beside(2, 64, torch.float32, [5, 5], 4, 4)
     for form in (

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.packing import SlotPacking, sketch_bytes, sketch_shape
+from flexgen_h2o.core.packing import KVPacking, sketch_bytes, sketch_shape
 from flexgen_h2o.kernels import select as kernels
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
@@ -111,15 +111,15 @@ def test_compiled_attention_is_that_of_torch(filled, group, width, share, segmen
 @pytest.mark.parametrize(
     ("bits", "window", "width", "dtype"),
     [
-        (3, 8, 32, torch.float32), (3, 0, 24, torch.float32), (4, 16, 80, torch.bfloat16),
+        (3, 8, 32, torch.float32), (3, 0, 24, torch.float32), ("4/2", 16, 80, torch.bfloat16),
         # A loop each, which takes seconds to compile.
         pytest.param(2, 16, 64, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(8, 0, 24, torch.float32, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_packed_columns(bits: int, window: int, width: int, dtype: torch.dtype) -> None:
+def test_packed_columns(bits: int | str, window: int, width: int, dtype: torch.dtype) -> None:
     q, keys, values, filled = columns_of([150, 7, 40], 3, width, dtype)
-    packing, rows = SlotPacking(width, bits), len(filled)
+    packing, rows = KVPacking.of(width, bits), len(filled)
     centres, ranges = torch.zeros(rows, width).bfloat16() + 0.3, torch.ones(rows, width).bfloat16() * 2
     whole = WholeColumns(
         centres, ranges, *(torch.zeros(rows, window, width, dtype=dtype) for _ in range(2)),
@@ -130,7 +130,10 @@ def test_packed_columns(bits: int, window: int, width: int, dtype: torch.dtype) 
             whole.keys[r, j % window], whole.values[r, j % window] = keys[r, j], values[r, j]
             whole.slots[r, j % window] = j
     sketch, form = sketched(keys, values, filled), SlotForm(packing, None, whole)
-    areas = pack_columns(in_segments(whole.smoothed(keys), 50), packing), pack_columns(in_segments(values, 50), packing)
+    areas = (
+        pack_columns(in_segments(whole.smoothed(keys), 50), packing.keys),
+        pack_columns(in_segments(values, 50), packing.values),
+    )
     for share in (0.05, 0.4, 1.0):
         counts = (share * filled).int().clamp(min=1)
         found = attend_selected(q, *areas, filled, 0.1, Selection(sketch, counts), form)

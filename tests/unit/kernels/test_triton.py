@@ -16,7 +16,7 @@ from flexgen_h2o.checkpoint.formats import Held, PackedFormat, WeightFormat
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels import prefill_attention, triton
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.coded import (
@@ -350,17 +350,19 @@ WIDTHS = [(64, 8), (128, 16), (80, 4), (64, 0)]  # and whole columns
 
 @pytest.mark.parametrize(
     ("bits", "recorded", "sizes", "dtype"),
-    some_slow([2, 3, 4, 8], [False, True], WIDTHS, MULTIPLIED, fast=(3, True, (80, 4), torch.float32)),
+    some_slow(["3/2", 2, 3, 4, 8], [False, True], WIDTHS, MULTIPLIED, fast=("3/2", True, (80, 4), torch.float32)),
 )
-def test_a_decode_step_of_packed_slots(bits: int, recorded: bool, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_decode_step_of_packed_slots(
+    bits: int | str, recorded: bool, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
     """Every number of a slot, and those columns that are whole beside it: one enters, one has left its slot."""
     torch.manual_seed(0)
     (width, window), filled = sizes, [5, 70, 33]
-    packing = SlotPacking(width, bits)
+    packing = KVPacking.of(width, bits)
     qkv, slots = step(dtype, (3, 2, 4, width, filled, 32))
     held = torch.tensor(filled).repeat_interleave(2)
     areas = [torch.randn(*slots.keys.shape) for _ in range(2)]
-    packed = [pack_columns_reference(t, packing) for t in areas]
+    packed = [pack_columns_reference(t, of) for t, of in zip(areas, vars(packing).values(), strict=True)]
     places = [torch.randperm(int(n))[:window] if n > window else -torch.ones(window) for n in held]
     whole = WholeColumns(
         torch.randn(len(held), width).bfloat16(), (torch.rand(len(held), width) + 0.5).bfloat16(),
@@ -393,7 +395,7 @@ def check(qkv: list[torch.Tensor], slots: StepSlots, dtype: torch.dtype, recorde
         if name == "scores":
             torch.testing.assert_close(mine, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])
         elif name in ("keys", "values") and slots.form.packing is not None:
-            assert off_by_a_rounding(mine, theirs, slots.form.packing), name
+            assert off_by_a_rounding(mine, theirs, getattr(slots.form.packing, name)), name
         elif name != "victims" or dtype == torch.float32:  # rounded scores may tie otherwise
             assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)), name
     if whole is not None and form.whole is not None:

@@ -18,7 +18,7 @@ from flexgen_h2o.checkpoint import formats
 from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.int8 import Int8
-from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
+from flexgen_h2o.core.packing import KVPacking, int8_row_bytes
 from flexgen_h2o.kernels import jit
 from flexgen_h2o.kernels import warm_up as warm_up_module
 from flexgen_h2o.kernels.beside import SlotForm
@@ -48,14 +48,14 @@ def compiled() -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     """Neither of attention, over packed slots too, nor of what a model with rotary embeddings and rolling needs."""
-    packing = SlotPacking(64, 4)
+    packing = KVPacking.of(64, 4)
     warm_up(CPU, dtype, scored=True)
     warm_up(CPU, dtype, scored=True, packing=packing, rolling=True, rotary=True)
     before = compiled()
     assert min(before[:4]) >= 1 and min(before[5:8]) >= 1
     q, filled = torch.randn(3, 5, 70, 64).to(dtype), torch.full((5,), 9, dtype=torch.int32)
     attend(q[0, :, :2].contiguous(), q[:2], q[:2], filled, 0.5)
-    packed = pack_columns(q[:2], packing)
+    packed = pack_columns(q[:2], packing.keys)
     attend(q[0, :, :2].contiguous(), packed, packed, filled, 0.5, form=SlotForm(packing))
     column_sums(q, q, causal_attention_lse(q, q, q, 0.3)[1], 0.3)
     Rotation(torch.ones(8), 1.0).rotated(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())

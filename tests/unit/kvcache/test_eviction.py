@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import CACHE_BITS
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.packing import KVPrices, SlotPacking
+from flexgen_h2o.core.packing import KVPacking, KVPrices
 from flexgen_h2o.kvcache.evict import choose_kept
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
@@ -201,7 +201,7 @@ def test_means_are_not_turned_by_a_rank() -> None:
         H2O(summaries=8, positions="rolling")
 
 
-packings = st.sampled_from([None, *(SlotPacking(64, bits) for bits in (2, 3, 4, 8))])
+packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (2, 3, 4, 8, "4/2"))])
 
 
 @given(
@@ -210,7 +210,7 @@ packings = st.sampled_from([None, *(SlotPacking(64, bits) for bits in (2, 3, 4, 
     schedule=st.sampled_from(["uniform", "first-full"]),
 )  # fmt: skip
 def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
-    share: float, prompt: int, gen: int, packing: SlotPacking | None, window: int, page: int | None, schedule: str
+    share: float, prompt: int, gen: int, packing: KVPacking | None, window: int, page: int | None, schedule: str
 ) -> None:
     """Over all layers, by the bytes that a unit's layout has."""
     tokens, prices = prompt + gen, KVPrices(64, packing, window)

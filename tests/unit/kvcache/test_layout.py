@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -22,26 +22,40 @@ names = st.sampled_from([("positions",), ("positions", "scores"), ("positions", 
 records = st.just(NO_RECORD) | st.builds(RowRecord, names, st.integers(0, 9))
 all_shares = pairs.map(lambda pair: Policy(percent=(0, 0, *pair, 0, 0)).cache_shares)
 layouts = st.builds(
-    UnitLayout, sequences=few, kv_heads=few, slots=st.integers(1, 300), width=st.sampled_from([1, 8, 80, 128]),
-    itemsize=st.sampled_from([2, 4]), shares=all_shares, record=records,
+    UnitLayout,
+    sequences=few,
+    kv_heads=few,
+    slots=st.integers(1, 300),
+    width=st.sampled_from([1, 8, 80, 128]),
+    itemsize=st.sampled_from([2, 4]),
+    shares=all_shares,
+    record=records,
+)
+packed = st.builds(
+    lambda layout, bits: replace(layout, packing=KVPacking.of(layout.width, bits)),
+    layouts, st.sampled_from([4, "4/2", "2/8"]),
 )  # fmt: skip
 
 
 @given(layouts)
 def test_areas(layout: UnitLayout) -> None:
     assert sum(part.rows for part in layout.parts) == layout.sequences * layout.kv_heads
-    assert layout.row_bytes == layout.segment_slots * layout.width * layout.itemsize
+    of_column = layout.width * layout.itemsize, layout.width * layout.itemsize
+    if layout.packing is not None:
+        of_column = layout.packing.keys.slot_bytes, layout.packing.values.slot_bytes
+    assert layout.row_bytes == tuple(layout.segment_slots * nbytes for nbytes in of_column)
     for part in layout.parts:
-        area = layout.area_bytes(part)
-        assert area % PAGE == 0 and 0 <= area - part.rows * layout.row_bytes < PAGE
-        assert layout.part_bytes(part) == 2 * layout.segments * area
+        areas = layout.area_bytes(part)
+        for area, row_bytes in zip(areas, layout.row_bytes, strict=True):
+            assert area % PAGE == 0 and 0 <= area - part.rows * row_bytes < PAGE
+        assert layout.part_bytes(part) == layout.segments * sum(areas)
         columns = part.rows * WRITE_BACK_STEPS
-        assert layout.overlay_bytes(part) == 2 * columns * layout.width * layout.itemsize + 8 * columns
+        assert layout.overlay_bytes(part) == columns * sum(of_column) + 8 * columns
         pages = -(-layout.record.pages // 4) * 4
         words = layout.slots * len(layout.record.names) + 1 + pages * (2 * layout.width + 1) if layout.record else 0
         beside = layout.metadata_bytes(part) - 4 * part.rows * words
         assert layout.metadata_bytes(part) % ALIGN == 0 and 0 <= beside < ALIGN
-        packed = replace(layout, packing=SlotPacking(layout.width, 4), window=16)
+        packed = replace(layout, packing=KVPacking.of(layout.width, 4), window=16)
         held = min(16, layout.slots // 2) // 4 * 4
         bytes_of_whole = held * (2 * layout.width * layout.itemsize + 4) + 4 * layout.width
         assert 0 <= packed.metadata_bytes(part) - part.rows * (4 * words + bytes_of_whole) < ALIGN
@@ -69,18 +83,18 @@ def test_segments_are_equal_and_hold_every_slot(slots: int) -> None:
 
 def live_bytes(layout: UnitLayout, index: int, sequences: int, columns: int) -> set[tuple[int, int]]:
     """[start, end) of the rows that hold the first columns of the first sequences, area by area, one by one."""
-    part, area = layout.parts[index], layout.area_bytes(layout.parts[index])
+    part, areas = layout.parts[index], layout.area_bytes(layout.parts[index])
     live = min(part.rows, max(0, sequences * layout.kv_heads - part.start))
     rows = set()
     for segment in range(layout.segments):
         if segment * layout.segment_slots < columns:
-            for kind in range(2):
-                start = (2 * segment + kind) * area
-                rows |= {(start + r * layout.row_bytes, start + (r + 1) * layout.row_bytes) for r in range(live)}
+            for kind, size in enumerate(layout.row_bytes):
+                start = segment * sum(areas) + kind * areas[0]
+                rows |= {(start + r * size, start + (r + 1) * size) for r in range(live)}
     return rows
 
 
-@given(layouts, st.data())
+@given(layouts | packed, st.data())
 def test_live_ranges_hold_the_live_rows_and_no_other(layout: UnitLayout, data: st.DataObject) -> None:
     """Pages are moved whole, so what two ranges share but a page's end is one range."""
     sequences = data.draw(st.integers(0, layout.sequences))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -39,8 +41,18 @@ def test_parts_begin_in_the_bytes_they_are_given() -> None:
     data = torch.zeros(layout.part_bytes(part), dtype=torch.uint8)
     view = part_view(layout, part, data, DTYPE)
     for i, area in enumerate((view.keys[0], view.values[0], view.keys[1], view.values[1])):
-        assert area.data_ptr() == data.data_ptr() + i * layout.area_bytes(part)
+        assert area.data_ptr() == data.data_ptr() + i * layout.area_bytes(part)[0]
         assert area.is_contiguous() and area.shape == (3, SEGMENT_SLOTS, WIDTH)
+
+
+def test_keys_and_values_of_other_bits_begin_behind_each_other() -> None:
+    layout = replace(one_part(3, 2 * SEGMENT_SLOTS)[0], width=32, packing=KVPacking.of(32, "8/2"))
+    (part,) = layout.parts
+    data, (keys, values) = torch.zeros(layout.part_bytes(part), dtype=torch.uint8), layout.area_bytes(part)
+    view, starts = part_view(layout, part, data, DTYPE), (0, keys, keys + values, 2 * keys + values)
+    assert keys != values
+    for start, area in zip(starts, (view.keys[0], view.values[0], view.keys[1], view.values[1]), strict=True):
+        assert area.data_ptr() == data.data_ptr() + start and area.is_contiguous()
 
 
 # ---- the overlay
