@@ -59,7 +59,8 @@ class SearchSpace:
 
     @property
     def most_micro_batch(self) -> int:
-        """Rows of a micro-batch at most; more where each of a model's experts computes few of them."""
+        """Rows of a micro-batch at most. Of a mixture's rows each expert computes per_token / count, so that its
+        products go on to gain until it has as many rows as others have at MOST_MICRO_BATCH."""
         experts = self.spec.experts
         return MOST_MICRO_BATCH * (experts.count // experts.per_token if experts else 1)
 
