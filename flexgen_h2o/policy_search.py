@@ -193,7 +193,7 @@ def _fastest(args: argparse.Namespace) -> Answer:
                 raise UsageError(f"--kv-loss {args.kv_loss}: says how KV is held and read, and so does {flag}")
     question = _question(args)
     if args.kv_loss != "small":
-        return _answered(question)
+        return _with_details(_answered(question))
     if not question.searched:
         raise UsageError("--kv-loss small: is for a search; leave the placement out")
     answers = []
@@ -205,11 +205,12 @@ def _fastest(args: argparse.Namespace) -> Answer:
         answers.append(_answered(tried))
     fitting = [answer for answer in answers if answer.plan is not None]
     found = min(fitting, key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0, default=answers[1])
-    return replace(found, seconds=sum(answer.seconds for answer in answers))
+    return _with_details(replace(found, seconds=sum(answer.seconds for answer in answers)))
 
 
 def _answered(question: Answer) -> Answer:
-    from flexgen_h2o.planner.search import disk_reads, evaluate, search, sensitivity, worth_more
+    """With the fastest plan, or why there is none."""
+    from flexgen_h2o.planner.search import evaluate, search
 
     space, searched, began = question.space, question.searched, time.perf_counter()
     try:
@@ -219,10 +220,20 @@ def _answered(question: Answer) -> Answer:
         return replace(question, policy=policy, seconds=time.perf_counter() - began, problem=str(error))
     seconds = time.perf_counter() - began
     plan = replace(plan, policy=without_unused_bits(plan.policy))  # a search need not use the bits that it may use
-    reads = disk_reads(space, plan.policy)
+    return replace(question, policy=plan.policy, plan=plan, seconds=seconds)
+
+
+def _with_details(answer: Answer) -> Answer:
+    """With what is said of a plan besides its speed, which takes longer than to find it: of the one that is shown."""
+    from flexgen_h2o.planner.search import disk_reads, sensitivity, worth_more
+
+    if answer.plan is None:
+        return answer
+    space, policy = answer.space, answer.plan.policy
+    reads = disk_reads(space, policy)
     return replace(
-        question, policy=plan.policy, plan=plan, seconds=seconds, s_per_gib=sensitivity(space, plan.policy),
-        disk_read_bytes=reads, more=worth_more(space, reads) if searched else None,
+        answer, s_per_gib=sensitivity(space, policy), disk_read_bytes=reads,
+        more=worth_more(space, reads) if answer.searched else None,
     )  # fmt: skip
 
 
