@@ -209,7 +209,8 @@ def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
     """The default of --policies; UsageError where some are to drop columns of which --attn-sparsity reads a share."""
     if policy.attn_sparsity != 1 and args.policies:
         raise UsageError(
-            f"--attn-sparsity: is for the full cache, not for {args.policies[0]}; leave it or --policies out"
+            f"--attn-sparsity: reads a share of the full cache, and --policies has {args.policies[0]}; leave one of "
+            "them out"
         )
     if policy.attn_sparsity != 1 and (args.budgets, args.budgets_of) != (BUDGETS, "prompt"):
         raise UsageError("--budgets: say what policies keep, and with --attn-sparsity all columns stay; leave them out")

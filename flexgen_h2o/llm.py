@@ -420,7 +420,9 @@ class LLM:
 
 def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
     if base_of(policy).attn_sparsity != 1 and eviction.needs.record:
-        raise UsageError(f"attn_sparsity: is for the full cache, not for {eviction.name}; leave one of them out")
+        raise UsageError(
+            f"attn_sparsity: reads a share of the full cache; leave it at 1 with {eviction.name}, or eviction out"
+        )
 
 
 def _text(name: str, value: object) -> str:

@@ -65,7 +65,10 @@ def test_every_name_is_a_policy(name: str) -> None:
         ("--eviction ''", ["--eviction : not one of full"]),
         ("--eviction full --hh-ratio 0.1", ["--hh-ratio", "--eviction full"]),
         ("--eviction full --positions rolling", ["--positions", "--eviction full"]),
-        ("--attn-sparsity 0.5 --eviction h2o", ["--attn-sparsity:", "not for h2o"]),
+        (
+            "--attn-sparsity 0.5 --eviction h2o",
+            ["--attn-sparsity:", "--eviction asks for h2o; leave one of them out"],
+        ),
         ("--hh-ratio 0", ["--hh-ratio:", "(0, 1]"]),
         ("--hh-ratio 1.5", ["--hh-ratio: 1.5"]),
         ("--recent-ratio 0", ["--recent-ratio:"]),
@@ -95,7 +98,9 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
 
 def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
     args = parser().parse_args(["--policy", "sparse.json", "--hh-ratio", "0.5"])
-    with pytest.raises(UsageError, match=r"--policy sparse.json: attn_sparsity: is for the full cache, not for h2o"):
+    with pytest.raises(
+        UsageError, match=r"--policy sparse.json: attn_sparsity: .*, and --hh-ratio asks for h2o; leave one"
+    ):
         engine_flags.eviction_of(args, Policy(attn_sparsity=0.5))
 
 
