@@ -7,12 +7,14 @@ import contextlib
 import importlib
 import logging
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.engine.prompts import lines_of, object_of_json
 
 INSTALL = "pip install -e '.[eval]' in a clone"
 # The tasks of the H2O paper's figures 4 and 8, with the data sets that lm-eval 0.4.13 reads them from.
@@ -27,7 +29,7 @@ HUB = "https://huggingface.co/datasets"
 def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
     """Around all that lm-eval does: nothing is fetched without --download, and its errors become one line."""
     try:
-        with _offline(args.download):
+        with _offline(args.download), _checked_lines(names):
             from lm_eval.utils import setup_logging
 
             setup_logging("ERROR")  # LMEVAL_LOG_LEVEL=INFO shows more
@@ -115,6 +117,55 @@ def kept_results() -> Iterator[dict[str, Any]]:
         yield found
     finally:
         lm_eval.simple_evaluate = inner
+
+
+@contextlib.contextmanager
+def _checked_lines(names: list[str]) -> Iterator[None]:
+    """In here the .jsonl files of tasks are checked as they are read (`check_lines`)."""
+    import datasets
+
+    inner = datasets.load_dataset
+
+    def load(path: str, *args: Any, data_files: Any = None, **more: Any) -> Any:
+        for file in _paths(data_files) if path == "json" else ():
+            if file.suffix == ".jsonl" and file.is_file():
+                check_lines(file, f"--tasks {','.join(names)}:")
+        return inner(path, *args, data_files=data_files, **more)
+
+    datasets.load_dataset = load
+    try:
+        yield
+    finally:
+        datasets.load_dataset = inner
+
+
+def _paths(data_files: Any) -> Iterator[Path]:
+    """Of one name, a list of them, or either by split, as `datasets` takes them."""
+    if isinstance(data_files, str | Path):
+        yield Path(data_files)
+    elif data_files:
+        for one in data_files.values() if isinstance(data_files, dict) else data_files:
+            yield from _paths(one)
+
+
+def check_lines(file: Path, flag: str) -> None:
+    """UsageError that names the first line without a key that most lines have: `datasets` would read None there, and
+    lm-eval would score that as text."""
+    found = []
+    for place, line in lines_of(file, flag):
+        try:
+            found.append((place, object_of_json(line).keys()))
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
+    counts = Counter(key for _, keys in found for key in keys)
+    usual = [key for key, count in counts.items() if 2 * count > len(found)]
+    for place, keys in found:
+        missing, others = [key for key in usual if key not in keys], [key for key in keys if key not in usual]
+        if missing:
+            has = f", but {others[0]!r}" if others else ""
+            raise UsageError(
+                f"{place}: has no {missing[0]!r}, as other lines have{has}; name it so, with null if there is none"
+            )
 
 
 @contextlib.contextmanager

@@ -125,6 +125,14 @@ def test_tasks_of_all_kinds_in_one_command(lm_eval: Door, tmp_path: Path) -> Non
     assert len(samples(tmp_path / "out")) == 6
 
 
+def test_a_misspelt_key_of_a_line_is_refused_with_its_number(lm_eval: Door, tasks: Path) -> None:
+    lines = (tasks / "choice.jsonl").read_text().splitlines(keepends=True)
+    lines[6] = lines[6].replace("question", "questoin")
+    (tasks / "choice.jsonl").write_text("".join(lines))
+    out = lm_eval(f"{FLAGS} --tasks choice", 2)
+    assert "choice.jsonl:7: has no 'question', as other lines have, but 'questoin'" in out.err
+
+
 def test_eviction_changes_the_answers(lm_eval: Door, tmp_path: Path) -> None:
     for name, flags in (("full", ""), ("h2o", "--hh-size 2 --recent-size 2"), ("all", "--hh-size 400")):
         lm_eval(f"{FLAGS} --tasks choice --output_path {name} --log_samples {flags}")
