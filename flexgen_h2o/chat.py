@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import OneLineParser, check_files, note, own_name, positive, run_cli, say
 from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import MOST_LINE_BYTES, write_result
 from flexgen_h2o.core.settings import ORIGINAL, EvictionSettings
@@ -354,16 +355,15 @@ class Chat:
     # What is shown
 
     def _memory(self) -> str:
-        from flexgen_h2o.evaluation.figures import bytes_of_column
-
-        llm, blocks = self._llm, self._llm.model.spec.num_blocks
+        llm = self._llm
         tokens = sum(one.tokens + len(one.answer) for one in self._exchanges)
         now = self._exchanges[-1] if self._exchanges else None
         held = f"{now.columns:.4g} columns, {format_bytes(now.kv_bytes)}" if now else "nothing"
         tiers = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in llm.peak_bytes.items())
         return (
             f"{self._title()}\nturns: {len(self._exchanges)}, of {tokens} tokens; KV cache: {held}, of "
-            f"{format_bytes(tokens * blocks * bytes_of_column(llm))} for all tokens; the engine holds {tiers}"
+            f"{format_bytes(tokens * llm.model.spec.kv_bytes_per_token(DTYPE_BYTES[llm.dtype]))} for all tokens "
+            f"in {llm.dtype}; the engine holds {tiers}"
         )
 
     def _title(self) -> str:

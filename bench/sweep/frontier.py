@@ -1,14 +1,14 @@
 """What quality a share of the KV cache's bytes buys: columns, bits and summaries against the full cache.
 
 Method: teacher forcing in fp32 along the same continuations (evaluation/fidelity.Runner). A cell is
-POLICY@COLUMNS[/BITS[wWINDOW]][rREAD]: an eviction policy with settings of its own, its share of the columns of prompt +
-new tokens (--kv-budget), bits and window of a compressed cache, and for the full cache the share of its columns that a
-step reads (--attn-sparsity): `h2o@0.2`, `h2o-norm:summaries=32@0.5/3w16`, `full@1/4r0.1`. Bytes are those of a row's
-keys and values when it is complete (scales, centres, summaries, sketches and whole columns counted; the record of
-slots, 4 to 12 bytes a slot, is not), over bf16's of all prompt and new tokens; "a step" has those that the last decode
-step reads. KL of the next token to the full cache, flips of the likeliest token, NLL less the full cache's, and recall
-of stated pairs at the end of the prompt and after it, each a mean over rows with its 95% bootstrap interval. Cells are
-chosen before the run.
+POLICY@COLUMNS[/BITS[/BITS][wWINDOW]][rREAD]: an eviction policy with settings of its own, its share of the columns of
+prompt + new tokens (--kv-budget), bits (of keys/of values) and window of a compressed cache, and for the full cache the
+share of its columns that a step reads (--attn-sparsity): `h2o@0.2`, `h2o-norm:summaries=32@0.5/3w16`, `full@1/4/2`,
+`full@1/4r0.1`. Bytes are those of a row's keys and values when it is complete (scales, centres, summaries, sketches and
+whole columns counted; the record of slots, 4 to 12 bytes a slot, is not), over bf16's of all prompt and new tokens; "a
+step" has those that the last decode step reads. KL of the next token to the full cache, flips of the likeliest token,
+NLL less the full cache's, and recall of stated pairs at the end of the prompt and after it, each a mean over rows with
+its 95% bootstrap interval. Cells are chosen before the run.
 
     python -m bench.sweep.frontier [--model M] [--prompt-len 256 --gen-len 96] [--cells CELL ...] [--plot FILE]
 """
@@ -29,7 +29,6 @@ from flexgen_h2o.cli_common import positive, say
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_picture, write_result
 from flexgen_h2o.core.units import markdown_table
-from flexgen_h2o.engine.memory_plan import prices_of
 from flexgen_h2o.evaluation.fidelity import Runner
 from flexgen_h2o.evaluation.figures import Figures, number, summarise_recall, summarise_texts
 from flexgen_h2o.evaluation.rows import SEQUENCE, Case, held_out_rows, make_cells, recall_rows, text_of
@@ -47,7 +46,7 @@ CELLS = [
 ]  # fmt: skip
 KEEP_BYTES = 2**31  # of what is kept of the full cache's run
 _CELL = re.compile(
-    r"(?P<policy>.+)@(?P<columns>[0-9.]+)(/(?P<bits>[0-9]+)(w(?P<window>[0-9]+))?)?(r(?P<read>[0-9.]+))?"
+    r"(?P<policy>.+)@(?P<columns>[0-9.]+)(/(?P<bits>[0-9]+(/[0-9]+)?)(w(?P<window>[0-9]+))?)?(r(?P<read>[0-9.]+))?"
 )
 
 
@@ -92,11 +91,11 @@ def cell_of(text: str, rows: int) -> Cell:
     """UsageError names --cells."""
     parts = _CELL.fullmatch(text)
     if parts is None:
-        raise UsageError(f"--cells {text}: is not POLICY@COLUMNS[/BITS[wWINDOW]][rREAD], as h2o-norm@0.5/3w16")
+        raise UsageError(f"--cells {text}: is not POLICY@COLUMNS[/BITS[/BITS][wWINDOW]][rREAD], as h2o-norm@0.5/3w16")
     share, switches = float(parts["columns"]), dict[str, Any]()
     if parts["bits"]:
         window = {} if parts["window"] is None else {"cache_window": int(parts["window"])}
-        switches = {"compress_cache": True, "cache_bits": int(parts["bits"]), **window}
+        switches = {"compress_cache": True, "cache_bits": parts["bits"], **window}
     policy = Policy(rows, attn_sparsity=float(parts["read"] or 1), **switches)
     if parts["policy"] == Full.name:
         return Cell(text, Case(text, Full(), budget_of=SEQUENCE), policy)
@@ -123,17 +122,9 @@ def measure(args: argparse.Namespace, llm: LLM, cells: Sequence[Cell]) -> list[F
                 summarise_recall(recalls, runner.recall(recalls, cell.case.eviction), *how) if recalls else {}
             )
             found[cell.text] = {k: v for k, v in one.items() if k != "by_step"}
-            found[cell.text]["read_share"] = read_share(llm, cell, sum(lengths)) or one["kv_share"]
             inside = one["recall"].get("inside", {"value": 0})["value"]
             say("frontier", f"{cell.text}: {one['kv_share']:.1%}, KL {one['kl']['value']:.4f}, recall {inside:.0%}")
     return [reference, *(found[text] for text in order)]
-
-
-def read_share(llm: LLM, cell: Cell, tokens: int) -> float:
-    """Of the bytes, what a step reads of a complete row where it does not read all; 0 where it does."""
-    share, prices = cell.policy.attn_sparsity, prices_of(llm.model.spec, cell.policy)
-    read = 2 * share * tokens * prices.slot_bytes + prices.beside(tokens, 0)
-    return read / (4 * tokens * prices.width) if share < 1 else 0.0
 
 
 def markdown(args: argparse.Namespace, found: Sequence[Figures]) -> str:

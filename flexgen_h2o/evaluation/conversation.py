@@ -18,7 +18,7 @@ from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.generation import Callbacks, Silent
 from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer
-from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns, perplexity, surprise
+from flexgen_h2o.evaluation.figures import held_kv, perplexity, surprise
 from flexgen_h2o.evaluation.rows import Case
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
@@ -195,8 +195,8 @@ class Shown:
 
     def _end(self) -> None:
         now, blocks = self.exchanges[-1], self._llm.model.spec.num_blocks
-        held = held_columns(self._llm.eviction, (self._first, self._taken), self._taken, blocks)
-        now.columns, now.kv_bytes = held / blocks, held * bytes_of_column(self._llm)
+        held, now.kv_bytes = held_kv(self._llm, (self._first, self._taken), self._taken)
+        now.columns = held / blocks
         now.seconds = time.perf_counter() - self._began
         self._over(now)
 

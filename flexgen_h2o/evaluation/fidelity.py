@@ -25,7 +25,7 @@ from flexgen_h2o.evaluation.figures import (
     TextFidelity,
     by_step,
     draw,
-    kv_share,
+    kv_shares,
     markdown,
     summarise_divergence,
     summarise_recall,
@@ -335,9 +335,9 @@ class Runner:
         ]
         mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
         spec, policy = self.llm.model.spec, base_of(self._compared)
-        share = sum(kv_share(spec, policy, eviction, row.lengths) for row in rows) / len(rows)
+        held, read = np.mean([kv_shares(spec, policy, eviction, row.lengths) for row in rows], axis=0).tolist()
         return TextFidelity(
-            case, sum(kept) / len(kept), share, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
+            case, sum(kept) / len(kept), held, read, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
         )
 
     def _watch_full(self, rows: Sequence[TextRow]) -> FullWatch:

@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.packing import LEAST_PROMPT
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.generation import LogitsWatch
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in
-from flexgen_h2o.engine.report import column_bytes, sizes_of
+from flexgen_h2o.engine.report import sizes_of
 from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import record_of
+from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.llm import LLM
 
 Array = NDArray[np.float64]
@@ -87,32 +89,46 @@ def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]
     return watch
 
 
-def held_columns(eviction: Eviction, row: tuple[int, int], new_tokens: int, blocks: int) -> int:
-    """Of all transformer blocks together, once a row has got so many new tokens; the newest has no column yet.
+def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
+    """Columns and bytes of all transformer blocks together, as the LLM's last run held them, once a row has got so
+    many new tokens; the newest has no column yet. Bytes are those of keys and values, with scales, and of what lies
+    beside slots: centres, whole columns, pages and sketches, for which all room is reserved.
 
     row: its prompt tokens and most new tokens.
     """
-    kept = [min(row[0], eviction.budget(*row, block, blocks).columns) for block in range(blocks)]
-    slots = [eviction.slots(*row, block, blocks) for block in range(blocks)]
-    return sum(max(1, min(most, columns + new_tokens - 1)) for most, columns in zip(slots, kept, strict=True))
-
-
-def bytes_of_column(llm: LLM) -> int:
-    """Of the keys and values of all kv-heads in one block, as the LLM's last run held them."""
+    eviction, blocks, held, nbytes = llm.eviction, llm.model.spec.num_blocks, 0, 0
     assert llm.policy is not None
-    return column_bytes(llm.model.spec, llm.policy, DTYPE_BYTES[llm.dtype])[0]
+    for block, layout in enumerate(_layouts(llm.model.spec, llm.policy, eviction, row, DTYPE_BYTES[llm.dtype])):
+        kept = min(row[0], eviction.budget(*row, block, blocks).columns)
+        columns = max(1, min(layout.slots, kept + new_tokens - 1))
+        held += columns
+        nbytes += layout.kv_heads * (columns * layout.column_bytes + layout.beside_bytes)
+    return held, nbytes
 
 
-def kv_share(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int]) -> float:
-    """Bytes of a row's keys and values when it has all its tokens, with scales, centres, whole columns and all pages
-    that are reserved, over those of the full cache in bf16. row: its prompt tokens and most new tokens."""
+def kv_shares(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int]) -> tuple[float, float]:
+    """Bytes of a row's keys and values when it has all its tokens, with scales, centres, whole columns, sketches and
+    all pages that are reserved, over those of the full cache in bf16; and the same of what the last decode step reads.
+    row: its prompt tokens and most new tokens."""
+    held = read = 0
+    for layout in _layouts(spec, policy, eviction, row, BF16_BYTES):
+        held += layout.sequence_bytes
+        some = layout.selects and row[0] >= LEAST_PROMPT
+        columns = max(1, int(policy.attn_sparsity * layout.slots)) if some else layout.slots
+        read += layout.kv_heads * (columns * layout.column_bytes + layout.beside_bytes)
+    full: int = sizes_of(spec, {row: 1}, BF16_BYTES)[1]
+    return held / full, read / full
+
+
+def _layouts(
+    spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int], itemsize: int
+) -> list[UnitLayout]:
+    """Of a row's units, a transformer block each."""
     blocks, record = spec.num_blocks, record_of(eviction, sum(row))
-    slots = [eviction.slots(*row, block, blocks) for block in range(blocks)]
-    held = sum(
-        kv_layout(spec, policy, 1, count, record_in(spec, block, record), BF16_BYTES, True).sequence_bytes
-        for block, count in enumerate(slots)
-    )
-    return held / sizes_of(spec, {row: 1}, BF16_BYTES)[1]
+    return [
+        kv_layout(spec, policy, 1, eviction.slots(*row, block, blocks), record_in(spec, block, record), itemsize, True)
+        for block in range(blocks)
+    ]
 
 
 @dataclass(frozen=True)
@@ -120,7 +136,7 @@ class TextFidelity:
     """How far a policy is from the full cache along the continuations of n rows.
 
     columns: mean kept of what the case's budget is a share of, over rows and transformer blocks. share: of the full
-    cache's bytes in bf16, mean over rows (`kv_share`). kl, nll: (n, steps)
+    cache's bytes in bf16, and read: of those that a step reads, means over rows (`kv_shares`). kl, nll: (n, steps)
     float64, nats, and flipped: bool, of the decode steps: the first token comes from the prefill, which is exact. mass:
     (n, blocks) float64, means over heads and watched steps; None if it was not watched.
     """
@@ -128,6 +144,7 @@ class TextFidelity:
     case: Case
     columns: float
     share: float
+    read: float
     kl: Array
     nll: Array
     flipped: NDArray[np.bool_]
@@ -163,8 +180,8 @@ def summarise_texts(
             "nll_less_full": found.nll - full_nll,
         }  # fmt: skip
         figures: Figures = {
-            "policy": found.case.label, "budget": found.case.budget,
-            "budget_of": found.case.budget_of, "columns": found.columns, "kv_share": found.share,
+            "policy": found.case.label, "budget": found.case.budget, "budget_of": found.case.budget_of,
+            "columns": found.columns, "kv_share": found.share, "read_share": found.read,
             "eviction": found.case.eviction.to_json(),
         }  # fmt: skip
         figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
@@ -261,6 +278,7 @@ def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
         ("policy", name_of, reference),
         ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_columns']:.0f}"),
         ("of the bytes", lambda cell: f"{cell['kv_share']:.1%}", "100%"),
+        ("read in a step", lambda cell: f"{cell['read_share']:.1%}", "100%"),
         ("KL, nats", lambda cell: number(cell["kl"], 3), "0"),
         ("KL p95", lambda cell: number(cell["kl_p95"], 2), "0"),
         ("flips", lambda cell: _percent(cell["flips"]), "0"),

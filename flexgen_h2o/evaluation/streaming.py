@@ -22,8 +22,7 @@ from flexgen_h2o.evaluation.figures import (
     Bootstrap,
     Figures,
     by_step,
-    bytes_of_column,
-    held_columns,
+    held_kv,
     number,
     perplexity,
     surprise,
@@ -120,14 +119,14 @@ def _measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], win
     report = llm.follow(tokens[:, :1].tolist(), wanted.tolist(), by_step(n, see), max_tokens_per_sweep=AT_ONCE)
     edges, found = [length * i // windows for i in range(windows + 1)], []
     for first, last in pairwise(edges):
-        columns = held_columns(llm.eviction, (1, length - 1), last - 1, blocks)
+        columns, nbytes = held_kv(llm, (1, length - 1), last - 1)
         found.append(
             {
                 "first": first + 1,
                 "last": last,
                 "nll": bootstrap.mean(nats[:, max(0, first - 1) : last - 1].mean(dim=1).numpy()),
                 "kv_columns": columns / blocks,
-                "kv_bytes": columns * bytes_of_column(llm),
+                "kv_bytes": nbytes,
             }
         )
     whole = bootstrap.mean(nats.mean(dim=1).numpy())

@@ -14,7 +14,7 @@ from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns
+from flexgen_h2o.evaluation.figures import held_kv
 from flexgen_h2o.flags import (
     compression_flags,
     eviction_of,
@@ -95,11 +95,11 @@ def _written(
     for prompt, out in zip(prompts, sorted(done, key=lambda c: c.index), strict=True):
         length = len(prompt.token_ids)
         row = length, most_new_tokens(eviction, llm.model.spec, length, params.max_tokens)
-        held = held_columns(eviction, row, len(out.token_ids), blocks)
+        columns, nbytes = held_kv(llm, row, len(out.token_ids))
         found.append(
             {
                 "text": out.text, "token_ids": out.token_ids, "finish_reason": out.finish_reason,
-                "columns": held / blocks, "bytes": held * bytes_of_column(llm),
+                "columns": columns / blocks, "bytes": nbytes,
             }
         )  # fmt: skip
     return found

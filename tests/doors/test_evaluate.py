@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.evaluate import MT_BENCH
-from flexgen_h2o.evaluation.figures import held_columns
+from flexgen_h2o.evaluation.figures import held_kv
 from tests.doors.conftest import POSITIONS, Answer
 from tests.parity.reference import random_model
 
@@ -397,7 +397,7 @@ def test_what_is_said_to_be_held_is_what_the_engine_held(rotary: Path, tmp_path:
         with LLM(str(rotary), Policy(), eviction, dtype="float32", offload_dir=tmp_path) as llm:
             llm.follow([[3, 4]], [list(range(5, 30))], lambda rows, logits: None)
             held = llm.times[0].held
-            assert held == [held_columns(llm.eviction, (2, len(held)), new, 2) for new in range(1, len(held) + 1)]
+            assert held == [held_kv(llm, (2, len(held)), new)[0] for new in range(1, len(held) + 1)]
 
 
 # ---- both

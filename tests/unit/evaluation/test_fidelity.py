@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import OPTForCausalLM
 
-from flexgen_h2o import LLM, Policy
+from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.core.packing import page_bytes, sketch_bytes, whole_bytes
 from flexgen_h2o.evaluation.fidelity import FullWatch, Probe, Runner, divergence
+from flexgen_h2o.evaluation.figures import held_kv, kv_shares
 from flexgen_h2o.evaluation.rows import Case, TextRow
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Eviction, Full, Local
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.parity.cases import BASES
 from tests.parity.reference import random_model
@@ -92,6 +95,30 @@ def test_compressed_runs_are_compared_with_an_uncompressed_one(llm: LLM, rows: l
         off.append(found.kl.mean())
         llm.use(replace(compared, compress_cache=False, cache_bits=4))
     assert 0 < 5 * off[0] < off[1]
+
+
+@pytest.mark.parametrize(
+    ("switches", "eviction", "columns", "column", "beside"),
+    [
+        ({}, Full(), 74, 2 * 32 * 4, 0),
+        ({"compress_cache": True, "cache_bits": "4/2"}, Full(), 74, 4 * (5 + 3), whole_bytes(16, 32, 4)),
+        ({"attn_sparsity": 0.1}, Full(), 74, 2 * 32 * 4, sketch_bytes(74, 32)),
+        ({}, H2O(heavy_size=4, recent_size=4, summaries=32), 9, 2 * 32 * 4, page_bytes(3, 32)),
+    ],
+)
+def test_bytes_that_are_held_and_read(
+    switches: dict[str, Any], eviction: Eviction, columns: int, column: int, beside: int, llm: LLM
+) -> None:
+    """Of a row of 70 + 5 tokens, whose last has no column; scales and what lies beside slots count."""
+    policy, spec = Policy(1, **switches), llm.model.spec
+    llm.use(policy)
+    llm.eviction = eviction
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
+    heads = spec.num_blocks * spec.num_kv_heads
+    assert held_kv(llm, (70, 5), 5) == (spec.num_blocks * columns, heads * (columns * column + beside))
+    held, read = kv_shares(spec, policy, eviction, (70, 5))
+    unread = 67 * 2 * 32 * 2 / (75 * 2 * 32 * 2) if policy.attn_sparsity < 1 else 0
+    assert held - read == pytest.approx(unread)
 
 
 def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm: LLM, rows: list[TextRow]) -> None:
