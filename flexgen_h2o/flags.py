@@ -195,7 +195,10 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
         return Full()
     if policy.attn_sparsity != 1:
         where = "--attn-sparsity" if args.attn_sparsity is not None else f"--policy {args.policy}: attn_sparsity"
-        raise UsageError(f"{where}: is for the full cache, not for {name}; leave one of them out")
+        asked = "--eviction" if args.eviction is not None else EVICTION_FLAGS[next(iter(given))]
+        raise UsageError(
+            f"{where}: reads a share of the full cache, and {asked} asks for {name}; leave one of them out"
+        )
     own = (item.partition("=")[0] for item in name.partition(":")[2].split(","))
     with naming_flags(**{**{key: f"--eviction {name}: {key}" for key in own}, **EVICTION_FLAGS}):
         return make_eviction(name, **given)
@@ -234,7 +237,10 @@ def _choose_mix(args: argparse.Namespace) -> None:
     mix = mix_of(share)
     args.eviction = mix.eviction if args.summaries is None else mix.eviction.partition(":")[0]
     if args.compress_cache is None and args.policy in (None, "auto"):
-        args.compress_cache, args.cache_bits = True, mix.cache_bits if args.cache_bits is None else args.cache_bits
+        args.compress_cache = True
+        if args.cache_bits is None:
+            args.cache_bits = mix.cache_bits
+            args.cache_window = mix.cache_window if args.cache_window is None else args.cache_window
 
 
 def as_flags(policy: Policy) -> str:

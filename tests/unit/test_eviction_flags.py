@@ -96,6 +96,18 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "bits", "window"),
+    [
+        ("--kv-bytes 0.2", 3, 16), ("--kv-bytes 0.05", "4/3", 0), ("--kv-bytes 0.05 --cache-window 4", "4/3", 4),
+        ("--kv-bytes 0.05 --cache-bits 4/2", "4/2", 16),
+    ],
+)  # fmt: skip
+def test_a_share_of_the_bytes_chooses_bits_and_window(flags: str, bits: int | str, window: int) -> None:
+    policy, _ = engine_flags.policy_of(parser().parse_args(flags.split()))
+    assert policy.compress_cache and (policy.cache_bits, policy.cache_window) == (bits, window)
+
+
 def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
     args = parser().parse_args(["--policy", "sparse.json", "--hh-ratio", "0.5"])
     with pytest.raises(

@@ -27,15 +27,21 @@ __all__ = [
 @dataclass(frozen=True)
 class Mix:
     """What keeps the most quality of so small a share of the bytes (docs/eviction.md, "Which one do I take"). least:
-    the smallest share that it is for. eviction: as of `make_eviction`."""
+    the smallest share that it is for. eviction: as of `make_eviction`; cache_bits, cache_window: of `Policy`."""
 
     least: float
     eviction: str
-    cache_bits: int
+    cache_bits: int | str
+    cache_window: int = 16
 
 
 # Largest share first.
-MIXES = (Mix(0.33, "h2o-norm", 4), Mix(0.18, "h2o-norm", 3), Mix(0.0, "h2o-norm:summaries=128", 3))
+MIXES = (
+    Mix(0.33, "h2o-norm", 4),
+    Mix(0.18, "h2o-norm", 3),
+    # Where columns are few, whole ones cost more of them than they save.
+    Mix(0.0, "h2o-norm:summaries=128", "4/3", 0),
+)
 
 
 # Ways to have all columns whose loss the tables call small, of every model that was measured: settings of `Policy`, and
