@@ -47,8 +47,8 @@ POLICY: Cases = [
     "--policy /no/such/policy.json", "--policy auto --percent 100 0 100 0 100 0", "--policy auto --gpu-batch-size 4",
     "--overlap maybe", "--sep-layer 2", "--pin-weight x", "--attn-sparsity most", "--attn-sparsity 0",
     "--attn-sparsity nan", "--attn-sparsity 1.5", "--weight-bits 8",
-    "--weight-bits 5 --compress-weight", "--compress-cache --cache-bits 5",
-    "--compress-cache --cache-bits 4/5",
+    "--weight-bits 5 --compress-weight", "--cache-bits 5 --compress-cache",
+    "--cache-bits 4/5 --compress-cache",
     ("--int8-compute --compress-weight --weight-bits 8", "leave --compress-weight off, or --weight-bits at 4"),
     ("--policy auto --hardware t4", "--hardware t4: "),
 ]  # fmt: skip
