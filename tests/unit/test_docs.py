@@ -123,8 +123,9 @@ def test_comments_name_pages_and_sections_that_exist() -> None:
 
 
 def test_pages_name_what_the_package_has() -> None:
-    names = ("architecture", "internals", "jobs", "planner", "eviction", "adding-a-format", "adding-a-model")
-    pages = [ROOT / "docs" / f"{name}.md" for name in names]
+    names = ("architecture", "internals", "planner", "adding-a-format", "adding-a-model")
+    pages = [ROOT / "docs" / "developers" / f"{name}.md" for name in names]
+    pages += [ROOT / "docs" / "reference" / f"{name}.md" for name in ("jobs", "eviction")]
     assert [f"{page.name}: {name}" for page in pages for name in unknown_names(page.read_text())] == []
 
 
@@ -146,12 +147,12 @@ def test_every_page_is_reached_from_another() -> None:
 
 
 def test_broken_links_are_found_and_good_ones_are_not() -> None:
-    page = ROOT / "docs" / "page.md"
+    page = ROOT / "docs" / "reference" / "page.md"
     for text, problem in (
         ("[a](nowhere.md)", "nowhere.md: no such file"),
         ("[a](jobs.md#nowhere)", "jobs.md#nowhere: no such section"),
         ("# A\n[a](#b)", "#b: no such section"),
-        ("[a](../../outside.md)", "../../outside.md: no such file"),
+        ("[a](../../../outside.md)", "../../../outside.md: no such file"),
         ("```\n# B\n```\n[a](#b)", "#b: no such section"),
     ):
         assert list(broken_links(text, page)) == [problem]
@@ -160,7 +161,9 @@ def test_broken_links_are_found_and_good_ones_are_not() -> None:
 
 
 def test_a_broken_mention_is_found() -> None:
-    assert list(broken_mentions('(docs/nowhere.md) (docs/jobs.md, "Nowhere") (docs/jobs.md, "On Ray")')) == [
+    assert list(
+        broken_mentions('(docs/nowhere.md) (docs/reference/jobs.md, "Nowhere") (docs/reference/jobs.md, "On Ray")')
+    ) == [
         "docs/nowhere.md: no such file",
-        'docs/jobs.md, "Nowhere": no such section',
+        'docs/reference/jobs.md, "Nowhere": no such section',
     ]

@@ -26,8 +26,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Mix:
-    """What keeps the most quality of so small a share of the bytes (docs/eviction.md, "Which one do I take"). least:
-    the smallest share that it is for. eviction: as of `make_eviction`."""
+    """What keeps the most quality of so small a share of the bytes (docs/reference/eviction.md, "Which one do I take").
+    least: the smallest share that it is for. eviction: as of `make_eviction`."""
 
     least: float
     eviction: str
@@ -39,7 +39,7 @@ MIXES = (Mix(0.33, "h2o-norm", 4), Mix(0.18, "h2o-norm", 3), Mix(0.0, "h2o-norm:
 
 
 # Ways to have all columns whose loss the tables call small, of every model that was measured: settings of `Policy`, and
-# the KL to the full cache in nats (docs/quality.md, opt-tiny, 256 + 96). In 3 bits one yardstick of three lost 0.38.
+# the KL to the full cache in nats (docs/lab/quality.md, opt-tiny, 256 + 96). In 3 bits one yardstick lost 0.38.
 SMALL_LOSSES: tuple[tuple[dict[str, Any], float], ...] = (
     ({}, 0.0),
     ({"compress_cache": True, "cache_bits": 4}, 0.0038),
