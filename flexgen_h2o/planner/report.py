@@ -149,7 +149,7 @@ def _about(answer: Answer) -> Iterator[str]:
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
         loss = f"KL {answer.kv_loss:g} nats to the full cache for opt-tiny"
-        yield f"quality: {loss} (docs/lab/quality.md, the KV frontier)"
+        yield f"quality: {loss} (docs/lab/kv-frontier.md)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
     yield _checkpoint(answer)
 
