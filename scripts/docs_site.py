@@ -1,6 +1,6 @@
 """What `mkdocs build` (mkdocs.yml) adds to docs/: the flags of each command, and links that leave the folder.
 
-A line `<!-- flags: VERB -->` of a page becomes tables of the verb's flags, from its own parser (no torch is imported).
+A line `<!-- flags: VERB -->` of a page becomes a table of the verb's flags, from its own parser (no torch is imported).
 A picture outside docs/ comes along; another link there becomes the path of what it names, since a site has no tree.
 """
 
@@ -11,13 +11,14 @@ import importlib
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.cli import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = re.compile(r"^<!-- flags: ([\w-]+) -->$", re.MULTILINE)
+FLAGS = re.compile(r"^<!-- flags: ([\w -]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)\s#]+)[^)\s]*\)")
 PICTURES = (".png", ".svg")
 
@@ -64,24 +65,27 @@ def _inside(page: str, found: re.Match[str]) -> str:
     return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
 
 
-def flags_of(verb: str) -> Iterator[str]:
-    """Markdown: usage and flags of a verb, and of each of its sub-commands."""
-    parser: argparse.ArgumentParser = importlib.import_module(VERBS[verb][0])._parser()
-    yield from _flags(f"flexgen-h2o {verb}", parser, "##")
-
-
-def _flags(name: str, parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
-    inner: dict[str, argparse.ArgumentParser] = {}
-    rows = []
+def flags_of(command: str) -> Iterator[str]:
+    """Markdown: the flags of a verb, or of a sub-command of it: `evaluate fidelity`. KeyError where there is none."""
+    parser = parsers()[command]
+    yield from ("| flag | meaning |", "|---|---|")
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            inner |= action.choices
-        elif action.help is not argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
-            rows.append(f"| {_call(action)} | {_escape(_help(parser, action))} |")
-    if rows:
-        yield from (f"{level} Flags of `{name}`", "", "| flag | meaning |", "|---|---|", *rows, "")
-    for verb, one in inner.items():
-        yield from _flags(f"{name} {verb}", one, level)
+        is_shown = action.help is not argparse.SUPPRESS
+        if is_shown and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction):
+            yield f"| {_call(action)} | {_escape(_help(parser, action))} |"
+
+
+@cache
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Of every verb and sub-command that has flags, by its name."""
+    found = {}
+    waiting = [(verb, importlib.import_module(module)._parser()) for verb, (module, _) in VERBS.items()]
+    for name, parser in waiting:
+        subs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        waiting += [(f"{name} {verb}", inner) for action in subs for verb, inner in action.choices.items()]
+        if len(parser._actions) > 1 + len(subs):  # more than --help
+            found[name] = parser
+    return found
 
 
 def _call(action: argparse.Action) -> str:

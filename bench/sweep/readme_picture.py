@@ -47,10 +47,10 @@ def picture(lines: list[Line]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" font-family="sans-serif" '
         'font-size="12" role="img">',
         f'<rect width="760" height="{height}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="22" font-size="14" font-weight="bold">Generated tokens/s over those of Accelerate\'s disk '
-        "offload</text>",
-        f'<text x="{LEFT}" y="40" fill="#555555">weights three times the RAM allowed, 2 cores, no card, each at its best '
-        "batch</text>",
+        f'<text x="{LEFT}" y="22" font-size="14" font-weight="bold">Generated tokens/s over those of '
+        "Accelerate's disk offload</text>",
+        f'<text x="{LEFT}" y="40" fill="#555555">weights three times the RAM allowed, 2 cores, no card, '
+        "each at its best batch</text>",
     ]
     y = TOP
     for name, values in cells:
