@@ -58,7 +58,7 @@ ROWS = (
         f"{EVALUATE} attention {_6B} --prompts wikitext.jsonl --prompt-len 1024 --gen-len 128 --plot attention.png",
         "OPT-6.7B; WikiText-103 as JSONL with `prompt`",
         f"{_6B} --prompt-len 1024 --gen-len 128 --num-prompts 448",
-        measured="[quality.md](../lab/attention.md#what-the-h2o-paper-observes-of-attention)",
+        measured="[attention.md](../lab/attention.md#what-the-h2o-paper-observes-of-attention)",
     ),
     Row(
         "tasks", "H2O, section 5.1, Figures 4 and 8",
@@ -115,7 +115,7 @@ ROWS = (
         "LLaMA-2-7B; a long text",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 1 --gen-len 4000 --num-prompts 8 --hh-size 1024 --recent-size "
         "1024",
-        "a100-80", "[quality.md](../lab/attention.md#streams-past-the-trained-length)",
+        "a100-80", "[attention.md](../lab/attention.md#streams-past-the-trained-length)",
     ),
     Row(
         "throughput-t4", "H2O, section 5.2 (generation throughput on a T4)",
@@ -150,7 +150,7 @@ ROWS = (
         "--cache-bits 4 --download",
         "OPT-30B; data sets",
         f"{_30B} --prompt-len 384 --gen-len 8 --num-prompts 4000 --hh-ratio 0.1 --compress-cache",
-        measured="[quality.md](../lab/kv-frontier.md#compressed-kv)",
+        measured="[kv-frontier.md](../lab/kv-frontier.md#compressed-kv)",
     ),
     Row(
         "texts", "H2O, appendix (texts with full cache, local and H2O)",
@@ -194,7 +194,7 @@ ROWS = (
         "cuda",
         "OPT-175B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM, 1.5 TB of disk",
         "--model facebook/opt-175b --prompt-len 512 --gen-len 32 --num-prompts 256",
-        measured="shapes up to OPT-30B on two cores: [throughput.md](../lab/cells.md#what-it-gave)", keep=SPEED,
+        measured="shapes up to OPT-30B on two cores: [cells.md](../lab/cells.md#what-it-gave)", keep=SPEED,
     ),
     Row(
         "policy-search", "FlexGen, section 4 (policy search by linear program)",

@@ -153,7 +153,7 @@ def test_the_documented_shares_of_skewed_routers() -> None:
         each = (min(1.0, per_token * chance / sum(chances)) for chance in chances)
         return sum(1 - (1 - chance) ** tokens for chance in each) / count
 
-    page = (DOCS / "planner.md").read_text()
+    page = (DOCS / "developers" / "planner.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([\d. ]+) \| ([\d. ]+) \| ([\d. ]+) \| ([\d. ]+) \|$", page, re.MULTILINE)
     assert len(rows) == 6
     for tokens, *shares in rows:
