@@ -273,6 +273,14 @@ def test_every_command_has_its_flags_on_a_page() -> None:
         assert any(line.startswith("| `--") for line in docs_site.flags_of(command)), command
 
 
+def test_pages_name_flags_that_exist() -> None:
+    """Of the lab notes, flags are those of the benchmarks too."""
+    known = {flag for parser in docs_site.parsers().values() for a in parser._actions for flag in a.option_strings}
+    pages = [page for page in PAGES if page.parent.name != "lab"]
+    named = {flag for page in pages for flag in re.findall(r"`(--[\w-]+)[^`\n]*`", page.read_text())}
+    assert named - known == {"--cpu", "--debug", "--hh-long-seq", "--gbs"}  # cut to a prefix; of other scripts
+
+
 def test_links_out_of_the_pages_name_a_path_and_others_stay() -> None:
     text = "[a](../../bench/x.md) [`x.py`](../../bench/x.py) ![p](../../bench/p.png) [b](../lab/h2o.md#c)"
     made = "a (`bench/x.md`) `bench/x.py` ![p](../bench/p.png) [b](../lab/h2o.md#c)"
