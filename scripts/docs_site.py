@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = re.compile(r"^<!-- flags: ([\w -]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)\s#]+)[^)\s]*\)")
 PICTURES = (".png", ".svg")
+CHOICES = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")  # `a\|b` in a table: GitHub drops the backslash, mkdocs shows it
 
 
 def on_config(config: Any) -> Any:
@@ -46,6 +48,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with its flags and without links out of docs/."""
     markdown = FLAGS.sub(lambda found: "\n".join(flags_of(found[1])), markdown)
+    markdown = CHOICES.sub(lambda found: f"<code>{escape(found[1]).replace(chr(92) + '|', '&#124;')}</code>", markdown)
     return LINK.sub(lambda found: _inside(page.file.src_uri, found), markdown)
 
 
@@ -94,7 +97,7 @@ def _call(action: argparse.Action) -> str:
         return f"`{action.metavar or action.dest} ...`"
     value = "" if action.nargs == 0 else argparse.HelpFormatter("")._format_args(action, action.dest.upper())
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    return f"{names} `{_escape(value)}`" if value else names
+    return f"{names} `{value}`".replace("|", r"\|") if value else names
 
 
 def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
@@ -102,4 +105,4 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
+    return re.sub(r"([\\`*_<|\[])", r"\\\1", text)

@@ -272,6 +272,12 @@ def test_every_command_has_its_flags_on_a_page() -> None:
         assert any(line.startswith("| `--") for line in docs_site.flags_of(command)), command
 
 
+def test_flags_are_shown_as_they_are_typed() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    shown = docs_site.on_page_markdown("<!-- flags: flex-opt -->", page)
+    assert "`--protect` <code>N&#124;prompt&#124;none</code>" in shown and r"\_DUMMY\_" in shown
+
+
 def test_pages_name_flags_that_exist() -> None:
     """Of the lab notes, flags are those of the benchmarks too."""
     known = {flag for parser in docs_site.parsers().values() for a in parser._actions for flag in a.option_strings}
