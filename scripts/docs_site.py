@@ -80,9 +80,10 @@ def flags_of(command: str) -> Iterator[str]:
 
 @cache
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Of every verb and sub-command that has flags, by its name."""
+    """Of every verb and sub-command that has flags, by its name. A second verb of a module is another name of it."""
     found = {}
-    waiting = [(verb, importlib.import_module(module)._parser()) for verb, (module, _) in VERBS.items()]
+    verbs = {module: verb for verb, (module, _) in reversed(VERBS.items())}
+    waiting = [(verb, importlib.import_module(module)._parser()) for module, verb in verbs.items()]
     for name, parser in waiting:
         subs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         waiting += [(f"{name} {verb}", inner) for action in subs for verb, inner in action.choices.items()]
