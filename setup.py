@@ -22,7 +22,16 @@ EXTRAS = {
         "transformers==5.20.2; python_version < '3.11'",
         "transformers==5.23.0; python_version >= '3.11'",
     ],
-    "dev": ["ruff>=0.17", "mypy>=2.0", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"],
+    "dev": [
+        "ruff>=0.17",
+        "mypy>=2.0",
+        "pytest>=8.2",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        "jsonschema>=4.20",
+    ],
+    "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
     "bench": ["accelerate>=1.0", "matplotlib>=3.8"],
     "eval": [
         "rouge-score>=0.1.2",

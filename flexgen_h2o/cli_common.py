@@ -33,7 +33,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 _H2O = "give --hh-ratio R, or --eviction h2o"
-_PIPELINE = "torchrun and --pipeline do that here (docs/parallel.md)"
+_PIPELINE = "torchrun and --pipeline do that here (docs/how-to/several-processes.md)"
 # Flags of FlexGen's and H2O's scripts that are not taken here, with hyphens: what to do instead.
 REPLACED = {
     "--hh-long-seq": "prompts of any length are taken without it; leave it out",

@@ -41,7 +41,7 @@ class Finding:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 1 where a finding hurts (docs/cli.md)."""
+    """Run the command line; returns the exit code: 1 where a finding hurts (docs/reference/exit-codes.md)."""
     return run_cli("doctor", _run, argv)
 
 

@@ -5,7 +5,7 @@
     python scripts/fit_profile.py --check         no fit: errors of the shipped profiles
     python scripts/fit_profile.py --check --runs FILE     ... over other runs in the same format
 
-The last line of stdout is one JSON object. Exit code 2: a runs file that is not usable. docs/planner.md says more.
+The last line of stdout is one JSON object. Exit code 2: an unusable runs file. docs/developers/planner.md says more.
 """
 
 from __future__ import annotations

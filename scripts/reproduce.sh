@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure and table of the papers, a command each (docs/reproduce.md): bench/reproduce.
+# Every figure and table of the papers, a command each (docs/developers/reproduce.md): bench/reproduce.
 #   bash scripts/reproduce.sh --quick                 every row, small, on the shipped model: reproduce-quick.md
 #   bash scripts/reproduce.sh --quick --only attention fidelity
 #   bash scripts/reproduce.sh --list

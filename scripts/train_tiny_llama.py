@@ -1,6 +1,6 @@
 """Train a small LLaMA with grouped queries on rows of 256 tokens. Data, seeds and output: tiny_training.py.
 
-It is not shipped: it is what streaming past the trained length is shown on (docs/quality.md).
+It is not shipped: it is what streaming past the trained length is shown on (docs/lab/quality.md).
 
     python scripts/train_tiny_llama.py --output FOLDER
 

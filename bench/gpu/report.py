@@ -41,7 +41,7 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     parts = [
         "# GPU suite" + (" (tiny: a device tier of ordinary memory, no card)" if setting.tiny else ""),
         "",
-        "Made by `scripts/gpu_suite.sh`; `docs/benchmarks/gpu.md` says how to read it.",
+        "Made by `scripts/gpu_suite.sh`; `docs/lab/gpu.md` says how to read it.",
         ", ".join(f"{name}: {facts[name]}" for name in ("date", "commit", "card", "cpu", "cores", "torch")),
         f"`--device {setting.device} --device-mem {setting.device_mem}`",
         "", "## Gates", "", *_table(GATE_HEAD, gates(runs, figures)),

@@ -2,7 +2,7 @@
 
     bash scripts/reproduce.sh --quick                              every row, small, on the shipped model; one page
     bash scripts/reproduce.sh --quick --only attention fidelity
-    python -m bench.reproduce --page docs/reproduce.md             that page anew, with what the planner says
+    python -m bench.reproduce --page docs/developers/reproduce.md             that page anew, with what the planner says
 
 `--quick` goes on when a row fails; the exit code is 1 then, and the last line names the rows.
 """
@@ -95,9 +95,8 @@ def page() -> str:
     parts = [
         "# Every figure and table as one command",
         "Each row is a figure or a table of H2O (arXiv 2306.14048), MiniKV (2411.18077) or FlexGen (2303.06865), and "
-        "the command "
-        "here that makes it. This page is written by `python -m bench.reproduce --page docs/reproduce.md` from the "
-        "list in "
+        "the command here that makes it. This page is written by "
+        "`python -m bench.reproduce --page docs/developers/reproduce.md` from the list in "
         "`bench/reproduce/rows.py`.",
         "```bash\nbash scripts/reproduce.sh --quick            # every row on the shipped model: one page, "
         "reproduce-quick.md\n"

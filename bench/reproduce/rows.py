@@ -36,7 +36,7 @@ EVALUATE = "python -m flexgen_h2o.evaluate"
 SPEED = r"^(prefill|decode|total) latency|peak"
 _30B, _6B = "--model facebook/opt-30b", "--model facebook/opt-6.7b"
 
-# A task of four choices for lm-eval, as docs/lm-eval.md has it.
+# A task of four choices for lm-eval, as docs/reference/lm-eval.md has it.
 TASK = """task: methods
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
@@ -58,7 +58,7 @@ ROWS = (
         f"{EVALUATE} attention {_6B} --prompts wikitext.jsonl --prompt-len 1024 --gen-len 128 --plot attention.png",
         "OPT-6.7B; WikiText-103 as JSONL with `prompt`",
         f"{_6B} --prompt-len 1024 --gen-len 128 --num-prompts 448",
-        measured="[quality.md](quality.md#what-the-h2o-paper-observes-of-attention)",
+        measured="[attention.md](../lab/attention.md#what-the-h2o-paper-observes-of-attention)",
     ),
     Row(
         "tasks", "H2O, section 5.1, Figures 4 and 8",
@@ -79,7 +79,7 @@ ROWS = (
         f"{EVALUATE} fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --gpu-batch-size 16",
         "OPT-30B; text as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 1408",
-        measured="[quality.md](quality.md#opt-tiny-256--96-tokens)",
+        measured="[quality.md](../lab/quality.md#opt-tiny-256--96-tokens)",
     ),
     Row(
         "summaries", "H2O, section 5.1 (HELM's XSUM and CNN/DailyMail); llama-recipes' table",
@@ -91,7 +91,7 @@ ROWS = (
         "LLaMA-2-7B; h2o_hf's `xsum_0shot.jsonl` or `cnn_dailymail.jsonl` (`article`, `summary_gt`)",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 600 --gen-len 64 --num-prompts 1000 --hh-size 128 "
         "--recent-size 128",
-        measured="[summarisation.md](summarisation.md#1000-articles-by-kv-size)",
+        measured="[summaries.md](../reference/summaries.md#1000-articles-by-kv-size)",
     ),
     Row(
         "helm", "H2O, section 5.1; FlexGen (HELM)",
@@ -101,7 +101,7 @@ ROWS = (
         f"python -m flexgen_h2o.batch {_30B} --input xsum_opt.jsonl --output answers.jsonl --hh-ratio 0.1",
         "OPT-30B; request lines of HELM (`evaluate helm export`)",
         f"{_30B} --prompt-len 1800 --gen-len 64 --num-prompts 1000 --hh-ratio 0.1",
-        measured="1,000 articles through opt-tiny: [jobs.md](benchmarks/jobs.md)",
+        measured="1,000 articles through opt-tiny: [jobs.md](../lab/jobs.md)",
         keep=r'"result"',
     ),
     Row(
@@ -115,7 +115,7 @@ ROWS = (
         "LLaMA-2-7B; a long text",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 1 --gen-len 4000 --num-prompts 8 --hh-size 1024 --recent-size "
         "1024",
-        "a100-80", "[quality.md](quality.md#streams-past-the-trained-length)",
+        "a100-80", "[attention.md](../lab/attention.md#streams-past-the-trained-length)",
     ),
     Row(
         "throughput-t4", "H2O, section 5.2 (generation throughput on a T4)",
@@ -126,7 +126,7 @@ ROWS = (
         "--device cuda",
         "OPT-30B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 728 --hh-ratio 0.1",
-        measured="on two cores: [h2o.md](benchmarks/h2o.md); on a card " + NOT_MEASURED, keep=SPEED,
+        measured="on two cores: [h2o.md](../lab/h2o.md); on a card " + NOT_MEASURED, keep=SPEED,
     ),
     Row(
         "throughput-a100", "H2O, section 5.2 (throughput and latency on an A100)",
@@ -150,7 +150,7 @@ ROWS = (
         "--cache-bits 4 --download",
         "OPT-30B; data sets",
         f"{_30B} --prompt-len 384 --gen-len 8 --num-prompts 4000 --hh-ratio 0.1 --compress-cache",
-        measured="[quality.md](quality.md#compressed-kv)",
+        measured="[kv-frontier.md](../lab/kv-frontier.md#compressed-kv)",
     ),
     Row(
         "texts", "H2O, appendix (texts with full cache, local and H2O)",
@@ -182,7 +182,7 @@ ROWS = (
         "--metadata max_seq_lengths=[4096] --eviction h2o-norm --kv-budget 0.2",
         "Llama-3.1-8B; LongBench itself is not read here",
         "--model meta-llama/Llama-3.1-8B --prompt-len 4096 --gen-len 128 --num-prompts 2500 --hh-ratio 0.1", "a100-80",
-        "[quality.md](quality.md#ruler-type-tasks)",
+        "[quality.md](../lab/quality.md#ruler-type-tasks)",
     ),
     Row(
         "flexgen-throughput", "FlexGen, Table 2 and Figure 1",
@@ -194,7 +194,7 @@ ROWS = (
         "cuda",
         "OPT-175B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM, 1.5 TB of disk",
         "--model facebook/opt-175b --prompt-len 512 --gen-len 32 --num-prompts 256",
-        measured="shapes up to OPT-30B on two cores: [benchmarks.md](benchmarks.md#what-it-gave)", keep=SPEED,
+        measured="shapes up to OPT-30B on two cores: [cells.md](../lab/cells.md#what-it-gave)", keep=SPEED,
     ),
     Row(
         "policy-search", "FlexGen, section 4 (policy search by linear program)",
@@ -215,7 +215,7 @@ ROWS = (
         "--overlap false --no-log --verbose 1",
         "python -m bench.engine.compare_policies --model facebook/opt-1.3b disk",
         "`--path _DUMMY_` is the default", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 144",
-        measured="[offloading.md](benchmarks/offloading.md)", keep=SPEED,
+        measured="[offloading.md](../lab/offloading.md)", keep=SPEED,
     ),
     Row(
         "breakdown", "FlexGen, execution time breakdown",
@@ -238,7 +238,7 @@ ROWS = (
         "--compress-weight --compress-cache",
         "OPT-30B; WikiText or LAMBADA as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 128 --compress-weight --compress-cache",
-        measured="[quality.md](quality.md#compressed-weights-and-products-in-int8)",
+        measured="[quality.md](../lab/quality.md#compressed-weights-and-products-in-int8)",
     ),
     Row(
         "pipeline", "FlexGen, Table 3 (several machines)",
@@ -284,7 +284,7 @@ ROWS = (
         "--quiet-wait 0 --results $WORK/sweep",
         "bash bench/throughput_sweep.sh --grid papers-30b", "installed peers (`bench/baselines`); weights are random",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 256",
-        measured="[benchmarks.md](benchmarks.md#throughput-against-the-others)",
+        measured="[throughput.md](../lab/throughput.md#throughput-against-the-others)",
     ),
 )  # fmt: skip
 

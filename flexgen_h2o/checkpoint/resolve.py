@@ -66,7 +66,8 @@ def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor) -> N
     if found.dtype not in wanted.dtypes:
         raise UsageError(
             f"{found.path}: tensor {wanted.name!r} is stored as {found.dtype}, and is read as"
-            f" {' or '.join(wanted.dtypes)}; give a checkpoint in one of the formats that docs/formats.md lists"
+            f" {' or '.join(wanted.dtypes)}; give a checkpoint in one of the formats that"
+            " docs/reference/weight-formats.md lists"
         )
 
 

@@ -1,7 +1,7 @@
 """`evaluate lm-eval`: lm-eval's own command line with the engine as its model, and h2o_hf's three steps.
 
 Without a step it runs tasks to their table. `generate` writes the requests of a task, `run` is the durable batch job
-over them, `score` makes results of its answers (formats: docs/lm-eval.md).
+over them, `score` makes results of its answers (formats: docs/reference/lm-eval.md).
 """
 
 from __future__ import annotations

@@ -199,11 +199,12 @@ def _where_data_is(names: list[str], error: Exception) -> str:
     found |= {name: H2O_PAPER[name] for name in names if name in H2O_PAPER and not _has_data(H2O_PAPER[name])}
     missing = ", ".join(f"{name} ({path})" for name, path in found.items()) or ",".join(names)
     if task is not None and (not task.dataset_path or Path(task.dataset_path).suffix or "/" not in task.dataset_path):
-        return f"--tasks {missing}: {_first_line(error)}; name the task's files in dataset_kwargs (docs/lm-eval.md)"
+        said = _first_line(error)
+        return f"--tasks {missing}: {said}; name the task's files in dataset_kwargs (docs/reference/lm-eval.md)"
     return (
         f"--tasks {missing}: the data are not in {config.HF_DATASETS_CACHE}; add --download to fetch them from {HUB}, "
         "copy that folder from a machine that has them, or name JSON lines of your own in a task file with "
-        "--include-path (docs/lm-eval.md has the layout)"
+        "--include-path (docs/reference/lm-eval.md has the layout)"
     )
 
 

@@ -1,7 +1,7 @@
 """`evaluate summarize`: summaries of articles with the full cache and with eviction, over a grid of KV sizes.
 
 The experiment of h2o_hf's and llama-recipes' run_summarization.py. Each cell of the grid (a policy at a size) is a
-durable batch job with an output of its own (docs/jobs.md): killed, the same command does what is missing.
+durable batch job with an output of its own (docs/reference/jobs.md): killed, the same command does what is missing.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ KNOWN = {
 
 
 class RowError(Exception):
-    """A request that cannot be run: its row says why, and the job goes on. code: one of docs/jobs.md."""
+    """A request that cannot be run: its row says why, and the job goes on. code: one of docs/reference/jobs.md."""
 
     def __init__(self, code: str, message: str) -> None:
         is_long = len(message) > MOST_MESSAGE_CHARACTERS

@@ -156,7 +156,8 @@ def _about(answer: Answer) -> Iterator[str]:
     busy = f" ({MEASURED_BUSY})" if machine.profile.was_disturbed else ""
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
-        yield f"quality: KL {answer.kv_loss:g} nats to the full cache for opt-tiny (docs/quality.md, the KV frontier)"
+        loss = f"KL {answer.kv_loss:g} nats to the full cache for opt-tiny"
+        yield f"quality: {loss} (docs/lab/kv-frontier.md)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
     yield _checkpoint(answer)
 
@@ -261,7 +262,7 @@ def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
         prices = prices_of(spec, replace(policy, compress_cache=True))
         slots = int(FEW_COLUMNS * (need.prompt_len + need.gen_len)) + 1
         few = spec.num_blocks * spec.num_kv_heads * prices.nbytes(slots)
-        yield f"{FEW_FLAGS} would hold a row's KV in {format_bytes(few)} (docs/eviction.md)"
+        yield f"{FEW_FLAGS} would hold a row's KV in {format_bytes(few)} (docs/reference/eviction.md)"
 
 
 def _gains(answer: Answer, plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""lm_eval's own Hugging Face model with eviction: what docs/integrations.md says of loglikelihoods and generation."""
+"""lm_eval's own Hugging Face model: what docs/reference/hugging-face.md says of scoring and generation."""
 
 from __future__ import annotations
 

@@ -5,12 +5,25 @@ Rules are functions from text to problems, so that one test runs them on the tre
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import re
+import shlex
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench.sweep import readme_picture
+from bench.sweep.store import Store
+from flexgen_h2o.cli import VERBS
+from flexgen_h2o.core.errors import UsageError
+from scripts import docs_site
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -107,6 +120,49 @@ def unknown_names(page: str) -> Iterator[str]:
                 yield span
 
 
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:flexgen-h2o|python -m flexgen_h2o\.(?P<module>\w+)) +(?P<words>.*)")
+NOT_WRAPPED = ("|", "!", "[")  # rows of tables, pictures, links
+LONGEST_LINE, MOST_LINES = 120, 300
+
+
+def refused_commands(page: str) -> Iterator[str]:
+    """Command lines of a page's shell blocks that their own parser does not take. `...` stands for more flags."""
+    for language, body in BLOCK.findall(page):
+        for line in body.replace("\\\n", " ").splitlines() if language in ("bash", "sh") else ():
+            for found in map(COMMAND.search, re.split(r" \| | && |;", line)):
+                if found and "..." not in found["words"]:
+                    words = shlex.split(found["words"].partition(" > ")[0], comments=True)
+                    if problem := _refused(found["module"] or "cli", words):
+                        yield f"{found[0]}: {problem}"
+
+
+def _refused(module: str, words: list[str]) -> str | None:
+    if module == "cli":
+        verb, *words = words
+        if verb.startswith("--"):
+            return None
+        if verb not in VERBS:
+            return f"no verb {verb}"
+        module = VERBS[verb][0].rpartition(".")[2]
+    try:
+        parser_of(module).parse_args(words)
+    except (UsageError, SystemExit) as error:
+        return str(error)
+    return None
+
+
+@cache
+def parser_of(module: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = importlib.import_module(f"flexgen_h2o.{module}")._parser()
+    return parser
+
+
+def long_lines(page: str) -> list[str]:
+    prose = BLOCK.sub("", page).splitlines()
+    return [x for x in prose if len(x) > LONGEST_LINE and not x.lstrip().startswith(NOT_WRAPPED)]
+
+
 def program_files() -> Iterable[Path]:
     folders = [ROOT / name for name in ("flexgen_h2o", "tests", "bench", "scripts")]
     found = (path for folder in folders for pattern in ("*.py", "*.sh") for path in sorted(folder.rglob(pattern)))
@@ -123,8 +179,8 @@ def test_comments_name_pages_and_sections_that_exist() -> None:
 
 
 def test_pages_name_what_the_package_has() -> None:
-    names = ("architecture", "internals", "jobs", "planner", "eviction", "adding-a-format", "adding-a-model")
-    pages = [ROOT / "docs" / f"{name}.md" for name in names]
+    pages = [page for page in PAGES if page.parent.name == "developers"]
+    pages += [ROOT / "docs" / "reference" / f"{name}.md" for name in ("jobs", "eviction")]
     assert [f"{page.name}: {name}" for page in pages for name in unknown_names(page.read_text())] == []
 
 
@@ -146,12 +202,12 @@ def test_every_page_is_reached_from_another() -> None:
 
 
 def test_broken_links_are_found_and_good_ones_are_not() -> None:
-    page = ROOT / "docs" / "page.md"
+    page = ROOT / "docs" / "reference" / "page.md"
     for text, problem in (
         ("[a](nowhere.md)", "nowhere.md: no such file"),
         ("[a](jobs.md#nowhere)", "jobs.md#nowhere: no such section"),
         ("# A\n[a](#b)", "#b: no such section"),
-        ("[a](../../outside.md)", "../../outside.md: no such file"),
+        ("[a](../../../outside.md)", "../../../outside.md: no such file"),
         ("```\n# B\n```\n[a](#b)", "#b: no such section"),
     ):
         assert list(broken_links(text, page)) == [problem]
@@ -160,7 +216,83 @@ def test_broken_links_are_found_and_good_ones_are_not() -> None:
 
 
 def test_a_broken_mention_is_found() -> None:
-    assert list(broken_mentions('(docs/nowhere.md) (docs/jobs.md, "Nowhere") (docs/jobs.md, "On Ray")')) == [
+    assert list(
+        broken_mentions('(docs/nowhere.md) (docs/reference/jobs.md, "Nowhere") (docs/reference/jobs.md, "On Ray")')
+    ) == [
         "docs/nowhere.md: no such file",
-        'docs/jobs.md, "Nowhere": no such section',
+        'docs/reference/jobs.md, "Nowhere": no such section',
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_taken_by_their_parsers(page: Path) -> None:
+    assert list(refused_commands(page.read_text())) == []
+
+
+def test_a_command_that_is_refused_is_found() -> None:
+    for good in ("flexgen-h2o plan --model m # why", "FLAG=1 python -m flexgen_h2o.batch --output o ...", "echo a | b"):
+        assert list(refused_commands(f"```bash\n{good}\n```")) == []
+    for bad in ("flexgen-h2o plan --modle m", "flexgen-h2o fly", "printf a | flexgen-h2o chat --gen-len \\\n  many"):
+        assert len(list(refused_commands(f"```bash\n{bad}\n```"))) == 1
+
+
+def test_python_of_the_pages_is_python() -> None:
+    for page in PAGES:
+        for language, body in BLOCK.findall(page.read_text()):
+            if language == "python":
+                ast.parse(textwrap.dedent(body), filename=str(page))
+
+
+def test_readme_names_the_tests_that_hold_its_promises() -> None:
+    text = (ROOT / "README.md").read_text()
+    promises = text.partition("## What it never does")[2].partition("\n## ")[0].split("\n|")[3:]
+    assert len(promises) == 5
+    for promise in promises:
+        named = re.findall(r"`(tests/[\w/]+\.py)`", promise)
+        assert named, promise
+        for name in named:
+            assert "def test_" in (ROOT / name).read_text(), name
+    assert len(text.splitlines()) <= 150
+
+
+def test_pages_are_on_the_site_and_of_a_size_to_be_read() -> None:
+    nav = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert nav == {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}
+    made = {ROOT / "docs" / "developers" / "reproduce.md"}  # by bench.reproduce
+    for page in PAGES:
+        if page not in made:
+            assert long_lines(page.read_text()) == [], page
+            assert len(page.read_text().splitlines()) <= MOST_LINES or page.parent.name == "reference", page
+
+
+def test_every_command_has_its_flags_on_a_page() -> None:
+    shown = [command for page in PAGES for command in docs_site.FLAGS.findall(page.read_text())]
+    assert sorted(shown) == sorted(docs_site.parsers())
+    for command in shown:
+        assert any(line.startswith("| `--") for line in docs_site.flags_of(command)), command
+
+
+def test_flags_are_shown_as_they_are_typed() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    shown = docs_site.on_page_markdown("<!-- flags: flex-opt -->", page)
+    assert "`--protect` <code>N&#124;prompt&#124;none</code>" in shown and r"\_DUMMY\_" in shown
+
+
+def test_pages_name_flags_that_exist() -> None:
+    """Of the lab notes, flags are those of the benchmarks too."""
+    known = {flag for parser in docs_site.parsers().values() for a in parser._actions for flag in a.option_strings}
+    pages = [page for page in PAGES if page.parent.name != "lab"]
+    named = {flag for page in pages for flag in re.findall(r"`(--[\w-]+)[^`\n]*`", page.read_text())}
+    assert named - known == {"--cpu", "--debug", "--hh-long-seq", "--gbs"}  # cut to a prefix; of other scripts
+
+
+def test_links_out_of_the_pages_name_a_path_and_others_stay() -> None:
+    text = "[a](../../bench/x.md) [`x.py`](../../bench/x.py) ![p](../../bench/p.png) [b](../lab/h2o.md#c)"
+    made = "a (`bench/x.md`) `bench/x.py` ![p](../bench/p.png) [b](../lab/h2o.md#c)"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="lab/page.md"))
+    assert docs_site.on_page_markdown(text, page) == made
+
+
+def test_the_picture_of_readme_is_of_the_results() -> None:
+    drawn = readme_picture.picture(Store(readme_picture.RESULTS).latest())
+    assert (ROOT / "docs" / "speed.svg").read_text() == drawn

@@ -53,7 +53,7 @@ def test_what_is_tested_is_what_ci_installs() -> None:
         said = sorted((str(one.specifier), str(one.marker or "")) for one in tested if one.name == name)
         assert said == pinned(name)
         for version, _ in said:
-            assert f"{name} {version.removeprefix('==')}" in text_of("docs/cli.md")
+            assert f"{name} {version.removeprefix('==')}" in text_of("docs/reference/files.md")
     for wanted in map(Requirement, [*core, *(line for lines in extras.values() for line in lines)]):
         for version, _ in pinned(wanted.name):
             assert wanted.specifier.contains(version.removeprefix("==")) or wanted in tested, wanted

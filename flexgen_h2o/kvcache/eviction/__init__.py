@@ -26,8 +26,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Mix:
-    """What keeps the most quality of so small a share of the bytes (docs/eviction.md, "Which one do I take"). least:
-    the smallest share that it is for. eviction: as of `make_eviction`; cache_bits, cache_window: of `Policy`."""
+    """What keeps the most quality of so small a share of the bytes (docs/reference/eviction.md, "Which one do I take").
+    least: the smallest share that it is for. eviction: as of `make_eviction`; cache_bits, cache_window: of `Policy`."""
 
     least: float
     eviction: str
@@ -45,7 +45,7 @@ MIXES = (
 
 
 # Ways to have all columns whose loss the tables call small, of every model that was measured: settings of `Policy`, and
-# the KL to the full cache in nats (docs/quality.md, opt-tiny, 256 + 96). In 3 bits one yardstick of three lost 0.38.
+# the KL to the full cache in nats (docs/lab/quality.md, opt-tiny, 256 + 96). In 3 bits one yardstick lost 0.38.
 SMALL_LOSSES: tuple[tuple[dict[str, Any], float], ...] = (
     ({}, 0.0),
     ({"compress_cache": True, "cache_bits": 4}, 0.0038),

@@ -27,7 +27,7 @@ def quick(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
 
 def test_the_page_of_the_docs_has_every_row_as_the_list_has_it() -> None:
-    page = (ROOT / "docs" / "reproduce.md").read_text()
+    page = (ROOT / "docs" / "developers" / "reproduce.md").read_text()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [one.name for one in ROWS]
     for one in ROWS:
         assert f"\n# quick\n{one.quick}\n# full\n{one.full}\n" in page, f"{one.name}: write the page anew (--page)"

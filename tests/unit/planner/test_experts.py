@@ -87,7 +87,7 @@ def test_weights_of_a_token(name: str, weights: float, active: float) -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 32])
 def test_experts_move_one_by_one_where_that_is_faster(rows: int) -> None:
-    """Simulated, with all weights on disk; the table of docs/planner.md."""
+    """Simulated, with all weights on disk; the table of docs/developers/planner.md."""
     spec = public("Qwen/Qwen3-30B-A3B")
     known = Machine(read_profile(find_profile("build-2core")), "bfloat16", device_is_host=True)
     at = replace(space(spec, rows, 512, 8), machine=known, budgets=dict.fromkeys(HUGE, 2**42))
@@ -153,7 +153,7 @@ def test_the_documented_shares_of_skewed_routers() -> None:
         each = (min(1.0, per_token * chance / sum(chances)) for chance in chances)
         return sum(1 - (1 - chance) ** tokens for chance in each) / count
 
-    page = (DOCS / "planner.md").read_text()
+    page = (DOCS / "developers" / "planner.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([\d. ]+) \| ([\d. ]+) \| ([\d. ]+) \| ([\d. ]+) \|$", page, re.MULTILINE)
     assert len(rows) == 6
     for tokens, *shares in rows:
