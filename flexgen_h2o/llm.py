@@ -276,6 +276,8 @@ class LLM:
             blocks = planner.blocks(table.rows, engine.policy)
             self._common = planner.common(table.rows, engine.policy)
             refill = refill and order is None and pipeline is None
+            if more is not None:  # rows that join may fill micro-batches that have none yet
+                blocks[0] += [[] for _ in range(engine.plan.shape.micro_batches - len(blocks[0]))]
             scheduler = table.schedule(blocks, refill, more, len(self._common))
             # A prediction is of blocks whose rows begin together, and take a token a sweep.
             is_foreseen = not scheduler.is_continuous and not any(row.given for row in table.rows)
