@@ -16,7 +16,18 @@ CORE = [
     "psutil>=5.9",
 ]
 EXTRAS = {
-    "dev": ["ruff>=0.17", "mypy>=2.0", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"],
+    "dev": [
+        "ruff>=0.17",
+        "mypy>=2.0",
+        "pytest>=8.2",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        "openai>=2.0",
+        "starlette>=1.0",
+        "uvicorn>=0.40",
+        "python-multipart>=0.0.20",
+    ],
     "bench": ["accelerate>=1.0", "matplotlib>=3.8"],
     "eval": [
         "rouge-score>=0.1.2",
@@ -28,6 +39,7 @@ EXTRAS = {
     ],
     "gpu": ["triton>=3.6"],
     "plot": ["matplotlib>=3.8"],
+    "serve": ["starlette>=1.0", "uvicorn>=0.40", "python-multipart>=0.0.20"],
     "ray": ["ray[data]>=2.60,<2.64"],
 }
 

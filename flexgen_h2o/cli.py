@@ -19,6 +19,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("flexgen_h2o.policy_search", "find the fastest policy and say what it costs, before a run"),
     "hardware": ("flexgen_h2o.hardware", "measure this machine's hardware profile"),
     "batch": ("flexgen_h2o.batch", "run a JSONL file of requests durably: it may be killed, and goes on"),
+    "serve": ("flexgen_h2o.serve", "answer OpenAI's clients, and run their batches, in one block"),
     "cache": ("flexgen_h2o.cache", "list and remove the weights and files that are kept for later runs"),
     "evaluate": ("flexgen_h2o.evaluate", "measure what eviction costs: fidelity, own prompts, streams"),
 }

@@ -361,6 +361,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     },
     "chat": {**_ENGINE, **_SAMPLING},
     "batch": _ENGINE,
+    "serve": _ENGINE,
     "batch --status": {
         **dict.fromkeys(("output", "status"), lambda args, at: ""),
         "*": lambda args, at: "--status reads what --output says, and does nothing else",
