@@ -23,10 +23,11 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
-        "openai>=2.0",
-        "starlette>=1.0",
-        "uvicorn>=0.40",
-        "python-multipart>=0.0.20",
+        "openai>=3.50",
+        "httpx2>=2.12",
+        "starlette>=1.7",
+        "uvicorn>=0.50",
+        "python-multipart>=0.0.30",
     ],
     "bench": ["accelerate>=1.0", "matplotlib>=3.8"],
     "eval": [
@@ -39,7 +40,7 @@ EXTRAS = {
     ],
     "gpu": ["triton>=3.6"],
     "plot": ["matplotlib>=3.8"],
-    "serve": ["starlette>=1.0", "uvicorn>=0.40", "python-multipart>=0.0.20"],
+    "serve": ["starlette>=1.7", "uvicorn>=0.50", "python-multipart>=0.0.30"],
     "ray": ["ray[data]>=2.60,<2.64"],
 }
 

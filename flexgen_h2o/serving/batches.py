@@ -28,7 +28,7 @@ from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.input import Cut, read_cut
 from flexgen_h2o.jobs.job import settle, writing
-from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.jobs.output import OutputFile, whole_row
 from flexgen_h2o.jobs.requests import URLS, Request, RequestReader, RowError
 from flexgen_h2o.jobs.runner import JobRows, JobWriter
 from flexgen_h2o.serving.answers import Refused
@@ -234,11 +234,12 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _rows(output: Path) -> Iterator[tuple[bytes, bool]]:
-    """Lines of a job's output that is whole, and is each an error row? None where there is no file."""
+    """Whole rows of a job's output, and is each an error row? None where there is no file."""
     if output.exists():
         with files.open_regular(output) as file:
             for line in file:
-                yield line, json.loads(line)["error"] is not None
+                if (row := whole_row(line)) is not None:
+                    yield line, row["error"] is not None
 
 
 class Batch:
@@ -345,7 +346,7 @@ class Batches:
 
     def close(self, signal: BaseException) -> None:
         """End what runs, as a signal ends a job; the next start goes on."""
-        self._clerk.shutdown(wait=True)
+        self._clerk.shutdown(wait=True, cancel_futures=True)
         for batch in self.running.values():
             with contextlib.suppress(FlexgenError, Interrupted):
                 batch.stack.__exit__(type(signal), signal, None)
@@ -377,17 +378,19 @@ class Batches:
 
     def _end(self, run: Batch, error: FlexgenError | None) -> None:
         batch = run.record
-        is_cancelled = batch["status"] == "cancelling"
-        reason = error or (FlexgenError("cancelled") if is_cancelled else None)
         try:
-            if reason is not None:
+            with self._lock:
+                is_cancelled = batch["status"] == "cancelling"
+                if not is_cancelled and error is None:
+                    self.store.save(batch, status="finalizing", finalizing_at=int(time.time()))
+            reason = error or (FlexgenError("cancelled") if is_cancelled else None)
+            if reason is None:
+                run.stack.close()
+            else:
                 with contextlib.suppress(FlexgenError):
                     run.stack.__exit__(type(reason), reason, None)
-                if error is not None and not is_cancelled:
-                    raise error
-            else:
-                run.stack.close()
-                self.store.save(batch, status="finalizing", finalizing_at=int(time.time()), request_counts=run.counts)
+            if error is not None and not is_cancelled:
+                raise error
             batch["request_counts"] = run.counts
             self._results(batch, "cancelled" if is_cancelled else "completed")
         except (FlexgenError, OSError) as found:

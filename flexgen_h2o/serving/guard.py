@@ -10,7 +10,7 @@ import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 from starlette.datastructures import Headers
@@ -112,79 +112,78 @@ def _bounded(receive: Receive, most: int) -> Receive:
     return bounded
 
 
-def protocol_of(bounds: Bounds) -> type[H11Protocol]:
+class BoundedProtocol(H11Protocol):
     """Uvicorn's protocol with a limit of connections, and without patience for slow clients."""
 
-    class Bounded(H11Protocol):
-        _watch: asyncio.TimerHandle | None = None
-        _deadline = 0.0
+    bounds: ClassVar[Bounds]
+    _watch: asyncio.TimerHandle | None = None
+    _deadline = 0.0
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > bounds.connections:
-                self._refuse(503, "too many connections are open")
-                return
-            self._expect(bounds.patience)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.bounds.connections:
+            self._refuse(503, "too many connections are open")
+            return
+        self._expect(self.bounds.patience)
 
-        def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.conn.their_state
+        super().data_received(data)
+        if self.conn.their_state is h11.SEND_BODY:
+            if before is not h11.SEND_BODY:
+                self._expect(self.bounds.patience)
+            self._deadline += len(data) / LEAST_RATE
+        elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
+            if self._watch is None:  # a header that has begun
+                self._expect(self.bounds.patience)
+        elif not self.flow.write_paused:
             self._forget()
-            super().connection_lost(exc)
 
-        def data_received(self, data: bytes) -> None:
-            before = self.conn.their_state
-            super().data_received(data)
-            if self.conn.their_state is h11.SEND_BODY:
-                if before is not h11.SEND_BODY:
-                    self._expect(bounds.patience)
-                self._deadline += len(data) / LEAST_RATE
-            elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
-                if self._watch is None:  # a header that has begun
-                    self._expect(bounds.patience)
-            else:
-                self._forget()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect(self.bounds.patience)  # for the client to take what was sent
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._expect(bounds.patience)  # for the client to take what was sent
+    def resume_writing(self) -> None:
+        self._forget()
+        super().resume_writing()
 
-        def resume_writing(self) -> None:
-            self._forget()
-            super().resume_writing()
+    def _expect(self, seconds: float) -> None:
+        self._forget()
+        self._deadline = self.loop.time() + seconds
+        self._watch = self.loop.call_later(seconds, self._look)
 
-        def _expect(self, seconds: float) -> None:
-            self._forget()
-            self._deadline = self.loop.time() + seconds
-            self._watch = self.loop.call_later(seconds, self._look)
-
-        def _forget(self) -> None:
-            if self._watch is not None:
-                self._watch.cancel()
-                self._watch = None
-
-        def _look(self) -> None:
-            left = self._deadline - self.loop.time()
-            if left > 0:  # a body that comes fast enough
-                self._watch = self.loop.call_later(left, self._look)
-                return
+    def _forget(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
             self._watch = None
-            if self.flow.write_paused:
-                self.transport.abort()
-            else:
-                self._refuse(408, "the request did not come in time")
 
-        def _refuse(self, status: int, message: str) -> None:
-            body = json.dumps(Refused(status, message, "refused").body).encode()
-            head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-            self.transport.close()
+    def _look(self) -> None:
+        left = self._deadline - self.loop.time()
+        if left > 0:  # a body that comes fast enough
+            self._watch = self.loop.call_later(left, self._look)
+            return
+        self._watch = None
+        if self.flow.write_paused:
+            self.transport.abort()
+        else:
+            self._refuse(408, "the request did not come in time")
 
-    return Bounded
+    def _refuse(self, status: int, message: str) -> None:
+        body = json.dumps(Refused(status, message, "refused").body).encode()
+        head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
 
 
 def uvicorn_config(app: App, bounds: Bounds) -> Config:
     """Quiet: what goes wrong is said by the guard."""
+    protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})
     return Config(
-        app, http=protocol_of(bounds), ws="none", lifespan="off", loop="asyncio", log_config=None,
-        log_level="critical", access_log=False, server_header=False,
+        app, http=protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, log_level="critical",
+        access_log=False, server_header=False,
         timeout_keep_alive=max(1, round(bounds.patience)), timeout_graceful_shutdown=5, proxy_headers=False,
     )  # fmt: skip

@@ -65,7 +65,7 @@ def metrics_text(service: Service, batches: Batches) -> str:
 
     def add(name: str, kind: str, help: str, *samples: tuple[str, float]) -> None:
         lines.extend((f"# HELP flexgen_{name} {help}", f"# TYPE flexgen_{name} {kind}"))
-        lines.extend(f"flexgen_{name}{labels} {value:g}" for labels, value in samples)
+        lines.extend(f"flexgen_{name}{labels} {value!r}" for labels, value in samples)
 
     both = ('{kind="client"}', clients), ('{kind="batch"}', of_batches)
     add("rows_running", "gauge", "Rows in the block.", *both)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import pytest
 
+from flexgen_h2o.checkpoint.resolve import PACKAGED
 from tests.forks import Forks, Process
 
 RUN = """
@@ -22,11 +25,12 @@ sys.stdout.flush()
 os._exit(code)
 """
 ENGINE = (
-    *("--model", "opt-tiny", "--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
+    *("--model", "opt-chat", "--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
     *("--percent", "0", "100", "0", "100", "0", "100", "--gpu-batch-size", "4", "--num-gpu-batches", "2"),
 )
 FLAGS = (*ENGINE, "--port", "0", "--state-dir", "state", "--max-len", "256")
 KEY = "a-key"
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 @dataclass
@@ -45,9 +49,16 @@ class Running(Process):
         return openai.OpenAI(api_key=KEY, base_url=self.url, max_retries=0, timeout=120)
 
     @property
-    def web(self) -> httpx.Client:
+    def web(self) -> httpx2.Client:
         base = self.url.removesuffix("/v1")
-        return httpx.Client(base_url=base, headers={"authorization": f"Bearer {KEY}"}, timeout=120)
+        return httpx2.Client(base_url=base, headers={"authorization": f"Bearer {KEY}"}, timeout=120)
+
+
+def write_model(folder: Path) -> None:
+    """The shipped model, with a chat template."""
+    shutil.copytree(PACKAGED["opt-tiny"], folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
 
 
 Start = Callable[..., Running]
@@ -59,6 +70,9 @@ def start(forks: Forks) -> Iterator[Start]:
     started: list[Running] = []
 
     def begin(folder: Path, *flags: str) -> Running:
+        if not (folder / "opt-chat").exists():
+            write_model(folder / "opt-chat")
+        (folder / "stdout").unlink(missing_ok=True)  # of an earlier one
         server = forks.start(folder, RUN, *FLAGS, "--api-key", KEY, *flags, kind=Running)
         started.append(server)
         return server
@@ -73,7 +87,7 @@ def start(forks: Forks) -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """One for a module, with little room and little patience."""
-    flags = ("--max-queue", "64", "--max-body", "256KiB", "--max-file", "1MiB", "--timeout", "2")
+    flags = ("--max-queue", "64", "--max-body", "256KiB", "--max-file", "1MiB", "--timeout", "1")
     return start(tmp_path_factory.mktemp("server"), *flags, "--max-connections", "40")
 
 
@@ -84,6 +98,6 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def web(server: Running) -> Iterator[httpx.Client]:
+def web(server: Running) -> Iterator[httpx2.Client]:
     with server.web as found:
         yield found
