@@ -364,4 +364,5 @@ class Service:
         self.spans.extend(timeline.take())
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Nothing: `_finish` gets their completions."""
+        """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
+        self.counts.tokens -= sum(len(row.token_ids) - min(len(row.own_ids), row.asked) for row in rows)
