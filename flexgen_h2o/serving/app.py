@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections import deque
@@ -101,10 +100,10 @@ class Server:
     # Completions
 
     async def complete(self, request: Request) -> Response:
-        body = await _json_body(request)
-        read = functools.partial(read_asked, self.reader, request.url.path, body, self.limits)
+        data = await _json_body(request)
         async with self._reading:
-            asked = await run_in_threadpool(read)
+            body = await run_in_threadpool(json_of, data)
+            asked = await run_in_threadpool(read_asked, self.reader, request.url.path, body, self.limits)
         events: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -190,7 +189,7 @@ class Server:
     # Batches
 
     async def add_batch(self, request: Request) -> Response:
-        body = await _json_body(request)
+        body = json_of(await _json_body(request))
         return JSONResponse(await run_in_threadpool(self.batches.create, body))
 
     async def list_batches(self, request: Request) -> Response:
@@ -204,10 +203,10 @@ class Server:
         return JSONResponse(self.batches.shown(found))
 
 
-async def _json_body(request: Request) -> dict[str, Any]:
+async def _json_body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "content-type: application/json is expected", "wrong_content_type")
-    return await run_in_threadpool(json_of, await request.body())
+    return await request.body()
 
 
 async def _gather(asked: Asked, events: asyncio.Queue[tuple[Any, ...]]) -> list[Completion]:

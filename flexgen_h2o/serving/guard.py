@@ -21,7 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from flexgen_h2o.cli_common import say
 from flexgen_h2o.serving.answers import Refused
 
-LEAST_RATE = 4096  # bytes a second that a body must come with, after the patience
+LEAST_RATE = 2**14  # bytes a second that a body must come with, after the patience
+BODIES, FILES = 16, 4  # of the largest: what all requests together may have on their way
 OPEN_TO_ALL = ("/health",)  # without a key
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 
@@ -54,6 +55,7 @@ class Guard:
 
     def __init__(self, app: App, bounds: Bounds) -> None:
         self._app, self._bounds = app, bounds
+        self._coming = {FILES: 0, BODIES: 0}  # bytes of requests that are not answered
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,10 +67,23 @@ class Guard:
             has_begun = True
             await send(message)
 
-        most = self._bounds.file if scope["path"] == "/v1/files" else self._bounds.body
+        kind, size = FILES if scope["path"] == "/v1/files" else BODIES, 0
+        most = self._bounds.file if kind == FILES else self._bounds.body
+
+        async def receiving() -> Message:
+            nonlocal size
+            message = await receive()
+            new = len(message.get("body", b""))
+            size, self._coming[kind] = size + new, self._coming[kind] + new
+            if size > most:
+                raise _too_large(most)
+            if self._coming[kind] > kind * most:
+                raise Refused(503, "too much is on its way; try again later", "overloaded", retry_after=5)
+            return message
+
         try:
             self._check(Headers(scope=scope), scope["path"], most)
-            await self._app(scope, _bounded(receive, most), sending)
+            await self._app(scope, receiving, sending)
         except Refused as error:
             if not has_begun:
                 await refusal(error)(scope, receive, send)
@@ -76,6 +91,8 @@ class Guard:
             say("serve", f"{scope['path'][:80]!r}: internal error: {type(error).__name__}: {error}")
             if not has_begun:
                 await refusal(Refused(500, "internal error", "internal_error"))(scope, receive, send)
+        finally:
+            self._coming[kind] -= size
 
     def _check(self, headers: Headers, path: str, most: int) -> None:
         bounds, host = self._bounds, headers.get("host", "")
@@ -95,21 +112,6 @@ class Guard:
 
 def _too_large(most: int) -> Refused:
     return Refused(413, f"the body has more than {most} bytes", "too_large")
-
-
-def _bounded(receive: Receive, most: int) -> Receive:
-    """`receive` that refuses a body of more than `most` bytes, as of chunks."""
-    size = 0
-
-    async def bounded() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > most:
-            raise _too_large(most)
-        return message
-
-    return bounded
 
 
 class BoundedProtocol(H11Protocol):

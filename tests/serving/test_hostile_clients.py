@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -166,6 +167,21 @@ def is_idle(web: httpx2.Client) -> bool:
 def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         time.sleep(0.01)
+
+
+def test_bodies_on_their_way_are_bounded_together(server: Running, web: httpx2.Client) -> None:
+    """Each has not sent its end, and all together are more than the server holds."""
+    begun = head("/v1/completions", "Content-Length: 262000", "Content-Type: application/json")
+    opened = [connect(server) for _ in range(30)]
+    try:
+        for one in opened:
+            one.sendall(begun + b" " * 200_000)
+        wait_until(lambda: len(select.select(opened, [], [], 0)[0]) >= 5)
+        assert {status_of(one) for one in select.select(opened, [], [], 0)[0]} == {503}
+    finally:
+        for one in opened:
+            one.close()
+    assert web.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).is_success
 
 
 def test_metrics_and_status_say_what_was_done(web: httpx2.Client) -> None:
