@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +35,6 @@ from flexgen_h2o.serving.block import Service, Ticket
 from flexgen_h2o.serving.guard import refusal
 from flexgen_h2o.serving.state import metrics_text, status_of
 
-logging.getLogger("python_multipart").addHandler(logging.NullHandler())  # it would print what it does not like
 MOST_LISTED, LISTED = 10_000, 20  # entries of a page, at most and by default
 Handler = Callable[[Request], Any]
 

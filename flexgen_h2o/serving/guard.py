@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -182,7 +183,9 @@ class BoundedProtocol(H11Protocol):
 
 
 def uvicorn_config(app: App, bounds: Bounds) -> Config:
-    """Quiet: what goes wrong is said by the guard."""
+    """Quiet: what goes wrong is said by the guard; libraries would print a line for each client that has gone."""
+    for name in ("asyncio", "python_multipart"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})
     return Config(
         app, http=protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, log_level="critical",
