@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,8 +24,10 @@ from flexgen_h2o.cli_common import say
 from flexgen_h2o.serving.answers import Refused
 
 LEAST_RATE = 2**14  # bytes a second that a body must come with, after the patience
+KEEP_ALIVE_S = 30  # for a client's next request
 BODIES, FILES = 16, 4  # of the largest: what all requests together may have on their way
 OPEN_TO_ALL = ("/health",)  # without a key
+PORT = re.compile(r":\d*$")
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 Message = MutableMapping[str, Any]
@@ -97,7 +100,7 @@ class Guard:
 
     def _check(self, headers: Headers, path: str, most: int) -> None:
         bounds, host = self._bounds, headers.get("host", "")
-        if bounds.local_only and host.rpartition(":")[0 if ":" in host and not host.endswith("]") else 2] not in LOCAL:
+        if bounds.local_only and PORT.sub("", host) not in LOCAL:
             raise Refused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
@@ -190,5 +193,5 @@ def uvicorn_config(app: App, bounds: Bounds) -> Config:
     return Config(
         app, http=protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, log_level="critical",
         access_log=False, server_header=False,
-        timeout_keep_alive=max(1, round(bounds.patience)), timeout_graceful_shutdown=5, proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5, proxy_headers=False,
     )  # fmt: skip

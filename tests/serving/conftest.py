@@ -87,7 +87,7 @@ def start(forks: Forks) -> Iterator[Start]:
 @pytest.fixture(scope="session")
 def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """One for all tests that need no other, with little room and little patience."""
-    flags = ("--max-queue", "64", "--max-body", "256KiB", "--max-file", "1MiB", "--timeout", "1")
+    flags = ("--max-queue", "64", "--max-body", "256KiB", "--max-file", "1MiB", "--timeout", "2")
     return start(tmp_path_factory.mktemp("server"), *flags, "--max-connections", "40")
 
 
