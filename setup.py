@@ -30,6 +30,11 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "jsonschema>=4.20",
+        "openai>=3.50",
+        "httpx2>=2.12",
+        "starlette>=1.7",
+        "uvicorn>=0.50",
+        "python-multipart>=0.0.30",
     ],
     "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
     "bench": ["accelerate>=1.0", "matplotlib>=3.8"],
@@ -43,6 +48,7 @@ EXTRAS = {
     ],
     "gpu": ["triton>=3.6"],
     "plot": ["matplotlib>=3.8"],
+    "serve": ["starlette>=1.7", "uvicorn>=0.50", "python-multipart>=0.0.30"],
     "ray": ["ray[data]>=2.60,<2.64"],
 }
 

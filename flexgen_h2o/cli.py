@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("flexgen_h2o.doctor", "say what of this machine and installation would hurt a run"),
     "batch": ("flexgen_h2o.batch", "run a JSONL file of requests durably: it may be killed, and goes on"),
     "run-batch": ("flexgen_h2o.batch", "the same, as vLLM calls it"),
+    "serve": ("flexgen_h2o.serve", "answer OpenAI's clients, and run their batches, in one block"),
     "cache": ("flexgen_h2o.cache", "list and remove the weights and files that are kept for later runs"),
     "evaluate": ("flexgen_h2o.evaluate", "measure what eviction costs: fidelity, own prompts, streams"),
 }

@@ -390,6 +390,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     },
     "chat": {**_ENGINE, **_SAMPLING, "max_len": _beyond_positions},
     "batch": _ENGINE,
+    "serve": _ENGINE,
     "batch --status": {
         **dict.fromkeys(("output", "status"), lambda args, at: ""),
         "*": lambda args, at: "--status reads what --output says, and does nothing else",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -292,6 +292,8 @@ class LLM:
             blocks = planner.blocks(table.rows, engine.policy)
             self._common = planner.common(table.rows, engine.policy)
             refill = refill and order is None and pipeline is None
+            if more is not None:  # rows that join may fill micro-batches that have none yet
+                blocks[0] += [[] for _ in range(engine.plan.shape.micro_batches - len(blocks[0]))]
             scheduler = table.schedule(blocks, refill, more, len(self._common))
             # A prediction is of blocks whose rows begin together, and take a token a sweep.
             is_foreseen = not scheduler.is_continuous and not any(row.given for row in table.rows)
@@ -344,6 +346,14 @@ class LLM:
         """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
         return self._ready(self._table(prompts, params).rows).policy
 
+    def foresee(self, prompts: Sequence[Prompt], params: Params) -> Prediction | None:
+        """The cost of these rows on the open engine, if none joins another's block. None where no engine is open, and
+        as of `Planner.predict`."""
+        engine = self._engine
+        if engine is None:
+            return None
+        return self._planner.predict(self._table(prompts, params).rows, engine.policy, engine.plan)
+
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
         self.close()
@@ -358,6 +368,11 @@ class LLM:
     def peak_bytes(self) -> dict[str, int]:
         """Bytes by tier that the open engine has charged to the budgets at most; empty without one."""
         return self._engine.peak_bytes if self._engine is not None else {}
+
+    @property
+    def budgets(self) -> Mapping[str, int | None]:
+        """Bytes by tier that the open engine may hold; None: any number. Empty without one."""
+        return self._engine.ledger.budgets if self._engine is not None else {}
 
     def _table(self, prompts: Sequence[Prompt], params: Params) -> RequestTable:
         return RequestTable(prompts, params, self.model, self.eviction)

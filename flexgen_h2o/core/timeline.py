@@ -47,6 +47,12 @@ class Timeline:
             self.spans.clear()
             self._busy.clear()
 
+    def take(self) -> list[Span]:
+        """The spans that it keeps, which it forgets."""
+        with self._lock:
+            taken, self.spans = self.spans, []
+        return taken
+
     def record(self, lane: str, name: str, start: float, end: float, row: str | None = None) -> None:
         """Add a span; `name` groups the sums, so keep it free of indices (`load_weight`, not `load_weight 3`).
 

@@ -126,8 +126,9 @@ class Executor:
         sizes = [_sizes(batch.rows) for batch in self._batches]
         self._tables = [SlotTable(self._eviction, rows, len(blocks), in_copy) for rows in sizes]
         layouts = [[self._layout(block, k) for k in range(count)] for block in blocks]
-        engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches])
-        engine.hidden.begin_block([self._most_tokens(b) for b in self._batches])
+        is_open = self._waiting is not None
+        engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches], is_open)
+        engine.hidden.begin_block([self._most_tokens(b) for b in self._batches], is_open)
         self._inputs: dict[int, SweepInput] = {}
         self._joined: dict[int, tuple[int, ...]] = {}  # HiddenStore.joined, at the last router
         self._chosen: dict[int, frozenset[int]] = {}  # experts that tokens of the micro-batches joined to one go to
@@ -137,9 +138,11 @@ class Executor:
 
     def _layout(self, block: int, k: int) -> UnitLayout:
         """Of a KV unit; for any rows that the engine has room for where rows may enter."""
-        engine, rows, slots = self._engine, len(self._batches[k].rows), self._tables[k].most_slots(block)
+        engine = self._engine
         if self._waiting is not None:
             rows, slots = engine.plan.shape.rows, engine.plan.shape.slots[block]
+        else:
+            rows, slots = len(self._batches[k].rows), self._tables[k].most_slots(block)
         record, itemsize = record_in(engine.spec, block, engine.plan.shape.record), engine.dtype.itemsize
         return kv_layout(engine.spec, engine.policy, rows, slots, record, itemsize, engine.device.is_host)
 
@@ -163,6 +166,8 @@ class Executor:
         if step.layer == 0 and self._wire is not None:
             self._receive_tokens(step, self._wire)
         if not self._batches[k].rows:
+            if self._waiting is not None and step.layer == len(self._layers) - 1:
+                self._after_sweep(k, [], [])  # when others get rows too
             return None
         if step.layer == 0:
             fed = self._inputs[k]
@@ -301,6 +306,7 @@ class Executor:
             self._inputs[k] = replace(fed, ids=upload(fed.ids, where), positions=upload(fed.positions, where))
             tokens = len(fed.ids)
         self._engine.hidden.begin_sweep(k, tokens)
+        self._engine.cache.begin_sweep(k)
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch, fed = self._batches[k], self._inputs[k]

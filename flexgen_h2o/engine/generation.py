@@ -274,13 +274,16 @@ class Callbacks:
     logits: at every step, (prompt indices, (rows, vocab)). slots: what the attention of each layer of a decode sweep
     saw, (prompt indices, (rows,) slots that are filled, the columns of these rows). listener: instead of the progress
     bar. prompts: the attention of prompts, (prompt indices, transformer block, attention), where the policy scores
-    prompts. Layers with windows are not shown: they hold what they attend to.
+    prompts. Layers with windows are not shown: they hold what they attend to. goes_on:
+    asked about a row after each of its own tokens that does not end it; where it says no, the row ends there, as of
+    length.
     """
 
     logits: LogitsWatch | None = None
     slots: SlotsWatch | None = None
     listener: Listener | None = None
     prompts: PromptsWatch | None = None
+    goes_on: Callable[[Row], bool] | None = None
 
 
 @dataclass

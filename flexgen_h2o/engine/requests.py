@@ -174,7 +174,15 @@ class RequestTable:
         """How the rows get their tokens."""
         if self._source is not None:
             return Decoding(self._source, self._source.end, callbacks, self._source.known_tokens)
-        return Decoding(self._sampler, lambda row: self._criteria_of(row)(row), callbacks)
+        goes_on = callbacks.goes_on
+
+        def end(row: Row) -> str | None:
+            reason = self._criteria_of(row)(row)
+            if reason is None and goes_on is not None and len(row.token_ids) >= len(row.given) and not goes_on(row):
+                reason = "length"
+            return reason
+
+        return Decoding(self._sampler, end, callbacks)
 
     def _criteria_of(self, row: Row) -> StopCriteria:
         params = self._params[row.prompt.index]

@@ -294,8 +294,10 @@ class HiddenStore:
         self._rows = [width * dtype.itemsize for width, dtype in fields]
         self._streamed = hidden_is_streamed(shares, mover.device.is_host)
 
-    def begin_block(self, most: list[int]) -> None:
-        """most: of each micro-batch, the tokens of its largest sweep."""
+    def begin_block(self, most: list[int], is_open: bool = False) -> None:
+        """most: of each micro-batch, the tokens of its largest sweep. is_open: rows may enter micro-batches that have
+        none."""
+        self._is_open, self._known = is_open, [-1] * len(most)  # the newest sweep whose tokens are settled
         self._now = [0] * len(most)
         self._closed: list[tuple[int, int] | None] = [None] * len(most)
         self._stores: list[list[Waitable]] = [[] for _ in most]
@@ -314,6 +316,10 @@ class HiddenStore:
 
         Call it before the head of the sweep before closes.
         """
+        known = self._known[micro_batch]
+        if self._is_open and known >= 0 and not self._now[micro_batch]:  # it had none, and no head closed it
+            self._closed[micro_batch] = known, self._last_layer
+        self._known[micro_batch] = known + 1
         self._now[micro_batch] = tokens
 
     def skip(self, key: UnitKey) -> None:
@@ -327,11 +333,13 @@ class HiddenStore:
     # Source of a Stream[UnitKey]
 
     def nbytes(self, key: UnitKey) -> int:
-        return sum(self._region_sizes(key[2])) if self._streamed else 0
+        return max(1, sum(self._region_sizes(key[2]))) if self._streamed else 0
 
     def is_needed(self, key: UnitKey) -> bool:
-        closed = self._closed[key[2]]
-        return self._now[key[2]] > 0 and (closed is None or key[:2] > closed)
+        closed, k = self._closed[key[2]], key[2]
+        if not self._now[k]:
+            return self._is_open and key[0] > self._known[k]  # nobody knows as yet
+        return closed is None or key[:2] > closed
 
     def is_ready(self, key: UnitKey) -> bool:
         sweep, layer, k = key

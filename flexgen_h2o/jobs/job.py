@@ -87,7 +87,7 @@ def run(
         if llm.precision_note:
             note("batch", llm.precision_note)
         digests = llm.digests()
-        before = _settle(args, output, _settings(llm, policy, is_auto, defaults, digests))
+        before = settle(args, output, settings_of(llm, policy, is_auto, defaults, digests))
         say_idle_flags("batch", args, place_of(args, llm))
         if output.cut_bytes:
             note("batch", f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
@@ -96,7 +96,7 @@ def run(
             writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
             lines = read_cut(args.input, Cut(0, 1, 0, ~before.done))
             job = Job(llm, RequestReader(llm.model, defaults), lines, writer, args.window, args.refill)
-            with _writing(args, output, writer):
+            with writing(args, output, writer):
                 job.run(len(before.done) - before.rows)
         else:
             opening = Opening(args, policy, is_auto, eviction, digests)
@@ -104,12 +104,12 @@ def run(
             with ray_at(args.ray or None):
                 _say_rows(before)
                 writer = JobWriter(output, before, dict, args.max_errors)
-                with _writing(args, output, writer):
+                with writing(args, output, writer):
                     ray_job(before.done, writer, opening).run()
     return _show(args, writer, before, llm.model.name)
 
 
-def _settings(
+def settings_of(
     llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams, digests: dict[str, str | None]
 ) -> dict[str, Any]:
     """What answers depend on, for the sidecar. Budgets and devices may change from run to run."""
@@ -131,7 +131,7 @@ def _answering(policy: Policy) -> dict[str, Any]:
     return {k: v for k, v in policy.to_json().items() if k != "cache_window" or policy.compress_cache}
 
 
-def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
+def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
     """Read input and output, and refuse an output that was begun with other settings; then write the sidecar."""
     before = read_sidecar(args.output)
     scan = scan_input(args.input, before.input_bytes if before else 0)
@@ -165,7 +165,7 @@ def _say_rows(before: Before) -> None:
 
 
 @contextlib.contextmanager
-def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> Iterator[None]:
+def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> Iterator[None]:
     """Around the run of a job: its end in the status file, and finished rows on disk before the engine is closed."""
     state = DONE
     try:

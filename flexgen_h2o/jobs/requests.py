@@ -103,25 +103,28 @@ class RequestReader:
             value = line.parse()
         except ValueError as error:
             raise RowError("invalid_json", f"not valid JSON ({json_reason(error)})") from error
+        return self.request(value, line.number, line.id_in(value), line.row)
+
+    def request(self, value: Any, number: int, custom_id: str, row: int = 0) -> Request:
+        """`read` of a line's value. custom_id: its own, or what stands for it."""
         kind, fields, given, is_strict = _fields_of(value)
         record = _kept_record(fields, given) if kind == "helm" else None
         _check_fields(fields, is_strict)
-        custom_id = line.id_in(value)
         echo = _echo(fields, kind == "chat")
         params = _sampling_of(fields, kind == "chat", self.defaults, custom_id)
         if params.stop and self.model.tokenizer is None:
             raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none")
         asked_model = _short_text(fields, "model")
-        prompt = self._prompt(line, self._chat_ids(given) if kind == "chat" else given)
+        prompt = self._prompt(number, self._chat_ids(given) if kind == "chat" else given)
         prompt = Prompt(prompt.index, prompt.token_ids, prompt.text if echo else None)
-        return Request(kind, custom_id, prompt, params, asked_model, record, line.row, echo)
+        return Request(kind, custom_id, prompt, params, asked_model, record, row, echo)
 
-    def _prompt(self, line: Line, given: Any) -> Prompt:
+    def _prompt(self, number: int, given: Any) -> Prompt:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
             raise RowError("unsupported", f"prompt: {len(given)} prompts in one line; give each a line of its own")
         encode, spec = self.model.encode if self.model.tokenizer is not None else None, self.model.spec
         try:
-            prompt = make_prompt(line.number, given, encode, spec.vocab_size, spec.max_positions)
+            prompt = make_prompt(number, given, encode, spec.vocab_size, spec.max_positions)
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"prompt: {error}") from error
         except UsageError as error:
@@ -330,11 +333,11 @@ def success_row(request: Request, done: Completion, model: Model) -> dict[str, A
     if is_chat:
         choice |= {
             "message": {"role": "assistant", "content": done.text},
-            "logprobs": _chat_logprobs(done, model.tokenizer),
+            "logprobs": chat_logprobs(done, model.tokenizer),
         }
     else:
         text = _echoed_text(request, done, model.tokenizer) if request.echo else done.text
-        choice |= {"text": text, "logprobs": _completion_logprobs(request, done, model.tokenizer)}
+        choice |= {"text": text, "logprobs": completion_logprobs(request, done, model.tokenizer)}
     choice |= {"finish_reason": done.finish_reason, "token_ids": done.token_ids}
     prompt_tokens, new_tokens = len(request.prompt.token_ids), len(done.token_ids)
     body = {
@@ -385,7 +388,7 @@ def _echoed_text(request: Request, done: Completion, tokenizer: Tokenizer | None
     return None if prompt is None else prompt + (done.text or "")
 
 
-def _completion_logprobs(request: Request, done: Completion, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+def completion_logprobs(request: Request, done: Completion, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
     """Of the new tokens; with `echo` of the prompt's before them, where the first has none."""
     if done.logprobs is None:
         return None
@@ -401,7 +404,7 @@ def _completion_logprobs(request: Request, done: Completion, tokenizer: Tokenize
     }
 
 
-def _chat_logprobs(done: Completion, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+def chat_logprobs(done: Completion, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
     if done.logprobs is None:
         return None
 

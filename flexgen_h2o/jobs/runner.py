@@ -110,11 +110,12 @@ class JobWriter(Silent):
     """Writes the rows of a job, counts them, and keeps its status file and its bar on a terminal.
 
     peak_bytes: what the open engine holds, by tier. max_errors: error rows that the output may have; None: any number.
+    shown: on a terminal.
     """
 
     def __init__(
         self, output: OutputFile, before: Before, peak_bytes: Callable[[], dict[str, int]],
-        max_errors: int | None = None,
+        max_errors: int | None = None, shown: bool = True,
     ) -> None:  # fmt: skip
         rows, (other_rows, other_errors) = len(before.done), before.others
         self.errors = before.errors.copy()
@@ -128,7 +129,7 @@ class JobWriter(Silent):
         with interrupts.held():  # it starts a thread
             self._bar = tqdm(
                 total=rows, initial=before.rows, unit="row", desc="batch", file=sys.stderr,
-                disable=not Progress.on_terminal(),
+                disable=not (shown and Progress.on_terminal()),
             )  # fmt: skip
         self._write_status()
 
@@ -183,6 +184,44 @@ class JobWriter(Silent):
         status.write(self._output.path)
 
 
+class JobRows:
+    """The rows of a job: requests of its lines, and a row in the sink for each that is done.
+
+    requests: of the lines; those that cannot be run become error rows on the way.
+    """
+
+    def __init__(self, reader: RequestReader, lines: Iterable[Line], sink: Sink) -> None:
+        self.sink, self._model = sink, reader.model
+        self.requests = self._read(reader, lines)
+
+    def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request]:
+        model, notes = reader.model.name, self.sink.notes
+        for line in lines:
+            try:
+                request = reader.read(line)
+            except RowError as error:
+                self._fail(line.row, error_row(line.custom_id, line.number, error))
+                continue
+            if request.asked_model not in (None, model):
+                notes.other_models += 1
+                notes.first_other = notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
+            yield request
+
+    def finish(self, done: Iterable[tuple[Request, Completion]]) -> None:
+        """Write rows as they finish."""
+        answers = []
+        for request, one in done:
+            line = to_line(success_row(request, one, self._model))
+            answers.append(Answer(request.row, line, len(one.token_ids)))
+        self.sink.write(answers)
+
+    def fail(self, request: Request, error: RowError) -> None:
+        self._fail(request.row, error_row(request.custom_id, request.prompt.index, error))
+
+    def _fail(self, row: int, body: dict[str, Any]) -> None:
+        self.sink.write([Answer(row, to_line(body), error=body["error"]["code"])])
+
+
 class Job:
     """Runs lines through an engine, in windows.
 
@@ -195,7 +234,7 @@ class Job:
         window: int | None = None, refill: bool = False, has_run: bool = False,
     ) -> None:  # fmt: skip
         self._llm, self._sink, self._asked_window, self._refill = llm, sink, window, refill
-        self._requests = self._read(reader, lines)
+        self._rows = JobRows(reader, lines, sink)
         self._ahead: list[Request] = []  # read, and not yet run
         self._window_rows = window_rows(1, window)
         self._running: dict[int, Request] = {}  # by number of the line
@@ -207,23 +246,9 @@ class Job:
         while requests := self._take(self._window_rows):
             self._run_window(requests, self._next_window if self._refill else None)
 
-    def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request]:
-        """Requests of the lines; those that cannot be run become error rows on the way."""
-        model, notes = reader.model.name, self._sink.notes
-        for line in lines:
-            try:
-                request = reader.read(line)
-            except RowError as error:
-                self._fail(line.row, error_row(line.custom_id, line.number, error))
-                continue
-            if request.asked_model not in (None, model):
-                notes.other_models += 1
-                notes.first_other = notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
-            yield request
-
     def _fill(self, rows: int) -> list[Request]:
         """Read on until `rows` requests are ahead, or the lines end; the first `rows` of those ahead."""
-        while len(self._ahead) < rows and (request := next(self._requests, None)) is not None:
+        while len(self._ahead) < rows and (request := next(self._rows.requests, None)) is not None:
             self._ahead.append(request)
         return self._ahead[:rows]
 
@@ -249,8 +274,7 @@ class Job:
             if fits_by_now or (not some_ran and not (fitting and others)):
                 raise
             for request in others:
-                row = error_row(request.custom_id, request.prompt.index, RowError("does_not_fit", str(error)))
-                self._fail(request.row, row)
+                self._rows.fail(request, RowError("does_not_fit", str(error)))
             parts = [fitting] if others else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
             for part in filter(None, parts):
                 self._run_window(part)
@@ -288,16 +312,8 @@ class Job:
         return ordered[:count], ordered[count:]
 
     def _finish(self, done: Sequence[Completion]) -> None:
-        """Write rows as they finish; called by the engine."""
-        answers = []
-        for one in done:
-            request = self._running.pop(one.index)
-            line = to_line(success_row(request, one, self._llm.model))
-            answers.append(Answer(request.row, line, len(one.token_ids)))
-        self._sink.write(answers)
-
-    def _fail(self, row: int, body: dict[str, Any]) -> None:
-        self._sink.write([Answer(row, to_line(body), error=body["error"]["code"])])
+        """Called by the engine."""
+        self._rows.finish((self._running.pop(one.index), one) for one in done)
 
 
 def window_rows(block_size: int, asked: int | None) -> int:

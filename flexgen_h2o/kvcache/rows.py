@@ -180,4 +180,5 @@ class SlotTable:
             slots = policy.slots(prompt_len - before, gen_len, block, num_blocks)
             return [(fed or prompt_len) - before, budget.sinks, budget.heavy, budget.recent, slots]
 
-        return torch.tensor([[entry(block, *row) for row in rows] for block in range(num_blocks)])
+        table = [[entry(block, *row) for row in rows] for block in range(num_blocks)]
+        return torch.tensor(table, dtype=torch.int64).view(num_blocks, len(rows), 5)

@@ -141,11 +141,16 @@ class CacheStore:
         self._units: dict[tuple[int, int], Unit] = {}
         self._rows: list[_LiveRows] = []  # by micro-batch
 
-    def begin_block(self, layouts: Sequence[Sequence[UnitLayout]], rows: Sequence[int]) -> None:
+    def begin_block(
+        self, layouts: Sequence[Sequence[UnitLayout]], rows: Sequence[int], is_open: bool = False
+    ) -> None:  # fmt: skip
         """Divide the homes for a block: `layouts` has a row for each transformer block, a layout for each micro-batch.
 
-        rows: of each micro-batch now; its layout may have room for more.
+        rows: of each micro-batch now; its layout may have room for more. is_open: rows may enter micro-batches that
+        have none.
         """
+        self._is_open, self._known = is_open, [-1] * len(rows)  # the newest sweep whose rows are settled
+        self._first = [0] * len(rows)  # sweep of the rows that entered the empty micro-batch
         used: Counter[str] = Counter()
         self._rows = [_LiveRows(count, count) for count in rows]
         self._units = {
@@ -154,12 +159,21 @@ class CacheStore:
             for k, layout in enumerate(of_block)
         }
 
+    def begin_sweep(self, micro_batch: int) -> None:
+        """The rows of the micro-batch's next sweep are settled."""
+        self._known[micro_batch] += 1
+
     def change_rows(self, micro_batch: int, moves: Sequence[Move], left: int, entering: int = 0) -> None:
         """After a sweep rows have left, and `moves` bring the `left` others to the front; `entering` come behind them.
 
         Units follow at their next use, which is in the next sweep.
         """
         version = self._rows[micro_batch].version + 1
+        if not self._rows[micro_batch].live:
+            self._first[micro_batch] = self._known[micro_batch] + 1
+        if not left + entering:  # what was loaded ahead is given back unused
+            for (_, k), unit in self._units.items():
+                unit.in_use = unit.in_use and k != micro_batch
         self._rows[micro_batch] = _LiveRows(left + entering, left, tuple(moves), version)
 
     # Source of a Stream[CacheKey]
@@ -169,11 +183,12 @@ class CacheStore:
         return sum(unit.layout.part_bytes(h.part) for h in unit.homes if h.streamed)
 
     def is_needed(self, key: CacheKey) -> bool:
-        return self._rows[key[2]].live > 0
+        sweep, _, k = key
+        return sweep >= self._first[k] if self._rows[k].live else self._is_open and sweep > self._known[k]
 
     def is_ready(self, key: CacheKey) -> bool:
         unit = self._units[key[1:]]
-        return not unit.in_use and (unit.columns > 0 or key[0] == 0)
+        return not unit.in_use and self._rows[key[2]].live > 0
 
     def load(self, key: CacheKey, region: Region) -> list[Done]:
         unit, rows = self._units[key[1:]], self._rows[key[2]]

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from flexgen_h2o import batch, chat, complete, evaluate, flex_opt, hardware, policy_search
+from flexgen_h2o import batch, chat, complete, evaluate, flex_opt, hardware, policy_search, serve
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import MIB, TIB
@@ -21,7 +21,7 @@ Door = Callable[..., Answer]
 COMMANDS = {
     "flex-opt": flex_opt, "plan": policy_search, "hardware": hardware, "batch": batch,
     "evaluate fidelity": evaluate, "evaluate text": evaluate, "evaluate streaming": evaluate,
-    "evaluate data-wrangling": evaluate, "complete": complete, "chat": chat,
+    "evaluate data-wrangling": evaluate, "complete": complete, "chat": chat, "serve": serve,
 }  # fmt: skip
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o import LLM, SamplingParams
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.engine.generation import Callbacks, Silent
+from flexgen_h2o.engine.prompts import Completion, Prompt
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
 
@@ -45,3 +47,56 @@ def test_placement_by_configuration(
         assert tokens_of(separate) == tokens
         assert llm.report.extra["blocks"] > 1 and "refilled" not in llm.report.extra
         assert sweeps < llm.report.extra["sweeps"]
+
+
+class Arriving(Silent):
+    """Rows that come one by one as the block gets tokens, so that micro-batches stand empty before."""
+
+    def __init__(self, rows: list[tuple[Prompt, SamplingParams]]) -> None:
+        self.rows, self.tokens = rows, 0
+
+    def more(self) -> tuple[list[Prompt], list[SamplingParams]] | None:
+        if not self.rows or self.tokens < 2:
+            return None
+        self.tokens = 0
+        prompt, params = self.rows.pop(0)
+        return [prompt], [params]
+
+    def sweep(self, tokens: int) -> None:
+        self.tokens += tokens
+
+
+@pytest.mark.parametrize(("placement", "configuration"), thinned(CASES, 3))
+def test_rows_enter_micro_batches_that_have_none(
+    placement: str, configuration: str, known: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    folder, prompts, tokens = known
+    chosen = CONFIGURATIONS[configuration]
+    policy, done = chosen.policy(PLACEMENTS[placement]), list[Completion]()
+    every = [
+        (Prompt(i, tuple(p), None), SamplingParams(max_tokens=n))
+        for i, (p, n) in enumerate(zip(prompts, ASKED, strict=True))
+    ]
+    longest = every.pop(ASKED.index(LONG))
+    with LLM(str(folder), policy, dtype="float32", budget=chosen.budget, offload_dir=tmp_path) as llm:
+        llm.share_prefix, coming = "off", Arriving(every[:10])
+        full = [Prompt(i, (i + 1,) * 21, None) for i in range(policy.block_size)]
+        llm.prepare(full, [SamplingParams(max_tokens=LONG)] * len(full))
+        one = [longest[0]], [longest[1]]
+        llm.run(*one, done.extend, Callbacks(listener=coming), refill=True, more=coming.more)
+        assert llm.report is not None and llm.report.extra["blocks"] == 1
+    want = {prompt.index: tokens[prompt.index] for prompt, _ in [longest, *every[: 10 - len(coming.rows)]]}
+    assert {c.index: c.token_ids for c in done} == want and len(want) > policy.block_size / 2
+
+
+def test_a_row_ends_where_nobody_waits_for_it(
+    known: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    folder, prompts, tokens = known
+    read = [Prompt(i, tuple(p), None) for i, p in enumerate(prompts)]
+    done = list[Completion]()
+    callbacks = Callbacks(goes_on=lambda row: row.prompt.index != 5 or len(row.token_ids) < 3)
+    with LLM(str(folder), Policy(2, 2), dtype="float32", offload_dir=tmp_path) as llm:
+        llm.run(read, [SamplingParams(max_tokens=n) for n in ASKED], done.extend, callbacks, refill=True)
+    want = [ids[:3] if i == 5 else ids for i, ids in enumerate(tokens)]
+    assert [one.token_ids for one in sorted(done, key=lambda c: c.index)] == want

@@ -1,0 +1,270 @@
+"""Requests of clients as rows, and finished rows as OpenAI's bodies, whole or in pieces.
+
+A client's body is a line's body of `batch` (jobs/requests.py) that may also have several prompts, `n` and `stream`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexgen_h2o.core.errors import json_reason
+from flexgen_h2o.engine.conversation import AnswerText
+from flexgen_h2o.engine.prompts import STRICT_JSON, Completion
+from flexgen_h2o.engine.sampling import TokenLogprobs
+from flexgen_h2o.jobs.requests import (
+    Request,
+    RequestReader,
+    RowError,
+    chat_logprobs,
+    completion_logprobs,
+    success_row,
+)
+from flexgen_h2o.models.load import Model
+
+MOST_NUMBERS = 2_000_000  # in an answer, which is held until its last row is done
+
+
+class Refused(Exception):
+    """A request that gets an error in OpenAI's shape. retry_after: seconds, of status 429 and 503."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.retry_after = status, code, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        name, colon, _ = str(self).partition(":")
+        param = name if colon and name.replace("_", "").isalnum() else None
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is taken of a client. rows: of a request; length: tokens of a row, prompt and answer; positions: the
+    model's, up to which a row may ask for more tokens than there is room for."""
+
+    rows: int
+    length: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A client's request. requests: `n` of each prompt, one after another. usage: a last piece has it."""
+
+    id: str
+    requests: tuple[Request, ...]
+    n: int = 1
+    stream: bool = False
+    usage: bool = False
+    created: int = 0
+
+    @property
+    def is_chat(self) -> bool:
+        return self.requests[0].kind == "chat"
+
+
+def json_of(data: bytes) -> dict[str, Any]:
+    """The object of a body. Refused where it is none."""
+    try:
+        value = STRICT_JSON.decode(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise Refused(400, "the body is not UTF-8 text", "invalid_json") from error
+    except RecursionError as error:
+        raise Refused(400, "the body is nested too deeply", "invalid_json") from error
+    except ValueError as error:
+        raise Refused(400, f"the body is not valid JSON ({json_reason(error)})", "invalid_json") from error
+    if not isinstance(value, dict):
+        raise Refused(400, "the body is not a JSON object", "invalid_json")
+    return value
+
+
+def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], limits: Limits) -> Asked:
+    """The rows that a body asks for. Refused, naming the field, where they cannot be run."""
+    fields = {name: value for name, value in body.items() if name not in ("n", "best_of", "stream", "stream_options")}
+    n, stream = _count(body, "n", limits.rows), _flag(body, "stream")
+    if body.get("best_of") is not None and _count(body, "best_of", limits.rows) not in (1, n):
+        raise Refused(400, f"best_of: only 1 and n ({n}) are supported", "unsupported")
+    options = body.get("stream_options")
+    if options is not None and (not isinstance(options, dict) or not stream):
+        raise Refused(400, "stream_options: an object is expected, beside stream", "invalid_request")
+    given = fields.get("prompt")
+    prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else None
+    count = n * (1 if prompts is None else len(prompts))
+    if count > limits.rows:
+        raise Refused(400, f"prompt: {count} rows in one request, at most {limits.rows}; send fewer", "too_many_rows")
+    name, found = secrets.token_hex(12), list[Request]()
+    for i, fields_of_one in enumerate([fields] if prompts is None else ({**fields, "prompt": p} for p in prompts)):
+        value = {"custom_id": f"{name}-{i}", "url": url, "body": fields_of_one}
+        try:
+            request = reader.request(value, i, f"{name}-{i}")
+            _check_length(request, limits)
+        except RowError as error:
+            where = f"{error}" if prompts is None else f"{error} (prompt {i} of {len(prompts)})"
+            raise Refused(400, where, error.code) from error
+        found += (_variant(request, c) for c in range(n))
+    if sum(map(_numbers, found)) > MOST_NUMBERS:
+        raise Refused(400, f"logprobs: more than {MOST_NUMBERS} numbers in one answer; ask for fewer", "too_large")
+    return Asked(name, tuple(found), n, stream, _flag(options or {}, "include_usage"), int(time.time()))
+
+
+def _check_length(request: Request, limits: Limits) -> None:
+    length, new = len(request.prompt.token_ids), request.params.max_tokens
+    asked = length + (max(0, new - 1) if limits.length < limits.positions else 0)  # the newest needs no position
+    if asked > limits.length:
+        raise RowError(
+            "context_length_exceeded",
+            f"prompt: {length} tokens, and max_tokens {new}, but this server takes {limits.length} together",
+        )
+
+
+def _numbers(request: Request) -> int:
+    """Of tokens and log-probabilities in the answer to a row, at most."""
+    params, echoed = request.params, len(request.prompt.token_ids) if request.echo else 0
+    return (params.max_tokens + echoed) * (1 if params.logprobs is None else 2 + params.logprobs)
+
+
+def _variant(request: Request, choice: int) -> Request:
+    """The same with a seed of its own for every choice but the first."""
+    if not choice:
+        return request
+    text = f"{request.params.seed}:{choice}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return replace(request, params=replace(request.params, seed=seed))
+
+
+def _count(body: Mapping[str, Any], name: str, most: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return 1
+    if type(value) is not int or not 1 <= value <= most:
+        raise Refused(400, f"{name}: {value!r:.60} is not a whole number from 1 to {most}", "invalid_request")
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise Refused(400, f"{name}: {value!r:.60} is not true or false", "invalid_request")
+    return bool(value)
+
+
+def body_of(asked: Asked, done: Sequence[Completion], model: Model) -> dict[str, Any]:
+    """The answer to a request whose rows are done."""
+    choices = [
+        {**_answer(request, one, model)["choices"][0], "index": i}
+        for i, (request, one) in enumerate(zip(asked.requests, done, strict=True))
+    ]
+    return {**_head(asked, model, ""), "choices": choices, "usage": usage_of(asked, done)}
+
+
+def _answer(request: Request, done: Completion, model: Model) -> dict[str, Any]:
+    body: dict[str, Any] = success_row(request, done, model)["response"]["body"]
+    return body
+
+
+def usage_of(asked: Asked, done: Sequence[Completion]) -> dict[str, int]:
+    """A prompt counts once, however many choices it has."""
+    prompt = sum(len(request.prompt.token_ids) for request in asked.requests[:: asked.n])
+    new = sum(len(one.token_ids) for one in done)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _head(asked: Asked, model: Model, piece: str) -> dict[str, Any]:
+    """piece: what is added to the name of a chat answer's kind."""
+    chat = asked.is_chat
+    kind = f"chat.completion{piece}" if chat else "text_completion"
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{asked.id}"
+    return {"id": name, "object": kind, "created": asked.created, "model": model.name}
+
+
+class Pieces:
+    """The events of a streamed answer, each as the bytes that go out."""
+
+    def __init__(self, asked: Asked, model: Model) -> None:
+        self._asked, self._model = asked, model
+        self._choices = [_Choice(request, model) for request in asked.requests]
+
+    def first(self) -> Iterator[bytes]:
+        if self._asked.is_chat:
+            for i in range(len(self._choices)):
+                yield self._event(i, {"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def token(self, i: int, token: int, logprobs: TokenLogprobs | None) -> Iterator[bytes]:
+        """Choice `i` has another token."""
+        found = self._choices[i].more(token, logprobs)
+        if found is not None:
+            yield self._event(i, found)
+
+    def end(self, i: int, done: Completion) -> bytes:
+        """What is left of choice `i`, and why it ends."""
+        return self._event(i, self._choices[i].rest(done))
+
+    def last(self, done: Sequence[Completion]) -> Iterator[bytes]:
+        if self._asked.usage:
+            usage = {"choices": [], "usage": usage_of(self._asked, done)}
+            yield _event({**_head(self._asked, self._model, ".chunk"), **usage})
+        yield b"data: [DONE]\n\n"
+
+    def _event(self, i: int, choice: dict[str, Any]) -> bytes:
+        return _event({**_head(self._asked, self._model, ".chunk"), "choices": [{**choice, "index": i}]})
+
+
+class _Choice:
+    """The pieces of one choice. An answer that begins with its prompt (`echo`) comes as one."""
+
+    def __init__(self, request: Request, model: Model) -> None:
+        self._request, self._model = request, model
+        self._text = AnswerText(model.tokenizer, request.params.stop)
+        self._ids: list[int] = []
+        self._new: list[int] = []  # no piece has had them
+        self._logprobs: list[TokenLogprobs] = []  # of these
+        self._offset = 0  # in the text of all tokens, of `logprobs`
+
+    def more(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any] | None:
+        if self._request.echo:
+            return None
+        self._ids.append(token)
+        self._new.append(token)
+        self._logprobs += [] if logprobs is None else [logprobs]
+        text = self._text.more(self._ids, False)
+        return self._piece(text, None) if text else None
+
+    def rest(self, done: Completion) -> dict[str, Any]:
+        if self._request.echo:
+            choice: dict[str, Any] = _answer(self._request, done, self._model)["choices"][0]
+            return choice
+        shown = len(self._ids) - len(self._new)
+        self._new, self._logprobs = done.token_ids[shown:], (done.logprobs or [])[shown:]
+        return self._piece(self._text.more(done.token_ids, True), done.finish_reason)
+
+    def _piece(self, text: str, reason: str | None) -> dict[str, Any]:
+        has_logprobs, model = self._request.params.logprobs is not None, self._model
+        text = "" if model.tokenizer is None else text
+        part = Completion(0, None, text, self._new, "stop", self._logprobs if has_logprobs else None)
+        self._new, self._logprobs = [], []
+        rest = {"finish_reason": reason, "token_ids": part.token_ids}
+        if self._request.kind == "chat":
+            return {"delta": {"content": text}, "logprobs": chat_logprobs(part, model.tokenizer), **rest}
+        logprobs = completion_logprobs(self._request, part, model.tokenizer)
+        if logprobs is not None:
+            logprobs["text_offset"] = [self._offset + at for at in logprobs["text_offset"]][: len(part.token_ids)]
+            self._offset += sum(map(len, logprobs["tokens"]))
+        return {"text": text, "logprobs": logprobs, **rest}
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value)}\n\n".encode()
+
+
+def error_event(error: Refused) -> bytes:
+    """What ends a stream that has begun."""
+    return _event(error.body)

@@ -1,0 +1,264 @@
+"""The routes: OpenAI's, and `/health`, `/metrics` and `/status`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.serving.answers import (
+    Asked,
+    Limits,
+    Pieces,
+    Refused,
+    body_of,
+    error_event,
+    json_of,
+    read_asked,
+)
+from flexgen_h2o.serving.batches import Batches
+from flexgen_h2o.serving.block import Service, Ticket
+from flexgen_h2o.serving.guard import refusal
+from flexgen_h2o.serving.state import metrics_text, status_of
+
+MOST_LISTED, LISTED = 10_000, 20  # entries of a page, at most and by default
+Handler = Callable[[Request], Any]
+
+
+class Server:
+    """What the routes share. created: of the model, for OpenAI's clients."""
+
+    def __init__(self, service: Service, batches: Batches, reader: RequestReader, limits: Limits) -> None:
+        self.service, self.batches, self.reader, self.limits = service, batches, reader, limits
+        self.created = int(time.time())
+        self._reading = asyncio.Semaphore(1)  # prompts are encoded beside the engine, one request at a time
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/status", self.status),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/files", self.add_file, methods=["POST"]),
+            Route("/v1/files", self.list_files),
+            Route("/v1/files/{file_id}", self.delete_file, methods=["DELETE"]),
+            Route("/v1/files/{file_id}", self.file),
+            Route("/v1/files/{file_id}/content", self.content),
+            Route("/v1/batches", self.add_batch, methods=["POST"]),
+            Route("/v1/batches", self.list_batches),
+            Route("/v1/batches/{batch_id}", self.batch),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel_batch, methods=["POST"]),
+        ]
+        handlers = {Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
+        return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+
+    # The server
+
+    async def health(self, request: Request) -> Response:
+        is_open = self.service.is_open
+        return JSONResponse({"status": "ok" if is_open else "shutting down"}, 200 if is_open else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(metrics_text(self.service, self.batches), media_type="text/plain; version=0.0.4")
+
+    async def status(self, request: Request) -> Response:
+        return JSONResponse(status_of(self.service, self.batches))
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.reader.model.name:
+            raise Refused(404, f"no model {request.path_params['name'][:60]!r}", "model_not_found")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        name, length = self.reader.model.name, self.limits.length
+        return {
+            "id": name, "object": "model", "created": self.created, "owned_by": "flexgen-h2o", "max_model_len": length,
+        }  # fmt: skip
+
+    # Completions
+
+    async def complete(self, request: Request) -> Response:
+        data = await _json_body(request)
+        async with self._reading:
+            body = await run_in_threadpool(json_of, data)
+            asked = await run_in_threadpool(read_asked, self.reader, request.url.path, body, self.limits)
+        events: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(event: tuple[object, ...]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        # Places in the request, since a job's numbers are of lines.
+        rows = deque(replace(r, prompt=replace(r.prompt, index=i)) for i, r in enumerate(asked.requests))
+        ticket = Ticket(rows, tell, asked.stream)
+        self.service.submit(ticket)
+        if asked.stream:
+            return StreamingResponse(self._stream(asked, ticket, events), media_type="text/event-stream")
+        try:
+            done = await _unless_gone(request, _gather(asked, events))
+        finally:
+            self.service.give_up(ticket)
+        return JSONResponse(await run_in_threadpool(body_of, asked, done, self.reader.model))
+
+    async def _stream(
+        self, asked: Asked, ticket: Ticket, events: asyncio.Queue[tuple[Any, ...]]
+    ) -> AsyncIterator[bytes]:
+        pieces, done = Pieces(asked, self.reader.model), dict[int, Completion]()
+        try:
+            for piece in pieces.first():
+                yield piece
+            while len(done) < len(asked.requests):
+                kind, *event = await events.get()
+                if kind == "error":
+                    yield error_event(event[0])
+                    return
+                if kind == "token":
+                    for piece in pieces.token(*event):
+                        yield piece
+                else:
+                    place = event[0].prompt.index
+                    done[place] = event[1]
+                    yield pieces.end(place, event[1])
+            for piece in pieces.last([done[i] for i in range(len(done))]):
+                yield piece
+        finally:
+            self.service.give_up(ticket)
+
+    # Files
+
+    async def add_file(self, request: Request) -> Response:
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise Refused(415, "content-type: multipart/form-data is expected", "wrong_content_type")
+        try:
+            form = await request.form(max_files=1, max_fields=8, max_part_size=2**16)
+        except (MultiPartException, HTTPException) as error:
+            what = getattr(error, "detail", None) or getattr(error, "message", "")
+            raise Refused(400, f"file: not a form of fields and one file ({what})", "invalid_request") from error
+        try:
+            file, purpose = form.get("file"), form.get("purpose")
+            if purpose != "batch":
+                raise Refused(400, f"purpose: {purpose!r:.60} is not batch", "invalid_request")
+            if file is None or isinstance(file, str):
+                raise Refused(400, "file: is missing", "invalid_request")
+            name = file.filename or "upload.jsonl"
+            record = await run_in_threadpool(self.batches.store.add_file, file.file, name)
+        finally:
+            await form.close()
+        return JSONResponse(record)
+
+    async def list_files(self, request: Request) -> Response:
+        found = list(self.batches.store.files.values())
+        purpose = request.query_params.get("purpose")
+        return _page(request, [one for one in found if purpose in (None, one["purpose"])])
+
+    async def file(self, request: Request) -> Response:
+        return JSONResponse(self.batches.store.file(request.path_params["file_id"]))
+
+    async def content(self, request: Request) -> Response:
+        path = self.batches.store.path(request.path_params["file_id"])
+        return FileResponse(path, media_type="application/jsonl")
+
+    async def delete_file(self, request: Request) -> Response:
+        file_id = request.path_params["file_id"]
+        await run_in_threadpool(self.batches.store.delete_file, file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    # Batches
+
+    async def add_batch(self, request: Request) -> Response:
+        body = json_of(await _json_body(request))
+        return JSONResponse(await run_in_threadpool(self.batches.create, body))
+
+    async def list_batches(self, request: Request) -> Response:
+        return _page(request, [self.batches.shown(one) for one in list(self.batches.store.batches.values())])
+
+    async def batch(self, request: Request) -> Response:
+        return JSONResponse(self.batches.shown(self.batches.store.batch(request.path_params["batch_id"])))
+
+    async def cancel_batch(self, request: Request) -> Response:
+        found = await run_in_threadpool(self.batches.cancel, request.path_params["batch_id"])
+        return JSONResponse(self.batches.shown(found))
+
+
+async def _json_body(request: Request) -> bytes:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, "content-type: application/json is expected", "wrong_content_type")
+    return await request.body()
+
+
+async def _gather(asked: Asked, events: asyncio.Queue[tuple[Any, ...]]) -> list[Completion]:
+    """The completions of all rows. Refused where one cannot be run."""
+    done = dict[int, Completion]()
+    while len(done) < len(asked.requests):
+        kind, *event = await events.get()
+        if kind == "error":
+            raise event[0]
+        done[event[0].prompt.index] = event[1]
+    return [done[i] for i in range(len(done))]
+
+
+async def _unless_gone(request: Request, coroutine: Any) -> Any:
+    """What the coroutine returns; ClientDisconnect where the client goes away before."""
+    work = asyncio.ensure_future(coroutine)
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        for one in (work, gone):
+            one.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+def _page(request: Request, found: list[dict[str, Any]]) -> Response:
+    """A list of OpenAI's, the newest first. after: the id that a page begins behind."""
+    limit, after = request.query_params.get("limit", str(LISTED)), request.query_params.get("after")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_LISTED:
+        raise Refused(400, f"limit: {limit[:60]!r} is not a whole number from 1 to {MOST_LISTED}", "invalid_request")
+    found = found[::-1]
+    if after is not None:
+        places = [i for i, one in enumerate(found) if one["id"] == after]
+        if not places:
+            raise Refused(404, f"after: {after[:60]!r} is not in the list", "not_found")
+        found = found[places[0] + 1 :]
+    page = found[: int(limit)]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(found) > len(page)})
+
+
+async def _refused(request: Request, error: Refused) -> Response:
+    return refusal(error)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    path = request.url.path[:80]
+    response = refusal(Refused(error.status_code, f"{request.method} {path}: {error.detail}", "not_found"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,368 @@
+"""Who is in the running block: rows of clients first, a share of the places for batches, and the engine's thread.
+
+The engine runs in the main thread, where signals end it as they end a job. Other threads talk to it through `Service`;
+what it calls back here has signals held, so that none leaves a lock taken.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.timeline import Span
+from flexgen_h2o.engine.generation import Callbacks, Row
+from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
+from flexgen_h2o.jobs.requests import Request, RowError
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.serving.answers import Refused
+
+TEMPLATE_PROMPT = 128  # tokens of a usual prompt, which the engine is opened for
+LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)  # seconds: upper ends of the histogram
+RECENT_S = 10.0  # over which speeds are measured
+PLAIN_ROW_S = 1.0  # what a row is taken to need before one has been timed
+MOST_RETRY_S = 120
+MOST_SPANS, WATCHED_S = 1000, 15.0  # of the timeline, and for how long after somebody has asked
+
+
+class Owner(Protocol):
+    """Whose rows they are. is_gone: nobody waits for them any more. All is called by the engine's thread."""
+
+    is_gone: bool
+
+    def next(self) -> Request | None:
+        """The next row to be run; None where there is none."""
+
+    def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
+        """A row has another token. place: of the request, its `prompt.index`."""
+
+    def finish(self, request: Request, done: Completion) -> None:
+        """A row is done."""
+
+    def fail(self, request: Request, error: RowError) -> None:
+        """A row cannot be run."""
+
+    def end(self, error: FlexgenError | None = None) -> None:
+        """No row of it runs or waits any more. error: of the engine, which ended all of them."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """The rows of one client's request. tell: called with each event, from the engine's thread."""
+
+    waiting: deque[Request]
+    tell: Callable[[tuple[object, ...]], None]
+    streams: bool = False
+    is_gone: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    def next(self) -> Request | None:
+        return self.waiting.popleft() if self.waiting else None
+
+    def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
+        if self.streams:
+            self.tell(("token", place, token, logprobs))
+
+    def finish(self, request: Request, done: Completion) -> None:
+        self.tell(("done", request, done))
+
+    def fail(self, request: Request, error: RowError) -> None:
+        self.tell(("error", Refused(400, str(error), error.code)))
+
+    def end(self, error: FlexgenError | None = None) -> None:
+        if error is not None:
+            self.tell(("error", Refused(500, str(error), "engine_error")))
+
+
+@dataclass
+class Counts:
+    """What `/metrics` and `/status` show besides what runs now."""
+
+    rows: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    given_up: int = 0
+    failed: int = 0
+    refused: int = 0
+    sweeps: int = 0
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES) + 1))  # of clients' rows
+    latency_sum: float = 0.0
+    recent: deque[tuple[float, int]] = field(default_factory=deque)  # (when, tokens then)
+
+    def add_latency(self, seconds: float) -> None:
+        self.latencies[bisect_left(LATENCIES, seconds)] += 1
+        self.latency_sum += seconds
+
+    def add_tokens(self, count: int) -> None:
+        now = time.monotonic()
+        self.tokens += count
+        if not self.recent or now - self.recent[-1][0] > RECENT_S / 20:
+            self.recent.append((now, self.tokens))
+        while now - self.recent[0][0] > RECENT_S:
+            self.recent.popleft()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the last seconds."""
+        recent, now = list(self.recent), time.monotonic()
+        if not recent or now - recent[-1][0] > RECENT_S:
+            return 0.0
+        return (self.tokens - recent[0][1]) / max(1e-3, now - recent[0][0])
+
+
+@dataclass
+class _Running:
+    owner: Owner
+    request: Request
+    since: float  # when it was asked for
+
+
+class Service:
+    """One running block for all. rows: places that the engine is opened for; length: tokens of a row at most.
+
+    most_queued: rows of clients that wait at most. batch_share: of the places, for batches where some wait. It is the
+    listener of its own runs.
+    """
+
+    def __init__(self, llm: LLM, rows: int, length: int, most_queued: int, batch_share: float) -> None:
+        self.llm, self.length, self.most_queued, self.batch_share = llm, length, most_queued, batch_share
+        self.counts = Counts()
+        self.is_open = True
+        self._tickets: deque[Ticket] = deque()  # with rows that wait
+        self._batches: deque[Owner] = deque()
+        self._running: dict[int, _Running] = {}
+        self._of_owner: dict[int, int] = {}  # rows that run, by id() of their owner
+        self._serial = self._batch_rows = 0
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._template = self._make_template(rows)
+        self.capacity = rows
+        self.predicted: float | None = None  # tokens/s of a full block, as the planner has it
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)  # the newest, while somebody looks at them
+        self._watched = 0.0
+
+    def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
+        """Rows that the engine is opened for: one whose prompt is as long as may be, and usual ones. Each has a
+        beginning of its own, so that room for whole rows is planned."""
+        vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
+        lengths = [self.length, *[usual] * (rows - 1)]
+        prompts = [Prompt(i, (i % vocab,) * length, None) for i, length in enumerate(lengths)]
+        params = [
+            SamplingParams(max_tokens=max(1, self.length - n + 1), prompt_logprobs=None if i else 0)
+            for i, n in enumerate(lengths)
+        ]
+        return prompts, params
+
+    def open(self) -> None:
+        """Open the engine, if it is not. DoesNotFitError where the budgets are too small."""
+        if not self.llm.peak_bytes:
+            policy = self.llm.prepare(*self._template)
+            self.capacity = min(len(self._template[0]), policy.block_size)
+            predicted = self.llm.foresee(*self._template)
+            self.predicted = None if predicted is None else predicted.tokens_per_s
+
+    # For other threads
+
+    def submit(self, ticket: Ticket) -> None:
+        """Let its rows run. Refused where too many wait already."""
+        with self._lock:
+            queued = sum(len(one.waiting) for one in self._tickets)
+            if not self.is_open:
+                raise Refused(503, "the server is shutting down", "shutting_down", retry_after=5)
+            if queued + len(ticket.waiting) > self.most_queued:
+                self.counts.refused += 1
+                raise Refused(
+                    429, f"{queued} rows wait already, at most {self.most_queued}; try again later", "queue_full",
+                    retry_after=self._retry_after(queued),
+                )  # fmt: skip
+            self._tickets.append(ticket)
+        self._wake.set()
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Its client has gone: what waits is dropped, and what runs ends with its next token."""
+        ticket.is_gone = True
+        with self._lock:
+            if ticket in self._tickets:
+                self._tickets.remove(ticket)
+            self.counts.given_up += len(ticket.waiting)
+            ticket.waiting.clear()
+
+    def add_batch(self, batch: Owner) -> None:
+        with self._lock:
+            self._batches.append(batch)
+        self._wake.set()
+
+    def watch(self) -> list[Span]:
+        """The newest spans of the timeline; they are kept for a while from now on."""
+        self._watched = time.monotonic() + WATCHED_S
+        return list(self.spans)
+
+    def wake(self) -> None:
+        """A batch has been cancelled."""
+        self._wake.set()
+
+    @property
+    def queued(self) -> int:
+        with self._lock:
+            return sum(len(one.waiting) for one in self._tickets)
+
+    @property
+    def running(self) -> tuple[int, int]:
+        """Rows that run, of clients and of batches."""
+        return len(self._running) - self._batch_rows, self._batch_rows
+
+    def _retry_after(self, queued: int) -> int:
+        count, seconds = sum(self.counts.latencies), self.counts.latency_sum
+        each = seconds / count if count else PLAIN_ROW_S
+        return max(1, min(MOST_RETRY_S, round(each * queued / max(1, self.capacity))))
+
+    # The engine's thread
+
+    def run(self) -> None:
+        """Serve until a signal arrives, whose Interrupted goes through."""
+        while True:
+            with interrupts.held():
+                self._wake.clear()
+                first = self._next_row()
+            if first is None:
+                interrupts.wait_for(self._wake)
+                continue
+            try:
+                self.llm.run(
+                    [first[0]], [first[1]], self._finish, Callbacks(listener=self, goes_on=self._goes_on), refill=True,
+                    more=self._more,
+                )  # fmt: skip
+            except FlexgenError as error:
+                interrupts.check()  # the error may be its consequence
+                with interrupts.held():
+                    self._fail_running(error)
+            self.open()
+
+    def close(self) -> None:
+        """Refuse what comes from now on, and end what runs and waits."""
+        with self._lock:
+            self.is_open = False
+            tickets = {id(one): one for one in self._tickets}
+            tickets |= {id(r.owner): r.owner for r in self._running.values() if isinstance(r.owner, Ticket)}
+            self._tickets.clear()
+        for ticket in tickets.values():
+            ticket.tell(("error", Refused(503, "the server is shutting down", "shutting_down", retry_after=5)))
+
+    def _more(self) -> tuple[list[Prompt], list[SamplingParams]] | None:
+        with interrupts.held():
+            row = self._next_row()
+        return None if row is None else ([row[0]], [row[1]])
+
+    def _next_row(self) -> tuple[Prompt, SamplingParams] | None:
+        """The row that enters next."""
+        is_their_turn = self._batch_rows < self.batch_share * self.capacity
+        for take in (self._of_batches, self._of_tickets) if is_their_turn else (self._of_tickets, self._of_batches):
+            while (found := take()) is not None:
+                owner, request = found
+                if self.llm.has_room([request.prompt], [request.params]):
+                    return self._enter(owner, request)
+                self.counts.failed += 1
+                owner.fail(request, RowError("context_length_exceeded", "prompt: is too long for the engine as it is"))
+        return None
+
+    def _enter(self, owner: Owner, request: Request) -> tuple[Prompt, SamplingParams]:
+        self._serial += 1
+        since = owner.began if isinstance(owner, Ticket) else 0.0
+        self._running[self._serial] = _Running(owner, request, since)
+        self._of_owner[id(owner)] = self._of_owner.get(id(owner), 0) + 1
+        self._batch_rows += not isinstance(owner, Ticket)
+        self.counts.prompt_tokens += len(request.prompt.token_ids)
+        return Prompt(self._serial, request.prompt.token_ids, None), request.params
+
+    def _of_tickets(self) -> tuple[Owner, Request] | None:
+        """A row of each request in turn."""
+        with self._lock:
+            while self._tickets:
+                ticket = self._tickets.popleft()
+                request = ticket.next()
+                if ticket.waiting:
+                    self._tickets.append(ticket)
+                if request is not None:
+                    return ticket, request
+        return None
+
+    def _of_batches(self) -> tuple[Owner, Request] | None:
+        """A row of each batch in turn. A batch without further rows leaves when its last row has."""
+        while True:
+            with self._lock:
+                batch = self._batches.popleft() if self._batches else None
+            if batch is None:
+                return None
+            request = None if batch.is_gone else batch.next()
+            if request is not None:
+                with self._lock:
+                    self._batches.append(batch)
+                return batch, request
+            if id(batch) not in self._of_owner:
+                batch.end()
+
+    def _leave(self, serial: int) -> _Running:
+        one = self._running.pop(serial)
+        self._batch_rows -= not isinstance(one.owner, Ticket)
+        key = id(one.owner)
+        self._of_owner[key] -= 1
+        if not self._of_owner[key]:
+            del self._of_owner[key]
+        return one
+
+    def _finish(self, done: list[Completion]) -> None:
+        """Called by the engine with rows that have ended."""
+        with interrupts.held():
+            for completion in done:
+                one = self._leave(completion.index)
+                owner = one.owner
+                if owner.is_gone:
+                    self.counts.given_up += 1
+                else:
+                    self.counts.rows += 1
+                    if isinstance(owner, Ticket):
+                        self.counts.add_latency(time.monotonic() - one.since)
+                    owner.finish(one.request, completion)
+                is_last = id(owner) not in self._of_owner
+                if is_last and not isinstance(owner, Ticket) and owner not in self._batches:
+                    owner.end()
+
+    def _goes_on(self, row: Row) -> bool:
+        one = self._running[row.prompt.index]
+        if not one.owner.is_gone:
+            logprobs = row.logprobs[-1] if row.logprobs else None
+            one.owner.token(one.request.prompt.index, row.token_ids[-1], logprobs)
+        return not one.owner.is_gone
+
+    def _fail_running(self, error: FlexgenError) -> None:
+        owners = {id(one.owner): one.owner for one in self._running.values()}
+        self.counts.failed += len(self._running)
+        self._running.clear()
+        self._of_owner.clear()
+        self._batch_rows = 0
+        with self._lock:
+            for owner in owners.values():
+                for queue in (self._tickets, self._batches):
+                    if owner in queue:
+                        queue.remove(owner)  # type: ignore[arg-type]
+        for owner in owners.values():
+            owner.end(error)
+
+    # Listener of a run
+
+    def sweep(self, tokens: int) -> None:
+        timeline = self.llm.timeline
+        self.counts.add_tokens(tokens)
+        self.counts.sweeps += 1
+        timeline.keep_spans = time.monotonic() < self._watched
+        self.spans.extend(timeline.take())
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
+        self.counts.tokens -= sum(len(row.token_ids) - min(len(row.own_ids), row.asked) for row in rows)

@@ -1,0 +1,197 @@
+"""What stands before the routes: connections that are slow or too many, bodies that are too large, keys, origins.
+
+Nothing that a client sends is kept beyond these bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import h11
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from flexgen_h2o.cli_common import say
+from flexgen_h2o.serving.answers import Refused
+
+LEAST_RATE = 2**14  # bytes a second that a body must come with, after the patience
+KEEP_ALIVE_S = 30  # for a client's next request
+BODIES, FILES = 16, 4  # of the largest: what all requests together may have on their way
+OPEN_TO_ALL = ("/health",)  # without a key
+PORT = re.compile(r":\d*$")
+LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """body, file: most bytes of a request and of an upload. connections: open at a time. patience: seconds for a
+    client's next bytes, and for it to take ours. key: None for no key. local_only: names of other hosts are refused."""
+
+    body: int
+    file: int
+    connections: int
+    patience: float
+    key: str | None
+    local_only: bool
+
+
+def refusal(error: Refused) -> JSONResponse:
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    return JSONResponse(error.body, error.status, headers)
+
+
+class Guard:
+    """An application around another one."""
+
+    def __init__(self, app: App, bounds: Bounds) -> None:
+        self._app, self._bounds = app, bounds
+        self._coming = {FILES: 0, BODIES: 0}  # bytes of requests that are not answered
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        has_begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        kind, size = FILES if scope["path"] == "/v1/files" else BODIES, 0
+        most = self._bounds.file if kind == FILES else self._bounds.body
+
+        async def receiving() -> Message:
+            nonlocal size
+            message = await receive()
+            new = len(message.get("body", b""))
+            size, self._coming[kind] = size + new, self._coming[kind] + new
+            if size > most:
+                raise _too_large(most)
+            if self._coming[kind] > kind * most:
+                raise Refused(503, "too much is on its way; try again later", "overloaded", retry_after=5)
+            return message
+
+        try:
+            self._check(Headers(scope=scope), scope["path"], most)
+            await self._app(scope, receiving, sending)
+        except Refused as error:
+            if not has_begun:
+                await refusal(error)(scope, receive, send)
+        except Exception as error:  # our own bug: the client gets a status, and the log a line
+            say("serve", f"{scope['path'][:80]!r}: internal error: {type(error).__name__}: {error}")
+            if not has_begun:
+                await refusal(Refused(500, "internal error", "internal_error"))(scope, receive, send)
+        finally:
+            self._coming[kind] -= size
+
+    def _check(self, headers: Headers, path: str, most: int) -> None:
+        bounds, host = self._bounds, headers.get("host", "")
+        if bounds.local_only and PORT.sub("", host) not in LOCAL:
+            raise Refused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise Refused(403, "origin: pages of other servers may not ask here", "wrong_origin")
+        if bounds.key is not None and path not in OPEN_TO_ALL:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), bounds.key.encode()):
+                raise Refused(401, "authorization: no or a wrong API key", "invalid_api_key")
+        length = headers.get("content-length")
+        if length is not None and (not length.isdecimal() or int(length) > most):
+            raise _too_large(most)
+
+
+def _too_large(most: int) -> Refused:
+    return Refused(413, f"the body has more than {most} bytes", "too_large")
+
+
+class BoundedProtocol(H11Protocol):
+    """Uvicorn's protocol with a limit of connections, and without patience for slow clients."""
+
+    bounds: ClassVar[Bounds]
+    _watch: asyncio.TimerHandle | None = None
+    _deadline = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.bounds.connections:
+            self._refuse(503, "too many connections are open")
+            return
+        self._expect(self.bounds.patience)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.conn.their_state
+        super().data_received(data)
+        if self.conn.their_state is h11.SEND_BODY:
+            if before is not h11.SEND_BODY:
+                self._expect(self.bounds.patience)
+            self._deadline += len(data) / LEAST_RATE
+        elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
+            if self._watch is None:  # a header that has begun
+                self._expect(self.bounds.patience)
+        elif not self.flow.write_paused:
+            self._forget()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect(self.bounds.patience)  # for the client to take what was sent
+
+    def resume_writing(self) -> None:
+        self._forget()
+        super().resume_writing()
+
+    def _expect(self, seconds: float) -> None:
+        self._forget()
+        self._deadline = self.loop.time() + seconds
+        self._watch = self.loop.call_later(seconds, self._look)
+
+    def _forget(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _look(self) -> None:
+        left = self._deadline - self.loop.time()
+        if left > 0:  # a body that comes fast enough
+            self._watch = self.loop.call_later(left, self._look)
+            return
+        self._watch = None
+        if self.flow.write_paused:
+            self.transport.abort()
+        else:
+            self._refuse(408, "the request did not come in time")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = json.dumps(Refused(status, message, "refused").body).encode()
+        head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def uvicorn_config(app: App, bounds: Bounds) -> Config:
+    """Quiet: what goes wrong is said by the guard; libraries would print a line for each client that has gone."""
+    for name in ("asyncio", "python_multipart"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})
+    return Config(
+        app, http=protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, log_level="critical",
+        access_log=False, server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5, proxy_headers=False,
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""How the server stands: `/status` for pages and people, `/metrics` for Prometheus."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from dataclasses import asdict
+from itertools import accumulate
+from typing import Any
+
+from flexgen_h2o.core.config import TIERS
+from flexgen_h2o.serving.batches import Batches
+from flexgen_h2o.serving.block import LATENCIES, Service
+
+STARTED = time.time()
+
+
+def status_of(service: Service, batches: Batches) -> dict[str, Any]:
+    """JSON values; docs/how-to/service.md has the fields."""
+    llm, counts, (clients, of_batches) = service.llm, service.counts, service.running
+    policy = llm.policy
+    return {
+        "model": {"id": llm.model.name, "dtype": llm.dtype, "max_model_len": service.length},
+        "policy": None if policy is None else policy.to_json(),
+        "eviction": llm.eviction.to_json(),
+        "memory": _memory(service),
+        "block": {
+            "rows": service.capacity, "running": clients + of_batches, "clients": clients, "batches": of_batches,
+        },
+        "queue": {"rows": service.queued, "most": service.most_queued},
+        "tokens_per_s": counts.tokens_per_s,
+        "predicted_tokens_per_s": service.predicted,
+        "totals": {
+            "rows": counts.rows, "tokens": counts.tokens, "prompt_tokens": counts.prompt_tokens,
+            "sweeps": counts.sweeps, "given_up": counts.given_up, "failed": counts.failed, "refused": counts.refused,
+        },
+        "jobs": [_job(batches, one) for one in reversed(list(batches.store.batches.values()))][:100],
+        "timeline": [asdict(span) for span in service.watch()],
+        "uptime_s": time.time() - STARTED,
+    }  # fmt: skip
+
+
+def _memory(service: Service) -> dict[str, dict[str, int | None]]:
+    """Bytes by tier: what the engine holds of its budget."""
+    used, budgets = service.llm.peak_bytes, service.llm.budgets
+    return {tier: {"used": used.get(tier, 0), "budget": budgets.get(tier)} for tier in TIERS}
+
+
+def _job(batches: Batches, batch: dict[str, Any]) -> dict[str, Any]:
+    found = {name: batch[name] for name in ("id", "status", "created_at", "endpoint", "metadata")}
+    running = batches.running.get(batch["id"])
+    shown = batches.shown(batch)["request_counts"]
+    found |= {**shown, "tokens_per_s": None, "eta_s": None}
+    if running is not None:
+        status = running.writer.status
+        found |= {"tokens_per_s": status.tokens_per_s, "eta_s": status.eta_s}
+    return found
+
+
+def metrics_text(service: Service, batches: Batches) -> str:
+    """Prometheus' text format 0.0.4."""
+    counts, (clients, of_batches) = service.counts, service.running
+    lines: list[str] = []
+
+    def add(name: str, kind: str, help: str, *samples: tuple[str, float]) -> None:
+        lines.extend((f"# HELP flexgen_{name} {help}", f"# TYPE flexgen_{name} {kind}"))
+        lines.extend(f"flexgen_{name}{labels} {value!r}" for labels, value in samples)
+
+    both = ('{kind="client"}', clients), ('{kind="batch"}', of_batches)
+    add("rows_running", "gauge", "Rows in the block.", *both)
+    add("rows_capacity", "gauge", "Rows that the block has places for.", ("", service.capacity))
+    add("rows_queued", "gauge", "Rows of clients that wait.", ("", service.queued))
+    add("rows_total", "counter", "Rows that are done.", ("", counts.rows))
+    add("rows_given_up_total", "counter", "Rows whose client went away.", ("", counts.given_up))
+    add("rows_failed_total", "counter", "Rows that could not be run.", ("", counts.failed))
+    add("requests_refused_total", "counter", "Requests that found the queue full.", ("", counts.refused))
+    add("tokens_total", "counter", "New tokens.", ("", counts.tokens))
+    add("prompt_tokens_total", "counter", "Prompt tokens.", ("", counts.prompt_tokens))
+    add("sweeps_total", "counter", "Micro-batches that went through all layers.", ("", counts.sweeps))
+    active = sum(
+        batch["status"] in ("validating", "in_progress", "finalizing") for batch in list(batches.store.batches.values())
+    )
+    add("batches_active", "gauge", "Batches that are not over.", ("", active))
+    name, total = "request_seconds", 0
+    lines.extend((f"# HELP flexgen_{name} Seconds of a client's row.", f"# TYPE flexgen_{name} histogram"))
+    for end, total in zip([*map(str, LATENCIES), "+Inf"], accumulate(counts.latencies), strict=True):
+        lines.append(f'flexgen_{name}_bucket{{le="{end}"}} {total}')
+    lines.extend((f"flexgen_{name}_sum {counts.latency_sum:g}", f"flexgen_{name}_count {total}"))
+    memory = _memory(service)
+    for field in ("used", "budget"):
+        values = [(f'{{tier="{tier}"}}', float(of[field] or 0)) for tier, of in memory.items() if of[field] is not None]
+        add(f"memory_{field}_bytes", "gauge", f"Memory by tier, {field}.", *values)
+    add("resident_bytes", "gauge", "Memory of the process.", ("", _resident()))
+    return "\n".join(lines) + "\n"
+
+
+def _resident() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

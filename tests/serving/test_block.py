@@ -1,0 +1,212 @@
+"""Who enters the block, in which order, and what becomes of rows when clients go or the engine fails. No engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.generation import Callbacks, Row
+from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.models.load import find_model
+from flexgen_h2o.serving.answers import Limits, Refused, read_asked
+from flexgen_h2o.serving.block import Service, Ticket
+
+PLACES, LENGTH = 4, 50
+
+
+class Over(Exception):
+    """No row is left."""
+
+
+class StubLLM:
+    """An engine whose rows get a token a sweep. entered: first tokens of prompts, in their order."""
+
+    def __init__(self) -> None:
+        self.model, self.timeline = SimpleNamespace(spec=SimpleNamespace(vocab_size=100)), Timeline()
+        self.entered: list[int] = []
+        self.peak_bytes: dict[str, int] = {}
+        self.after_sweep: Callable[[int], None] = lambda sweep: None
+
+    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Any:
+        self.peak_bytes = {"host": 1}
+        assert max(len(p.token_ids) for p in prompts) == LENGTH and len({p.token_ids[0] for p in prompts}) == PLACES
+        return SimpleNamespace(block_size=PLACES)
+
+    def foresee(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        return None
+
+    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
+        return len(prompts[0].token_ids) <= LENGTH
+
+    def run(
+        self, prompts: list[Prompt], params: list[SamplingParams], on_finished: Callable[[list[Completion]], None],
+        callbacks: Callbacks, refill: bool, more: Callable[[], Any],
+    ) -> None:  # fmt: skip
+        running, sweep = [Row(prompts[0], params[0].max_tokens)], 0
+        assert callbacks.goes_on is not None and refill
+        while running:
+            for row in running:
+                if not row.token_ids:
+                    self.entered.append(row.prompt.token_ids[0])
+                row.token_ids.append(7)
+            self.after_sweep(sweep)
+            ended = [r for r in running if len(r.token_ids) >= r.max_new or not callbacks.goes_on(r)]
+            running = [r for r in running if r not in ended]
+            on_finished([Completion(r.prompt.index, None, None, r.token_ids, "length") for r in ended])
+            while len(running) < PLACES and (found := more()) is not None:
+                running.append(Row(found[0][0], found[1][0].max_tokens))
+            sweep += 1
+        raise Over
+
+
+class StubBatch:
+    """Rows of a batch."""
+
+    def __init__(self, rows: Sequence[Request]) -> None:
+        self.rows, self.done, self.ended = deque(rows), list[int](), list[FlexgenError | None]()
+        self.is_gone = False
+
+    def next(self) -> Request | None:
+        return self.rows.popleft() if self.rows else None
+
+    def token(self, place: int, token: int, logprobs: object) -> None:
+        pass
+
+    def finish(self, request: Request, done: Completion) -> None:
+        self.done.append(request.prompt.token_ids[0])
+
+    def fail(self, request: Request, error: RowError) -> None:
+        self.done.append(-request.prompt.token_ids[0])
+
+    def end(self, error: FlexgenError | None = None) -> None:
+        self.ended.append(error)
+
+
+def rows_of(first: int, count: int, tokens: int = 1, length: int = 1) -> deque[Request]:
+    return deque(
+        Request("completion", "a", Prompt(i, (first + i,) * length, None), SamplingParams(max_tokens=tokens))
+        for i in range(count)
+    )
+
+
+def ticket_of(first: int, count: int, tokens: int = 1, length: int = 1) -> tuple[Ticket, list[Any]]:
+    told: list[Any] = []
+    return Ticket(rows_of(first, count, tokens, length), told.append), told
+
+
+@pytest.fixture
+def llm() -> StubLLM:
+    return StubLLM()
+
+
+@pytest.fixture
+def service(llm: StubLLM) -> Service:
+    found = Service(llm, PLACES, LENGTH, 20, 0.25)  # type: ignore[arg-type]
+    found.open()
+    assert found.capacity == PLACES
+    return found
+
+
+def run(service: Service) -> None:
+    with pytest.raises(Over):
+        service.run()
+
+
+def test_requests_take_turns(service: Service, llm: StubLLM) -> None:
+    (one, told), (other, others) = ticket_of(10, 6), ticket_of(20, 2)
+    service.submit(one)
+    service.submit(other)
+    run(service)
+    assert llm.entered == [10, 20, 11, 21, 12, 13, 14, 15]
+    assert [kind for kind, *_ in told] == ["done"] * 6 and [kind for kind, *_ in others] == ["done"] * 2
+    assert service.counts.rows == 8 and sum(service.counts.latencies) == 8 and service.running == (0, 0)
+
+
+def test_clients_come_first_and_batches_have_their_share(service: Service, llm: StubLLM) -> None:
+    batch, second = StubBatch(rows_of(50, 5)), StubBatch(rows_of(70, 5))
+    for one in (batch, second):
+        service.add_batch(one)
+    ticket, _ = ticket_of(10, 9)
+    service.submit(ticket)
+    run(service)
+    assert llm.entered[:9] == [50, 70, 10, 11, 12, 51, 13, 14, 15], "one of four places, in turn"
+    assert sorted(batch.done) == [50, 51, 52, 53, 54] and batch.ended == second.ended == [None]
+
+
+def test_a_queue_has_an_end(service: Service) -> None:
+    service.submit(ticket_of(10, 15)[0])
+    with pytest.raises(Refused) as caught:
+        service.submit(ticket_of(30, 6)[0])
+    assert caught.value.status == 429 and (caught.value.retry_after or 0) >= 1 and service.counts.refused == 1
+    service.submit(ticket_of(30, 5)[0])
+    service.close()
+    with pytest.raises(Refused, match="shutting down"):
+        service.submit(ticket_of(10, 1)[0])
+
+
+def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:
+    (gone, told), (waits, others) = ticket_of(10, 6, tokens=40), ticket_of(20, 2, tokens=3)
+    service.submit(gone)
+    llm.after_sweep = lambda sweep: None if sweep != 1 else (service.submit(waits), service.give_up(gone))[0]
+    run(service)
+    assert llm.entered == [10, 11, 12, 13, 20, 21] and not told and len(others) == 2
+    assert service.counts.given_up == 6 and service.queued == 0
+
+
+def test_a_batch_that_is_cancelled_ends_when_its_rows_have_left(service: Service, llm: StubLLM) -> None:
+    batch = StubBatch(rows_of(50, 9, tokens=5))
+    service.add_batch(batch)
+
+    def cancel(sweep: int) -> None:
+        batch.is_gone = batch.is_gone or sweep == 2
+
+    llm.after_sweep = cancel
+    run(service)
+    assert batch.ended == [None] and not batch.done and len(llm.entered) == PLACES
+
+
+def test_rows_that_are_too_long_are_refused_and_others_go_on(service: Service, llm: StubLLM) -> None:
+    (long, told), (short, others) = ticket_of(10, 1, length=LENGTH + 1), ticket_of(20, 1)
+    batch = StubBatch([*rows_of(60, 1, length=LENGTH + 1), *rows_of(70, 1)])
+    service.submit(long)
+    service.submit(short)
+    service.add_batch(batch)
+    run(service)
+    assert [event[0] for event in told] == ["error"] and told[0][1].status == 400
+    assert [event[0] for event in others] == ["done"] and batch.done == [-60, 70] and batch.ended == [None]
+
+
+def test_an_engine_that_fails_ends_its_rows_only(service: Service, llm: StubLLM) -> None:
+    (first, told), (later, others) = ticket_of(10, 9, tokens=5), ticket_of(20, 1)
+    batch = StubBatch(rows_of(50, 9, tokens=5))
+    service.submit(first)
+    service.add_batch(batch)
+
+    def fail(sweep: int) -> None:
+        if sweep == 2:
+            llm.after_sweep, llm.peak_bytes = (lambda sweep: None), {}
+            service.submit(later)
+            raise FlexgenError("logits are not finite")
+
+    llm.after_sweep = fail
+    run(service)
+    assert [event[0] for event in told] == ["error"] and told[0][1].status == 500
+    assert [str(error) for error in batch.ended] == ["logits are not finite"]
+    assert [event[0] for event in others] == ["done"] and llm.peak_bytes, "the engine is open again"
+
+
+def test_an_answer_that_is_too_large_is_refused() -> None:
+    reader, limits = RequestReader(find_model("opt-tiny", None, None), SamplingParams()), Limits(1000, 1024, 1024)
+    body = {"prompt": [[5, 6]] * 500, "max_tokens": 200}
+    assert len(read_asked(reader, "/v1/completions", body, limits).requests) == 500
+    with pytest.raises(Refused, match="logprobs: more than") as caught:
+        read_asked(reader, "/v1/completions", {**body, "logprobs": 20}, limits)
+    assert caught.value.body["error"]["param"] == "logprobs"

@@ -1,0 +1,84 @@
+"""The command itself: what it refuses before it serves, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from flexgen_h2o import serve
+from flexgen_h2o.core.errors import EXIT_USAGE
+from tests.serving.conftest import Start
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--api-key", ""], "--api-key"),
+        (["--port", "70000"], "--port 70000"),
+        (["--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen"),
+        (["--batch-share", "1.5"], "--batch-share"),
+        (["--max-body", "lots"], "--max-body"),
+        (["--state-dir", "a-file"], "--state-dir a-file"),
+        (["--max-len", "5000"], "--max-len 5000"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_refused(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    code = serve.main(["--model", "opt-tiny", "--device", "cpu", "--port", "0", "--state-dir", "s", *words])
+    err = capfd.readouterr().err
+    assert code == EXIT_USAGE and err.startswith("serve: ") and says in err and err.count("\n") == 1
+
+
+def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert serve.main(["--port", port, "--state-dir", str(tmp_path)]) == EXIT_USAGE
+    assert f"--port {port}: cannot listen there" in capfd.readouterr().err
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(serve.NEEDED, "no_such_module", "no-such-package")
+    assert serve.main([]) == EXIT_USAGE
+    assert capfd.readouterr().err == "serve: needs no-such-package; pip install -e '.[serve]' in a clone\n"
+
+
+def test_a_signal_ends_it_while_clients_wait(start: Start, tmp_path: Path) -> None:
+    """They get a status, or the end of their stream; a second server may not have the folder meanwhile."""
+    server, found = start(tmp_path), dict[bool, Any]()
+    body = {"prompt": ["a"] * 20, "max_tokens": 250, "ignore_eos": True}
+
+    def ask(stream: bool) -> None:
+        with server.web as web:
+            found[stream] = web.post("/v1/completions", json={**body, "stream": stream})
+
+    clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    with server.web as web:
+        for client in clients:
+            client.start()
+        while web.get("/status").json()["queue"]["rows"] < 20:
+            time.sleep(0.01)
+        second = start(tmp_path / ".", "--port", "0")
+        assert second.wait() == EXIT_USAGE and "another server uses it" in second.err
+        server.send(2)
+    assert server.wait() == 130
+    for client in clients:
+        client.join()
+    assert found[False].status_code == 503 and found[False].headers["retry-after"]
+    assert found[False].json()["error"]["code"] == "shutting_down"
+    assert json.loads(events(found[True])[-1])["error"]["code"] == "shutting_down"
+
+
+def events(answer: httpx2.Response) -> list[str]:
+    return [one.removeprefix("data: ") for one in answer.text.split("\n\n") if one]
