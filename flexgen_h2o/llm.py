@@ -45,14 +45,7 @@ from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
-from flexgen_h2o.models.load import (
-    Model,
-    content_digests,
-    find_checkpoint,
-    find_model,
-    has_safetensors,
-    said_dtype,
-)
+from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model, has_safetensors, said_dtype
 from flexgen_h2o.planner.plans import Planner
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile

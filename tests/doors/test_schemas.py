@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from flexgen_h2o.core.config import ABOUT, Policy, SavedPolicy, read_policy, write_policy
+from flexgen_h2o.core.config import ABOUT, POLICY_SCHEMA, Policy, SavedPolicy, read_policy, write_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Line
@@ -69,7 +69,7 @@ def test_policies_and_profiles_are_valid(tmp_path: Path) -> None:
     write_policy(tmp_path / "p.json", SavedPolicy(Policy(compress_cache=True, cache_bits=3), model="m"))
     for path in [tmp_path / "p.json", *POLICIES]:
         body = json.loads(path.read_text())
-        assert problems("policy", body | {"schema": 4}) == []  # older files lack what came later
+        assert problems("policy", body | {"schema": POLICY_SCHEMA}) == []  # older files lack what came later
     for path in PROFILES:
         assert problems("profile", profile_from_json(json.loads(path.read_text())).to_json()) == []
     assert problems("profile", nominal_profile(True).to_json()) == []
