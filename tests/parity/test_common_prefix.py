@@ -197,7 +197,7 @@ def test_the_plan_holds_one_copy(placement: str, tmp_path: Path, monkeypatch: py
     begin = CacheStore.begin_block
     monkeypatch.setattr(
         CacheStore, "begin_block",
-        lambda store, layouts, rows: (slots.append(layouts[0][0].slots), begin(store, layouts, rows))[1],
+        lambda store, layouts, *rest: (slots.append(layouts[0][0].slots), begin(store, layouts, *rest))[1],
     )  # fmt: skip
     for how in ("off", "on"):
         with open_llm(tmp_path / "model", Policy(4, 2, PLACEMENTS[placement]), tmp_path, how) as llm:

@@ -102,7 +102,9 @@ def test_compressed_runs_are_compared_with_an_uncompressed_one(llm: LLM, rows: l
     [
         ({}, Full(), 74, 2 * 32 * 4, 0),
         ({"compress_cache": True, "cache_bits": "4/2"}, Full(), 74, 4 * (5 + 3), whole_bytes(16, 32, 4)),
-        ({"attn_sparsity": 0.1}, Full(), 74, 2 * 32 * 4, sketch_bytes(74, 32)),
+        pytest.param(
+            {"attn_sparsity": 0.1}, Full(), 74, 2 * 32 * 4, sketch_bytes(74, 32), marks=pytest.mark.slow
+        ),  # its loops take seconds to compile
         ({}, H2O(heavy_size=4, recent_size=4, summaries=32), 9, 2 * 32 * 4, page_bytes(3, 32)),
     ],
 )
