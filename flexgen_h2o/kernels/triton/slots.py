@@ -72,13 +72,13 @@ def attend_packed_step(
     in_head = numbers < D
     centre = tl.load(centres + row * D + numbers, mask=in_head, other=0.0).to(tl.float32)
     spread = tl.load(ranges + row * D + numbers, mask=in_head, other=1.0).to(tl.float32)
-    part, place = (slot // length).to(tl.int64), row * length + slot % length
+    its_part, its_place = (slot // length).to(tl.int64), row * length + slot % length
     new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
     new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
     smoothed = tl.div_rn(new_key.to(tl.float32) - centre, spread)
-    at_key, at_value = keys + part * segment + place * k_words, values + part * value_segment + place * v_words
-    _pack(smoothed, at_key, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING, K_GROUPS)
-    _pack(new_value.to(tl.float32), at_value, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING, V_GROUPS)
+    key_at, value_at = its_part * segment + its_place * k_words, its_part * value_segment + its_place * v_words
+    _pack(smoothed, keys + key_at, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING, K_GROUPS)
+    _pack(new_value.to(tl.float32), values + value_at, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING, V_GROUPS)
     entry = tl.arange(0, WINDOW)
     goes = tl.load(state + 6 * sequences + sequence)
     its = _enter(whole_slots + row * windows, entry, windows, slot, goes)
