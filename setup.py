@@ -52,7 +52,10 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]), "flexgen_h2o.policies"],
     package_dir={"flexgen_h2o.policies": "policies"},  # data only; it stays at the top of the repository
-    package_data={"flexgen_h2o": ["py.typed", "assets/opt-tiny/*"], "flexgen_h2o.policies": ["*/*.json"]},
+    package_data={
+        "flexgen_h2o": ["py.typed", "assets/opt-tiny/*", "serving/static/*"],
+        "flexgen_h2o.policies": ["*/*.json"],
+    },
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["flexgen-h2o = flexgen_h2o.cli:main"]},

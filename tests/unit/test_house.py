@@ -43,7 +43,7 @@ EDGES = {
         "policy_search": "core tiers models kvcache engine planner cli_common flags",
         "hardware": "core planner cli_common flags",
         "batch": "core kvcache engine cli_common flags jobs",
-        "serve": "core cli_common flags jobs serving",
+        "serve": "core tiers kvcache planner cli_common flags policy_search jobs serving",
         "evaluate": "core kvcache cli_common flags evaluation",
         "cache": "core tiers checkpoint cli_common",
         "cli": "core cli_common",
