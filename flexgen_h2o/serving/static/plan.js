@@ -16,7 +16,7 @@ async function begin() {
     machines = Object.fromEntries(found.machines.map((machine) => [machine.name, machine]));
     show($("models"), ...found.models.map((name) => el("option", { value: name })));
     $("model").value ||= found.has_engine ? found.models[0] : "facebook/opt-30b";
-    const labels = found.machines.map(({ name, description }) => el("option", { value: name }, `${name}: ${description}`));
+    const labels = found.machines.map(({ name }) => el("option", { value: name }, name));
     show($("machine"), ...labels, el("option", { value: OWN }, OWN));
     $("status-link").hidden = !found.has_engine;
     choose();
@@ -35,7 +35,8 @@ function choose() {
     $(`${tier}_mem`).placeholder = there ? bytes(there) : "as it has";
     if (tier === "device" && machine?.device_is_host) $("device_mem").value = "";
   }
-  $("machine-note").textContent = machine ? `${machine.date ? `Measured or fitted ${machine.date}.` : "Round figures, not measured."} Leave memory empty for all of it, less a margin.` : "";
+  const source = machine?.date ? `figures of ${machine.date}` : "round figures, not measured";
+  $("machine-note").textContent = machine ? `${machine.description}; ${source}. Leave memory empty for all of it, less a margin.` : "";
 }
 
 async function question() {

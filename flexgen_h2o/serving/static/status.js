@@ -127,7 +127,7 @@ function joined(spans, start, end, gap) {
 
 async function follow() {
   for (;;) {
-    try {
+    if (!document.hidden) try {
       const found = await (await ask("/status")).json();
       if (latest === null) sides(found);
       latest = found;
