@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import OneLineParser, count, file_name, note, positive, run_cli
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_folder, usable_path
 from flexgen_h2o.core.units import check_number, parse_bytes
 from flexgen_h2o.flags import (
@@ -193,7 +193,10 @@ def _compared(args: argparse.Namespace | None, policy: Policy, is_auto: bool, le
     with open_llm(args, policy, is_auto, eviction) as llm, naming_flags(kv_budget=f"--compare {args.compare}"):
         llm.share_prefix = "off"
         service = Service(llm, COMPARED_ROWS, length, COMPARED_QUEUE, 0.0)
-        service.open()
+        try:
+            service.open()
+        except DoesNotFitError as error:
+            raise DoesNotFitError(f"--compare {args.compare}: {error}; --compare-share is what it gets") from error
         thread = threading.Thread(target=_run_until_closed, args=(service,), name="compare", daemon=True)
         interrupts.start(thread)
         try:
@@ -217,7 +220,7 @@ def _bounds(args: argparse.Namespace) -> Bounds:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         where = "--api-key" if args.api_key is not None else KEY_VARIABLE
         raise UsageError(f"{where}: is empty, or has spaces or other than ASCII characters")
-    is_local = args.host in LOCAL or args.host.startswith("127.")
+    is_local = args.host in LOCAL
     if key is None and not is_local:
         raise UsageError(f"--host {args.host}: others reach it there; give --api-key, or set {KEY_VARIABLE}")
     sizes = (parse_bytes(args.max_body, "--max-body"), parse_bytes(args.max_file, "--max-file"))

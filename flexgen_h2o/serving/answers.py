@@ -27,6 +27,8 @@ from flexgen_h2o.jobs.requests import (
 )
 from flexgen_h2o.models.load import Model
 
+MOST_NUMBERS = 2_000_000  # in an answer, which is held until its last row is done
+
 
 class Refused(Exception):
     """A request that gets an error in OpenAI's shape. retry_after: seconds, of status 429 and 503."""
@@ -109,6 +111,8 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], limits:
             where = f"{error}" if prompts is None else f"{error} (prompt {i} of {len(prompts)})"
             raise Refused(400, where, error.code) from error
         found += (_variant(request, c) for c in range(n))
+    if sum(map(_numbers, found)) > MOST_NUMBERS:
+        raise Refused(400, f"logprobs: more than {MOST_NUMBERS} numbers in one answer; ask for fewer", "too_large")
     return Asked(name, tuple(found), n, stream, _flag(options or {}, "include_usage"), int(time.time()))
 
 
@@ -120,6 +124,12 @@ def _check_length(request: Request, limits: Limits) -> None:
             "context_length_exceeded",
             f"prompt: {length} tokens, and max_tokens {new}, but this server takes {limits.length} together",
         )
+
+
+def _numbers(request: Request) -> int:
+    """Of tokens and log-probabilities in the answer to a row, at most."""
+    params, echoed = request.params, len(request.prompt.token_ids) if request.echo else 0
+    return (params.max_tokens + echoed) * (1 if params.logprobs is None else 2 + params.logprobs)
 
 
 def _variant(request: Request, choice: int) -> Request:

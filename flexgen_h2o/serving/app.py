@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -37,7 +35,6 @@ from flexgen_h2o.serving.block import Service, Ticket
 from flexgen_h2o.serving.guard import refusal
 from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
-logging.getLogger("python_multipart").addHandler(logging.NullHandler())  # it would print what it does not like
 MOST_LISTED, LISTED = 10_000, 20  # entries of a page, at most and by default
 Handler = Callable[[Request], Any]
 
@@ -107,10 +104,11 @@ class Server:
     # Completions
 
     async def complete(self, request: Request) -> Response:
-        body = await json_body(request)
-        read = functools.partial(read_asked, self.reader, request.url.path.removeprefix("/compare"), body, self.limits)
+        data = await json_body(request)
         async with self._reading:
-            asked = await run_in_threadpool(read)
+            body = await run_in_threadpool(json_of, data)
+            path = request.url.path.removeprefix("/compare")
+            asked = await run_in_threadpool(read_asked, self.reader, path, body, self.limits)
         events: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -196,7 +194,7 @@ class Server:
     # Batches
 
     async def add_batch(self, request: Request) -> Response:
-        body = await json_body(request)
+        body = json_of(await json_body(request))
         return JSONResponse(await run_in_threadpool(self.batches.create, body))
 
     async def list_batches(self, request: Request) -> Response:
@@ -210,10 +208,10 @@ class Server:
         return JSONResponse(self.batches.shown(found))
 
 
-async def json_body(request: Request) -> dict[str, Any]:
+async def json_body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "content-type: application/json is expected", "wrong_content_type")
-    return await run_in_threadpool(json_of, await request.body())
+    return await request.body()
 
 
 async def _gather(asked: Asked, events: asyncio.Queue[tuple[Any, ...]]) -> list[Completion]:

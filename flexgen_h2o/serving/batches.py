@@ -60,18 +60,17 @@ class Store:
         try:
             for path in (folder, self._files, self._batches):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if files.read_mark(folder) is None:
-                files.mark(folder, what="server")
-            self._fd = files.lock_folder(folder)
+            self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            is_ours = files.try_lock(self._fd)
         except OSError as error:
             raise UsageError(f"--state-dir {folder}: {error.strerror or error}") from error
-        if self._fd is None:
+        if not is_ours:
+            os.close(self._fd)
             raise UsageError(f"--state-dir {folder}: another server uses it; give another folder")
         self.files = self._read(self._files, FILE_ID)
         self.batches = self._read(self._batches, BATCH_ID)
 
     def close(self) -> None:
-        assert self._fd is not None
         os.close(self._fd)
 
     @staticmethod

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,9 +23,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from flexgen_h2o.cli_common import say
 from flexgen_h2o.serving.answers import Refused
 
-LEAST_RATE = 4096  # bytes a second that a body must come with, after the patience
+LEAST_RATE = 2**14  # bytes a second that a body must come with, after the patience
+KEEP_ALIVE_S = 30  # for a client's next request
+BODIES, FILES = 16, 4  # of the largest: what all requests together may have on their way
 OPEN_TO_ALL = ("/health", "/", "/plan")  # without a key, and what is below STATIC
 STATIC = "/static/"
+PORT = re.compile(r":\d*$")
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 Message = MutableMapping[str, Any]
@@ -55,6 +60,7 @@ class Guard:
 
     def __init__(self, app: App, bounds: Bounds) -> None:
         self._app, self._bounds = app, bounds
+        self._coming = {FILES: 0, BODIES: 0}  # bytes of requests that are not answered
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,10 +72,23 @@ class Guard:
             has_begun = True
             await send(message)
 
-        most = self._bounds.file if scope["path"] == "/v1/files" else self._bounds.body
+        kind, size = FILES if scope["path"] == "/v1/files" else BODIES, 0
+        most = self._bounds.file if kind == FILES else self._bounds.body
+
+        async def receiving() -> Message:
+            nonlocal size
+            message = await receive()
+            new = len(message.get("body", b""))
+            size, self._coming[kind] = size + new, self._coming[kind] + new
+            if size > most:
+                raise _too_large(most)
+            if self._coming[kind] > kind * most:
+                raise Refused(503, "too much is on its way; try again later", "overloaded", retry_after=5)
+            return message
+
         try:
             self._check(Headers(scope=scope), scope["path"], most)
-            await self._app(scope, _bounded(receive, most), sending)
+            await self._app(scope, receiving, sending)
         except Refused as error:
             if not has_begun:
                 await refusal(error)(scope, receive, send)
@@ -77,10 +96,12 @@ class Guard:
             say("serve", f"{scope['path'][:80]!r}: internal error: {type(error).__name__}: {error}")
             if not has_begun:
                 await refusal(Refused(500, "internal error", "internal_error"))(scope, receive, send)
+        finally:
+            self._coming[kind] -= size
 
     def _check(self, headers: Headers, path: str, most: int) -> None:
         bounds, host = self._bounds, headers.get("host", "")
-        if bounds.local_only and host.rpartition(":")[0 if ":" in host and not host.endswith("]") else 2] not in LOCAL:
+        if bounds.local_only and PORT.sub("", host) not in LOCAL:
             raise Refused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
@@ -96,21 +117,6 @@ class Guard:
 
 def _too_large(most: int) -> Refused:
     return Refused(413, f"the body has more than {most} bytes", "too_large")
-
-
-def _bounded(receive: Receive, most: int) -> Receive:
-    """`receive` that refuses a body of more than `most` bytes, as of chunks."""
-    size = 0
-
-    async def bounded() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > most:
-            raise _too_large(most)
-        return message
-
-    return bounded
 
 
 class BoundedProtocol(H11Protocol):
@@ -181,10 +187,12 @@ class BoundedProtocol(H11Protocol):
 
 
 def uvicorn_config(app: App, bounds: Bounds) -> Config:
-    """Quiet: what goes wrong is said by the guard."""
+    """Quiet: what goes wrong is said by the guard; libraries would print a line for each client that has gone."""
+    for name in ("asyncio", "python_multipart"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})
     return Config(
         app, http=protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, log_level="critical",
         access_log=False, server_header=False,
-        timeout_keep_alive=max(1, round(bounds.patience)), timeout_graceful_shutdown=5, proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5, proxy_headers=False,
     )  # fmt: skip

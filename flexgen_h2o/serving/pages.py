@@ -25,7 +25,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.models import built_in_names
-from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.serving.answers import Refused, json_of
 from flexgen_h2o.serving.app import HANDLERS, json_body
 
 STATIC = Path(__file__).parent / "static"
@@ -116,7 +116,7 @@ class Pages:
 
     async def plan(self, request: Request) -> Response:
         """The answer to {model, machine or profile, SWITCHES, VALUES}, as of policy_search.ask."""
-        words, profile = self._question(await json_body(request))
+        words, profile = self._question(json_of(await json_body(request)))
         with self._lock:
             if not self._is_open or self._running == MOST_SEARCHES:
                 raise Refused(

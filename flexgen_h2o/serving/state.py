@@ -79,7 +79,9 @@ def metrics_text(service: Service, batches: Batches) -> str:
     add("tokens_total", "counter", "New tokens.", ("", counts.tokens))
     add("prompt_tokens_total", "counter", "Prompt tokens.", ("", counts.prompt_tokens))
     add("sweeps_total", "counter", "Micro-batches that went through all layers.", ("", counts.sweeps))
-    active = sum(batch["status"] in ("validating", "in_progress", "finalizing") for batch in _batches(batches))
+    active = sum(
+        batch["status"] in ("validating", "in_progress", "finalizing") for batch in list(batches.store.batches.values())
+    )
     add("batches_active", "gauge", "Batches that are not over.", ("", active))
     name, total = "request_seconds", 0
     lines.extend((f"# HELP flexgen_{name} Seconds of a client's row.", f"# TYPE flexgen_{name} histogram"))
@@ -92,10 +94,6 @@ def metrics_text(service: Service, batches: Batches) -> str:
         add(f"memory_{field}_bytes", "gauge", f"Memory by tier, {field}.", *values)
     add("resident_bytes", "gauge", "Memory of the process.", ("", _resident()))
     return "\n".join(lines) + "\n"
-
-
-def _batches(batches: Batches) -> list[dict[str, Any]]:
-    return list(batches.store.batches.values())
 
 
 def _resident() -> int:

@@ -84,10 +84,10 @@ def start(forks: Forks) -> Iterator[Start]:
             server.wait()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """One for a module, with little room and little patience."""
-    flags = ("--max-queue", "64", "--max-body", "256KiB", "--max-file", "1MiB", "--timeout", "1")
+    """One for all tests that need no other, with little room and little patience."""
+    flags = ("--max-queue", "64", "--max-body", "256KiB", "--max-file", "1MiB", "--timeout", "2")
     return start(tmp_path_factory.mktemp("server"), *flags, "--max-connections", "40")
 
 

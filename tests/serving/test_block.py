@@ -14,8 +14,9 @@ from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.requests import Request, RowError
-from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.models.load import find_model
+from flexgen_h2o.serving.answers import Limits, Refused, read_asked
 from flexgen_h2o.serving.block import Service, Ticket
 
 PLACES, LENGTH = 4, 50
@@ -200,3 +201,12 @@ def test_an_engine_that_fails_ends_its_rows_only(service: Service, llm: StubLLM)
     assert [event[0] for event in told] == ["error"] and told[0][1].status == 500
     assert [str(error) for error in batch.ended] == ["logits are not finite"]
     assert [event[0] for event in others] == ["done"] and llm.peak_bytes, "the engine is open again"
+
+
+def test_an_answer_that_is_too_large_is_refused() -> None:
+    reader, limits = RequestReader(find_model("opt-tiny", None, None), SamplingParams()), Limits(1000, 1024, 1024)
+    body = {"prompt": [[5, 6]] * 500, "max_tokens": 200}
+    assert len(read_asked(reader, "/v1/completions", body, limits).requests) == 500
+    with pytest.raises(Refused, match="logprobs: more than") as caught:
+        read_asked(reader, "/v1/completions", {**body, "logprobs": 20}, limits)
+    assert caught.value.body["error"]["param"] == "logprobs"
