@@ -122,14 +122,15 @@ let asking = null;
 function askForKey(isWrong) {
   asking ??= new Promise((done) => {
     const input = el("input", { type: "password", id: "key", required: true, autocomplete: "off" });
-    const form = el("form", { method: "dialog" },
+    const form = el("form", {},
       el("h2", {}, "This server wants a key"),
       el("label", { htmlFor: "key" }, "API key, kept in this tab until it is closed"), input,
       el("p", { className: "error", role: "alert" }, isWrong ? "The server does not know this key." : ""),
       el("button", {}, "Continue"));
     const dialog = el("dialog", { id: "ask-key" }, form);
     dialog.addEventListener("cancel", (event) => event.preventDefault());
-    form.addEventListener("submit", () => {
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
       sessionStorage.setItem(KEY, input.value);
       dialog.remove();
       asking = null;
