@@ -41,6 +41,7 @@ EXTRAS = {
     "gpu": ["triton>=3.6"],
     "plot": ["matplotlib>=3.8"],
     "serve": ["starlette>=1.7", "uvicorn>=0.50", "python-multipart>=0.0.30"],
+    "browser": ["selenium>=4.40"],
     "ray": ["ray[data]>=2.60,<2.64"],
 }
 

@@ -145,7 +145,7 @@ async function follow() {
 function sides(found) {
   const all = [["/v1/completions", found.eviction], ...(found.compare ? [["/compare/v1/completions", found.compare.eviction]] : [])];
   $("try-note").textContent = found.compare
-    ? "greedy, with both eviction policies at once"
+    ? "greedy, with both eviction policies at once; compare the texts, not the speeds: only the first shares its block with jobs"
     : "greedy; start the server with --compare NAME (full, or h2o:kv_budget=0.2) to see another eviction policy beside it";
   $("max-tokens").value = Math.min(48, Math.max(1, Math.floor(found.model.max_model_len / 2)));
   show($("sides"), ...all.map(([path, settings]) => el("div", { className: "answer" },
