@@ -209,8 +209,11 @@ def _compared(args: argparse.Namespace | None, policy: Policy, is_auto: bool, le
 
 
 def _run_until_closed(service: Service) -> None:
-    with contextlib.suppress(interrupts.Interrupted):
-        service.run()
+    try:
+        with contextlib.suppress(interrupts.Interrupted):
+            service.run()
+    finally:
+        service.close()  # nobody shall wait for an engine that has failed
 
 
 def _bounds(args: argparse.Namespace) -> Bounds:
