@@ -49,13 +49,17 @@ EXTRAS = {
     "gpu": ["triton>=3.6"],
     "plot": ["matplotlib>=3.8"],
     "serve": ["starlette>=1.7", "uvicorn>=0.50", "python-multipart>=0.0.30"],
+    "browser": ["selenium>=4.40"],
     "ray": ["ray[data]>=2.60,<2.64"],
 }
 
 setup(
     packages=[*find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]), "flexgen_h2o.policies"],
     package_dir={"flexgen_h2o.policies": "policies"},  # data only; it stays at the top of the repository
-    package_data={"flexgen_h2o": ["py.typed", "assets/opt-tiny/*"], "flexgen_h2o.policies": ["*/*.json"]},
+    package_data={
+        "flexgen_h2o": ["py.typed", "assets/opt-tiny/*", "serving/static/*"],
+        "flexgen_h2o.policies": ["*/*.json"],
+    },
     install_requires=CORE,
     extras_require=EXTRAS,
 )

@@ -6,12 +6,15 @@ Needs the model's config only: no weights, no GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import (
     OneLineParser,
@@ -25,7 +28,8 @@ from flexgen_h2o.cli_common import (
     run_cli,
     say,
 )
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, SavedPolicy, without_unused_bits, write_policy
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
 from flexgen_h2o.core.settings import ORIGINAL
@@ -85,6 +89,7 @@ def _parser() -> OneLineParser:
     add("--json", action="store_true", help="print one JSON object instead of the tables")
     add("--trace", type=file_name, help="write a Chrome trace of the first block as it is simulated")
     add("--plot", type=file_name, help="write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)")
+    parser.set_defaults(profile=None, check=interrupts.check)  # of `ask`
     return parser
 
 
@@ -98,15 +103,43 @@ def _run(argv: list[str] | None) -> int:
         print(json.dumps(to_json(answer), indent=1, allow_nan=False))
     if answer.plan is None:
         raise DoesNotFitError(answer.problem or "nothing fits")
-    spec, machine, policy = answer.space.spec, answer.space.machine, answer.plan.policy
+    spec, machine = answer.space.spec, answer.space.machine
     has_card = not machine.device_is_host and not machine.profile.device_is_host
     say_idle_flags("policy_search", args, Place(spec, machine.device_is_host, has_card))
     if not args.json:
-        flags = " ".join(filter(None, [as_flags(policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
-        print(to_text(answer, answer.plan, flags, _command(args, machine.dtype, policy)))
+        print(_text(args, answer, answer.plan))
     words = sys.argv[1:] if argv is None else argv
     _write(args, answer, answer.plan, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
     return EXIT_DONE
+
+
+def ask(words: Sequence[str], profile: HardwareProfile, check: Callable[[], None]) -> dict[str, Any]:
+    """For a page: what --json says on a machine of this profile; with a plan also `text`, the tables, and `command`,
+    which runs a file of requests with it. check: called between candidates; what it raises ends the search.
+
+    Nothing is measured, and no file is written. UsageError names the flag.
+    """
+    args = _parser().parse_args(words)
+    args.profile, args.check = profile, check
+    _check(args)
+    answer = _fastest(args)
+    if answer.plan is None:
+        return to_json(answer)
+    command = _with_policy("flexgen-h2o batch", "--input requests.jsonl --output answers.jsonl", args, answer)
+    return {**to_json(answer), "text": _text(args, answer, answer.plan), "command": command}
+
+
+def machines(offload_dir: str | None) -> dict[str, HardwareProfile]:
+    """Profiles by name: of this machine where it was measured, those that are shipped, and round figures."""
+    from flexgen_h2o.planner.measure.run import cached_profile
+    from flexgen_h2o.planner.profile import SHIPPED, nominal_profile, read_profile
+
+    found: dict[str, HardwareProfile] = {}
+    with contextlib.suppress(UsageError):  # no such folder: it was never measured
+        kept = cached_profile("auto", Path(usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")))
+        found |= {} if kept is None else {"this machine": kept}
+    found |= {path.stem: read_profile(path) for path in sorted(SHIPPED.glob("*.json"))}
+    return found | {f"some {kind}": nominal_profile(kind == "CPU") for kind in ("card", "CPU")}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -147,12 +180,14 @@ def _question(args: argparse.Namespace) -> Answer:
     rows = args.num_prompts or (SEARCHED_PROMPTS if searched else policy.block_size)
     need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows)
     machine, budgets = _machine(args)
-    return Answer(SearchSpace(spec, need, policy, machine, budgets, compress), eviction.to_json(), searched)
+    space = SearchSpace(spec, need, policy, machine, budgets, compress, args.check)
+    return Answer(space, eviction.to_json(), searched)
 
 
 def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
     """Where the run would take place, and what it may hold there."""
-    profile, device_is_host, budgets = _shipped(args) if args.hardware is not None else _this_machine(args)
+    is_named = args.profile is not None or args.hardware is not None
+    profile, device_is_host, budgets = _shipped(args) if is_named else _this_machine(args)
     return Machine(profile, _dtype(args, profile), device_is_host), budgets
 
 
@@ -160,7 +195,7 @@ def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
     from flexgen_h2o.core.units import less_margin
     from flexgen_h2o.planner.profile import find_profile, read_profile
 
-    profile, asked = read_profile(find_profile(args.hardware)), budget_of(args)
+    profile, asked = args.profile or read_profile(find_profile(args.hardware)), budget_of(args)
     device_is_host = profile.device_is_host and asked.device is None
     there = {tier: less_margin(getattr(profile, f"{tier}_mem_bytes")) for tier in TIERS}
     budgets = {tier: free if (given := getattr(asked, tier)) is None else given for tier, free in there.items()}
@@ -237,14 +272,22 @@ def _with_details(answer: Answer) -> Answer:
     )  # fmt: skip
 
 
-def _command(args: argparse.Namespace, dtype: str, policy: Policy) -> str:
-    """The benchmark of the plan's block as a command."""
-    words = ["python -m flexgen_h2o.flex_opt", f"--model {shlex.quote(args.model)}"]
-    words += [f"--prompt-len {args.prompt_len} --gen-len {args.gen_len}", as_flags(policy), given_flags(args, REPEATED)]
+def _text(args: argparse.Namespace, answer: Answer, plan: Plan) -> str:
+    """The tables, with the benchmark of the plan's block as a command."""
+    flags = " ".join(filter(None, [as_flags(plan.policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
+    command = _with_policy("python -m flexgen_h2o.flex_opt", f"--prompt-len {args.prompt_len}", args, answer)
+    return to_text(answer, plan, flags, command)
+
+
+def _with_policy(command: str, more: str, args: argparse.Namespace, answer: Answer) -> str:
+    """A command line that runs with the answer's policy. more: its own flags."""
+    assert answer.policy is not None
+    words = [command, f"--model {shlex.quote(args.model)}", more, f"--gen-len {args.gen_len}", as_flags(answer.policy)]
+    words.append(given_flags(args, REPEATED))
     if args.device != "auto":
         words.append(f"--device {args.device}")
     if args.dtype != "auto":
-        words.append(f"--dtype {dtype}")
+        words.append(f"--dtype {answer.space.machine.dtype}")
     return " ".join(filter(None, words))
 
 

@@ -8,20 +8,22 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import OneLineParser, count, file_name, note, positive, run_cli
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import EXIT_DONE, UsageError
-from flexgen_h2o.core.files import check_folder
+from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_folder, usable_path
 from flexgen_h2o.core.units import check_number, parse_bytes
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
+    budget_of,
     eviction_of,
     naming_flags,
     open_llm,
@@ -32,14 +34,23 @@ from flexgen_h2o.flags import (
 )
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
     from flexgen_h2o.serving.app import Server
-    from flexgen_h2o.serving.guard import Bounds
+    from flexgen_h2o.serving.block import Service
+    from flexgen_h2o.serving.guard import App, Bounds
+    from flexgen_h2o.serving.pages import Pages
 
 KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
 ROWS = 64  # of a block that `auto` plans
 MOST_LENGTH = 2048  # tokens of a row, without --max-len
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 STATE_DIR = "~/flexgen_h2o_server"
+COMPARED_ROWS, COMPARED_QUEUE = 2, 16  # of the engine for comparisons
+# Fields that mean something without an engine.
+OF_PLAN_ONLY = (
+    "plan_only", "host", "port", "api_key", "max_body", "max_connections", "timeout", "model", "path", "revision",
+    "offload_dir",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,6 +75,13 @@ def _parser() -> OneLineParser:
     add("--max-stored", default="20GiB", metavar="BYTES", help="of all files that were sent (20GiB)")
     add("--max-connections", type=positive, default=512, metavar="N", help="open at a time (512)")
     add("--timeout", type=positive, default=30, metavar="SECONDS", help="for a client that sends or takes nothing (30)")
+    add(
+        "--compare",
+        metavar="NAME",
+        help="eviction policy of a second, small engine for comparisons",
+    )
+    add("--compare-share", type=float, default=0.25, metavar="SHARE", help="of the memory budgets, for it (0.25)")
+    add("--plan-only", action="store_true", help="the planner's page alone: no model is loaded")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row that does not say (32)")
     add_sampling_flags(parser)
     add_engine_flags(parser)
@@ -77,8 +95,11 @@ def _run(argv: list[str] | None) -> int:
     if missing:
         raise UsageError(f"needs {', '.join(missing)}; pip install -e '.[serve]' in a clone")
     bounds = _bounds(args)
+    if args.plan_only:
+        return _plan_only(args, bounds)
     with naming_flags():
         check_number("batch_share", args.batch_share, 1.0)
+        check_number("compare_share", args.compare_share, 0.9)
     args.state_dir = check_folder(args.state_dir, "--state-dir")
     policy, is_auto = policy_of(args)
     defaults, eviction = sampling_of(args), eviction_of(args, policy)
@@ -89,6 +110,7 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.serving.batches import Batches, Store
     from flexgen_h2o.serving.block import Service
 
+    args, beside = _shares(args)
     with _listening(args) as listener, open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = "off"  # rows that come later begin otherwise
         llm.check_plan()
@@ -101,14 +123,97 @@ def _run(argv: list[str] | None) -> int:
         service.open()
         reader = RequestReader(llm.model, defaults)
         settings = settings_of(llm, policy, is_auto, defaults, llm.digests())
-        with contextlib.closing(Store(args.state_dir, parse_bytes(args.max_stored, "--max-stored"))) as store:
+        with (
+            contextlib.closing(Store(args.state_dir, parse_bytes(args.max_stored, "--max-stored"))) as store,
+            _compared(beside, policy, is_auto, length) as other,
+            contextlib.closing(_pages(args, has_engine=True)) as pages,
+        ):
             batches = Batches(store, service, reader, settings)
             limits = Limits(args.max_queue, length, llm.model.spec.max_positions)
-            with _serving(Server(service, batches, reader, limits), bounds, listener):
-                host, port = listener.getsockname()[:2]
-                print(f"{llm.model.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+            server = Server(service, batches, reader, limits)
+            if other is not None:
+                most = Limits(COMPARED_QUEUE, other.length, llm.model.spec.max_positions)
+                server.other = Server(other, batches, RequestReader(other.llm.model, defaults), most)
+            with _serving(server, pages, bounds, listener):
+                print(f"{llm.model.name} at {_address(listener)}/v1", flush=True)
                 service.run()
     return EXIT_DONE
+
+
+def _plan_only(args: argparse.Namespace, bounds: Bounds) -> int:
+    """Serve the planner's page until a signal ends it."""
+    for field, flag in args.given.items():
+        if field not in OF_PLAN_ONLY:
+            raise UsageError(f"{flag}: is for an engine, and --plan-only has none; leave it out")
+    pages = _pages(args, has_engine=False)
+    with _listening(args) as listener, contextlib.closing(pages), _answering(pages.app(), bounds, listener):
+        print(f"planner at {_address(listener)}/plan", flush=True)
+        interrupts.wait_for(threading.Event())
+    return EXIT_DONE
+
+
+def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
+    from flexgen_h2o.planner.profile import profile_from_json
+    from flexgen_h2o.policy_search import ask, machines
+    from flexgen_h2o.serving.pages import Pages, Planning
+
+    given = [f"--{name}={value}" for name in ("path", "revision") if (value := getattr(args, name)) is not None]
+    return Pages(Planning(machines(args.offload_dir), profile_from_json, ask, [args.model, *given]), has_engine)
+
+
+def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:
+    """The flags of the engine, and of the one for comparisons: what the tiers may hold is cut in two."""
+    if args.compare is None:
+        return args, None
+    from flexgen_h2o.tiers.device import open_device, resolve_budgets
+
+    asked, folder = budget_of(args), usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    device = open_device(args.device, separate_budget=asked.device is not None)
+    budgets = {t: n for t, n in resolve_budgets(asked, device, folder).items() if t != "device" or not device.is_host}
+
+    def part(share: float) -> argparse.Namespace:
+        cut = {f"{tier}_mem": None if nbytes is None else int(share * nbytes) for tier, nbytes in budgets.items()}
+        return argparse.Namespace(**{**vars(args), **cut})
+
+    return part(1 - args.compare_share), part(args.compare_share)
+
+
+@contextlib.contextmanager
+def _compared(args: argparse.Namespace | None, policy: Policy, is_auto: bool, length: int) -> Iterator[Service | None]:
+    """The running block of the engine for comparisons, in a thread of its own."""
+    if args is None:
+        yield None
+        return
+    from flexgen_h2o.kvcache.eviction import Full, make_eviction
+    from flexgen_h2o.serving.block import Service
+
+    with naming_flags(eviction="--compare"):
+        eviction = Full() if args.compare == "full" else make_eviction(args.compare)
+    policy = replace(policy, gpu_batch_size=COMPARED_ROWS, num_gpu_batches=1)
+    with open_llm(args, policy, is_auto, eviction) as llm, naming_flags(kv_budget=f"--compare {args.compare}"):
+        llm.share_prefix = "off"
+        service = Service(llm, COMPARED_ROWS, length, COMPARED_QUEUE, 0.0)
+        try:
+            service.open()
+        except DoesNotFitError as error:
+            raise DoesNotFitError(f"--compare {args.compare}: {error}; --compare-share is what it gets") from error
+        thread = threading.Thread(target=_run_until_closed, args=(service,), name="compare", daemon=True)
+        interrupts.start(thread)
+        try:
+            yield service
+        finally:
+            with interrupts.held():
+                service.close()
+                service.wake()
+                thread.join()
+
+
+def _run_until_closed(service: Service) -> None:
+    try:
+        with contextlib.suppress(interrupts.Interrupted):
+            service.run()
+    finally:
+        service.close()  # nobody shall wait for an engine that has failed
 
 
 def _bounds(args: argparse.Namespace) -> Bounds:
@@ -145,27 +250,49 @@ def _listening(args: argparse.Namespace) -> Iterator[socket.socket]:
         yield listener
 
 
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @contextlib.contextmanager
-def _serving(server: Server, bounds: Bounds, listener: socket.socket) -> Iterator[None]:
-    """Answer clients in a thread of its own. At the end what runs is given up; batches are left to the next start."""
+def _serving(server: Server, pages: Pages, bounds: Bounds, listener: socket.socket) -> Iterator[None]:
+    """Answer clients. At the end what runs is given up; batches are left to the next start."""
+
+    def close() -> None:
+        for one in filter(None, (server, server.other)):
+            one.service.close()
+
+    server.batches.go_on()
+    try:
+        with _answering(server.app(pages.routes()), bounds, listener, close):
+            yield
+    finally:
+        with interrupts.held():
+            server.batches.close(interrupts.arrived() or RuntimeError("the server has failed"))
+
+
+@contextlib.contextmanager
+def _answering(
+    app: App, bounds: Bounds, listener: socket.socket, close: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Run an application in a thread of its own. close: called before its clients are told to go."""
     import asyncio
 
     import uvicorn
 
     from flexgen_h2o.serving.guard import Guard, uvicorn_config
 
-    web = uvicorn.Server(uvicorn_config(Guard(server.app(), bounds), bounds))
+    web = uvicorn.Server(uvicorn_config(Guard(app, bounds), bounds))
     thread = threading.Thread(target=lambda: asyncio.run(web.serve(sockets=[listener])), name="http", daemon=True)
-    server.batches.go_on()
     interrupts.start(thread)
     try:
         yield
     finally:
         with interrupts.held():
-            server.service.close()
+            close()
             web.should_exit = True
             thread.join()
-            server.batches.close(interrupts.arrived() or RuntimeError("the server has failed"))
 
 
 if __name__ == "__main__":

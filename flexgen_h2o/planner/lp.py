@@ -16,6 +16,7 @@ from typing import cast
 import pulp
 from pulp.apis.core import PulpSolverError
 
+from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.model import ModelSpec
@@ -47,7 +48,7 @@ class SearchSpace:
     """What a search chooses from. base: its switches are kept, batch sizes and shares are chosen.
 
     compress: the compression switches (fields of `Policy`) that may be set as well. budgets: bytes by tier, None for
-    no limit.
+    no limit. check: called between candidates; what it raises ends the search.
     """
 
     spec: ModelSpec
@@ -56,6 +57,7 @@ class SearchSpace:
     machine: Machine
     budgets: Budgets
     compress: Sequence[str] = ()
+    check: Callable[[], None] = interrupts.check
 
     @property
     def most_micro_batch(self) -> int:

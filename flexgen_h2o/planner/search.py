@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from operator import attrgetter, itemgetter
 
-from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
@@ -79,7 +78,7 @@ class Plan:
 
 def evaluate(space: SearchSpace, policy: Policy) -> Plan:
     """What a given policy costs. DoesNotFitError when it does not fit the budgets."""
-    interrupts.check()
+    space.check()
     spec, need, machine = space.spec, space.need, space.machine
     shape, budgets = shape_of(policy, need), dict(space.budgets)
     plan = plan_within(spec, policy, shape, machine.itemsize, machine.device_is_host, budgets)
@@ -176,7 +175,7 @@ def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
 
 
 def _solve(space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets) -> Solution | None:
-    interrupts.check()
+    space.check()
     return solve(find_corners(space, policy, depth), space.need.gen_len - 1, space.base.overlap, budgets)
 
 

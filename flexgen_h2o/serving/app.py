@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from flexgen_h2o.serving.answers import (
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import Service, Ticket
 from flexgen_h2o.serving.guard import refusal
-from flexgen_h2o.serving.state import metrics_text, status_of
+from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
 MOST_LISTED, LISTED = 10_000, 20  # entries of a page, at most and by default
 Handler = Callable[[Request], Any]
@@ -45,9 +45,10 @@ class Server:
     def __init__(self, service: Service, batches: Batches, reader: RequestReader, limits: Limits) -> None:
         self.service, self.batches, self.reader, self.limits = service, batches, reader, limits
         self.created = int(time.time())
+        self.other: Server | None = None  # with another eviction policy, for comparisons
         self._reading = asyncio.Semaphore(1)  # prompts are encoded beside the engine, one request at a time
 
-    def app(self) -> Starlette:
+    def app(self, more: Sequence[Route] = ()) -> Starlette:
         routes = [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -66,8 +67,9 @@ class Server:
             Route("/v1/batches/{batch_id}", self.batch),
             Route("/v1/batches/{batch_id}/cancel", self.cancel_batch, methods=["POST"]),
         ]
-        handlers = {Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
-        return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+        if self.other is not None:
+            routes.append(Route("/compare/v1/completions", self.other.complete, methods=["POST"]))
+        return Starlette(routes=[*routes, *more], exception_handlers=HANDLERS)
 
     # The server
 
@@ -79,7 +81,11 @@ class Server:
         return PlainTextResponse(metrics_text(self.service, self.batches), media_type="text/plain; version=0.0.4")
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse(status_of(self.service, self.batches))
+        found, other = status_of(self.service, self.batches), self.other
+        compare = None
+        if other is not None:
+            compare = {"eviction": other.service.llm.eviction.to_json(), "memory": memory_of(other.service)}
+        return JSONResponse({**found, "compare": compare})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -98,10 +104,11 @@ class Server:
     # Completions
 
     async def complete(self, request: Request) -> Response:
-        data = await _json_body(request)
+        data = await json_body(request)
         async with self._reading:
             body = await run_in_threadpool(json_of, data)
-            asked = await run_in_threadpool(read_asked, self.reader, request.url.path, body, self.limits)
+            path = request.url.path.removeprefix("/compare")
+            asked = await run_in_threadpool(read_asked, self.reader, path, body, self.limits)
         events: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -187,7 +194,7 @@ class Server:
     # Batches
 
     async def add_batch(self, request: Request) -> Response:
-        body = json_of(await _json_body(request))
+        body = json_of(await json_body(request))
         return JSONResponse(await run_in_threadpool(self.batches.create, body))
 
     async def list_batches(self, request: Request) -> Response:
@@ -201,7 +208,7 @@ class Server:
         return JSONResponse(self.batches.shown(found))
 
 
-async def _json_body(request: Request) -> bytes:
+async def json_body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "content-type: application/json is expected", "wrong_content_type")
     return await request.body()
@@ -262,3 +269,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=499)
+
+
+HANDLERS: Any = {Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone}

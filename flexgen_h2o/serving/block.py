@@ -29,6 +29,7 @@ LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)  
 RECENT_S = 10.0  # over which speeds are measured
 PLAIN_ROW_S = 1.0  # what a row is taken to need before one has been timed
 MOST_RETRY_S = 120
+MOST_ENDS = 64
 MOST_SPANS, WATCHED_S = 1000, 15.0  # of the timeline, and for how long after somebody has asked
 
 
@@ -146,6 +147,7 @@ class Service:
         self.predicted: float | None = None  # tokens/s of a full block, as the planner has it
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)  # the newest, while somebody looks at them
         self._watched = 0.0
+        self._ends = deque[float](maxlen=MOST_ENDS)  # of the newest micro-batches, as spans have it
 
     def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
         """Rows that the engine is opened for: one whose prompt is as long as may be, and usual ones. Each has a
@@ -203,6 +205,13 @@ class Service:
         self._watched = time.monotonic() + WATCHED_S
         return list(self.spans)
 
+    @property
+    def last_sweep(self) -> dict[str, float] | None:
+        """When the micro-batches of a block, the newest ones, went through all layers; seconds as in spans."""
+        policy, ends = self.llm.policy, list(self._ends)
+        count = 0 if policy is None else min(len(ends) - 1, policy.num_gpu_batches)
+        return {"start": ends[-1 - count], "end": ends[-1]} if count > 0 else None
+
     def wake(self) -> None:
         """A batch has been cancelled."""
         self._wake.set()
@@ -226,13 +235,15 @@ class Service:
 
     def run(self) -> None:
         """Serve until a signal arrives, whose Interrupted goes through."""
-        while True:
+        while self.is_open:
             with interrupts.held():
                 self._wake.clear()
                 first = self._next_row()
             if first is None:
                 interrupts.wait_for(self._wake)
                 continue
+            self._ends.clear()
+            self._ends.append(time.perf_counter())
             try:
                 self.llm.run(
                     [first[0]], [first[1]], self._finish, Callbacks(listener=self, goes_on=self._goes_on), refill=True,
@@ -252,6 +263,7 @@ class Service:
             tickets |= {id(r.owner): r.owner for r in self._running.values() if isinstance(r.owner, Ticket)}
             self._tickets.clear()
         for ticket in tickets.values():
+            ticket.is_gone = True
             ticket.tell(("error", Refused(503, "the server is shutting down", "shutting_down", retry_after=5)))
 
     def _more(self) -> tuple[list[Prompt], list[SamplingParams]] | None:
@@ -360,6 +372,7 @@ class Service:
         timeline = self.llm.timeline
         self.counts.add_tokens(tokens)
         self.counts.sweeps += 1
+        self._ends.append(time.perf_counter())
         timeline.keep_spans = time.monotonic() < self._watched
         self.spans.extend(timeline.take())
 

@@ -26,7 +26,8 @@ from flexgen_h2o.serving.answers import Refused
 LEAST_RATE = 2**14  # bytes a second that a body must come with, after the patience
 KEEP_ALIVE_S = 30  # for a client's next request
 BODIES, FILES = 16, 4  # of the largest: what all requests together may have on their way
-OPEN_TO_ALL = ("/health",)  # without a key
+OPEN_TO_ALL = ("/health", "/", "/plan")  # without a key, and what is below STATIC
+STATIC = "/static/"
 PORT = re.compile(r":\d*$")
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 
@@ -105,7 +106,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise Refused(403, "origin: pages of other servers may not ask here", "wrong_origin")
-        if bounds.key is not None and path not in OPEN_TO_ALL:
+        if bounds.key is not None and path not in OPEN_TO_ALL and not path.startswith(STATIC):
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), bounds.key.encode()):
                 raise Refused(401, "authorization: no or a wrong API key", "invalid_api_key")

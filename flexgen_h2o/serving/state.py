@@ -24,7 +24,7 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
         "model": {"id": llm.model.name, "dtype": llm.dtype, "max_model_len": service.length},
         "policy": None if policy is None else policy.to_json(),
         "eviction": llm.eviction.to_json(),
-        "memory": _memory(service),
+        "memory": memory_of(service),
         "block": {
             "rows": service.capacity, "running": clients + of_batches, "clients": clients, "batches": of_batches,
         },
@@ -37,11 +37,12 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
         },
         "jobs": [_job(batches, one) for one in reversed(list(batches.store.batches.values()))][:100],
         "timeline": [asdict(span) for span in service.watch()],
+        "sweep": service.last_sweep,
         "uptime_s": time.time() - STARTED,
     }  # fmt: skip
 
 
-def _memory(service: Service) -> dict[str, dict[str, int | None]]:
+def memory_of(service: Service) -> dict[str, dict[str, int | None]]:
     """Bytes by tier: what the engine holds of its budget."""
     used, budgets = service.llm.peak_bytes, service.llm.budgets
     return {tier: {"used": used.get(tier, 0), "budget": budgets.get(tier)} for tier in TIERS}
@@ -87,7 +88,7 @@ def metrics_text(service: Service, batches: Batches) -> str:
     for end, total in zip([*map(str, LATENCIES), "+Inf"], accumulate(counts.latencies), strict=True):
         lines.append(f'flexgen_{name}_bucket{{le="{end}"}} {total}')
     lines.extend((f"flexgen_{name}_sum {counts.latency_sum:g}", f"flexgen_{name}_count {total}"))
-    memory = _memory(service)
+    memory = memory_of(service)
     for field in ("used", "budget"):
         values = [(f'{{tier="{tier}"}}', float(of[field] or 0)) for tier, of in memory.items() if of[field] is not None]
         add(f"memory_{field}_bytes", "gauge", f"Memory by tier, {field}.", *values)

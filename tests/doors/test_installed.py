@@ -43,7 +43,8 @@ def test_package_and_shipped_files_come_with_the_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / wheel) as packed:
         packed.extractall(site)
     wanted = {path.relative_to(ROOT) for path in (ROOT / "flexgen_h2o").rglob("*.py")}
-    wanted |= {path.relative_to(ROOT) for path in (ROOT / "flexgen_h2o" / "assets").rglob("*")}
+    for folder in ("assets", "serving/static"):
+        wanted |= {path.relative_to(ROOT) for path in (ROOT / "flexgen_h2o" / folder).rglob("*")}
     wanted |= {"flexgen_h2o" / path.relative_to(ROOT) for path in (ROOT / "policies").rglob("*.json")}
     assert len(wanted) > 100
     assert wanted <= {path.relative_to(site) for path in site.rglob("*")}

@@ -44,7 +44,7 @@ EDGES = {
         "hardware": "core planner cli_common flags",
         "doctor": "core kernels tiers engine planner cli_common",
         "batch": "core kvcache engine cli_common flags jobs",
-        "serve": "core cli_common flags jobs serving",
+        "serve": "core tiers kvcache planner cli_common flags policy_search jobs serving",
         "evaluate": "core kvcache cli_common flags evaluation",
         "cache": "core tiers checkpoint cli_common",
         "cli": "core cli_common",

@@ -1,0 +1,189 @@
+"""Pages for people: the server's at `/`, the planner's at `/plan`, and the questions that the latter asks.
+
+The files are in static/, each read once. They need no key; what they show comes from routes that do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.config import TIERS
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.models import built_in_names
+from flexgen_h2o.serving.answers import Refused, json_of
+from flexgen_h2o.serving.app import HANDLERS, json_body
+
+STATIC = Path(__file__).parent / "static"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# Nothing of other servers, nothing inline, and in no frame.
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
+}  # fmt: skip
+MOST_SEARCHES, MOST_SEARCH_S = 2, 120.0  # at a time, and of each
+MODEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a hub id, no path
+SWITCHES = ("compress_weight", "compress_cache")
+VALUES = (
+    "num_prompts", "prompt_len", "gen_len", *(f"{tier}_mem" for tier in TIERS), "eviction", "hh_ratio", "kv_budget",
+    "kv_loss",
+)  # fmt: skip
+MOST_CHARACTERS = 100  # of a value
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The planner, of flexgen_h2o.policy_search. machines: profiles by name; read: a profile from an object;
+    ask: an answer's object from words of its command line, a profile, and what is called between candidates. model: the
+    one that the page begins with, and the words that say where it is."""
+
+    machines: Mapping[str, Any]
+    read: Callable[[object], Any]
+    ask: Callable[[Sequence[str], Any, Callable[[], None]], dict[str, Any]]
+    model: Sequence[str]
+
+
+class Pages:
+    """Their routes. has_engine: without it `/` leads to the planner's page."""
+
+    def __init__(self, planning: Planning, has_engine: bool) -> None:
+        self._planning, self._has_engine = planning, has_engine
+        self._files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS}
+        self._searches = ThreadPoolExecutor(MOST_SEARCHES, thread_name_prefix="plan")
+        self._running, self._lock, self._is_open = 0, threading.Lock(), True
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.first),
+            Route("/plan", self.plan_page),
+            Route("/static/{name}", self.static),
+            Route("/api/plan", self.choices),
+            Route("/api/plan", self.plan, methods=["POST"]),
+        ]
+
+    def app(self) -> Starlette:
+        """Without an engine."""
+        routes = [*self.routes(), Route("/health", _health)]
+        return Starlette(routes=routes, exception_handlers=HANDLERS)
+
+    def close(self) -> None:
+        """End the searches that run."""
+        self._is_open = False
+        self._searches.shutdown(cancel_futures=True)
+
+    async def first(self, request: Request) -> Response:
+        return self._file("index.html") if self._has_engine else RedirectResponse("/plan")
+
+    async def plan_page(self, request: Request) -> Response:
+        return self._file("plan.html")
+
+    async def static(self, request: Request) -> Response:
+        return self._file(request.path_params["name"])
+
+    def _file(self, name: str) -> Response:
+        if name not in self._files:
+            raise HTTPException(404, "Not Found")
+        kind = KINDS[Path(name).suffix]
+        return Response(self._files[name], media_type=kind, headers=HEADERS)
+
+    async def choices(self, request: Request) -> Response:
+        """What the planner's page offers."""
+        planning = self._planning
+        machines = [
+            {
+                "name": name, "description": one.description, "date": one.date[:10],
+                "device_is_host": one.device_is_host,
+                "memory": {tier: getattr(one, f"{tier}_mem_bytes") for tier in TIERS},
+            }
+            for name, one in planning.machines.items()
+        ]  # fmt: skip
+        models = list(dict.fromkeys([planning.model[0], *built_in_names()]))
+        return JSONResponse({"models": models, "machines": machines, "has_engine": self._has_engine})
+
+    async def plan(self, request: Request) -> Response:
+        """The answer to {model, machine or profile, SWITCHES, VALUES}, as of policy_search.ask."""
+        words, profile = self._question(json_of(await json_body(request)))
+        with self._lock:
+            if not self._is_open or self._running == MOST_SEARCHES:
+                raise Refused(
+                    429, f"{self._running} searches run already; try again in a moment", "busy", retry_after=5
+                )
+            self._running += 1
+        future = self._searches.submit(self._search, words, profile)
+        return JSONResponse(await asyncio.wrap_future(future))
+
+    def _search(self, words: Sequence[str], profile: Any) -> dict[str, Any]:
+        ends = time.monotonic() + MOST_SEARCH_S
+
+        def check() -> None:
+            interrupts.check()
+            if not self._is_open:
+                raise Refused(503, "the server is shutting down", "shutting_down")
+            if time.monotonic() > ends:
+                raise Refused(503, f"the search took more than {MOST_SEARCH_S:.0f} s; ask at a terminal", "too_long")
+
+        try:
+            return self._planning.ask(words, profile, check)
+        except FlexgenError as error:
+            raise Refused(400, str(error), "cannot_plan") from error
+        except interrupts.Interrupted as error:
+            raise Refused(503, "the server is shutting down", "shutting_down") from error
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def _question(self, body: Mapping[str, Any]) -> tuple[list[str], Any]:
+        """Words of the command line, and the profile. Refused, naming the field, where it is wrong."""
+        planning, words = self._planning, list[str]()
+        for name, value in body.items():
+            if name in SWITCHES and isinstance(value, bool):
+                words += [_flag(name)] * value
+            elif name in VALUES and isinstance(value, str | int | float) and len(str(value)) <= MOST_CHARACTERS:
+                words.append(f"{_flag(name)}={value}")
+            elif name not in ("model", "machine", "profile"):
+                known = ", ".join(("model", "machine", "profile", *SWITCHES, *VALUES))
+                raise _wrong(f"{name[:60]}: is no field with such a value; fields are {known}")
+        model = body.get("model", planning.model[0])
+        if model != planning.model[0] and not (isinstance(model, str) and MODEL.fullmatch(model)):
+            raise _wrong(f"model: {str(model)[:60]!r} is not a hub id, like facebook/opt-30b")
+        where = planning.model if model == planning.model[0] else [model]
+        return [f"--model={where[0]}", *where[1:], *words], self._profile(body)
+
+    def _profile(self, body: Mapping[str, Any]) -> Any:
+        machines, name = self._planning.machines, body.get("machine")
+        if (name is None) is ("profile" not in body):
+            raise _wrong("machine: give it, or the object of a profile as `profile`")
+        if name is None:
+            try:
+                return self._planning.read(body["profile"])
+            except UsageError as error:
+                raise _wrong(f"profile: {error}") from error
+        if not isinstance(name, str) or name not in machines:
+            raise _wrong(f"machine: {str(name)[:60]!r} is none of {', '.join(machines)}")
+        return machines[name]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _wrong(message: str) -> Refused:
+    return Refused(400, message, "invalid_request")
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})

@@ -1,0 +1,102 @@
+// The planner's page: a question as JSON to /api/plan, and its answer drawn.
+import { $, ask, bar, bytes, copies, el, memory, number, post, rate, seconds, show, state } from "/static/common.js";
+
+const OWN = "a profile file …";
+const RESOURCES = {
+  disk_read: "disk read", disk_write: "disk write", h2d: "host to device", d2h: "device to host",
+  device_compute: "device compute", host_compute: "host compute",
+};
+const FIELDS = ["num_prompts", "prompt_len", "gen_len", "device_mem", "host_mem", "disk_mem"];
+const NIGHT_S = 10 * 3600;
+let machines = {};
+
+async function begin() {
+  try {
+    const found = await (await ask("/api/plan")).json();
+    machines = Object.fromEntries(found.machines.map((machine) => [machine.name, machine]));
+    show($("models"), ...found.models.map((name) => el("option", { value: name })));
+    $("model").value ||= found.has_engine ? found.models[0] : "facebook/opt-30b";
+    const labels = found.machines.map(({ name }) => el("option", { value: name }, name));
+    show($("machine"), ...labels, el("option", { value: OWN }, OWN));
+    $("status-link").hidden = !found.has_engine;
+    choose();
+    state("planner", "good");
+  } catch (error) {
+    state(`no answer: ${error.message}`, "bad");
+  }
+}
+
+function choose() {
+  const machine = machines[$("machine").value];
+  $("profile-label").hidden = machine !== undefined;
+  $("device-label").hidden = machine?.device_is_host ?? false;
+  for (const tier of ["device", "host", "disk"]) {
+    const there = machine?.memory[tier];
+    $(`${tier}_mem`).placeholder = there ? bytes(there) : "as it has";
+    if (tier === "device" && machine?.device_is_host) $("device_mem").value = "";
+  }
+  const source = machine?.date ? `figures of ${machine.date}` : "round figures, not measured";
+  $("machine-note").textContent = machine ? `${machine.description}; ${source}. Leave memory empty for all of it, less a margin.` : "";
+}
+
+async function question() {
+  const body = { model: $("model").value.trim(), ...JSON.parse($("kv").value) };
+  for (const name of FIELDS) if ($(name).value.trim()) body[name] = $(name).value.trim().replace(/\s+/g, "");
+  if ($("compress_weight").checked) body.compress_weight = true;
+  if ($("machine").value !== OWN) return { ...body, machine: $("machine").value };
+  const file = $("profile").files[0];
+  if (!file) throw new Error("profile: choose the file that flexgen-h2o hardware --output has written");
+  try {
+    return { ...body, profile: JSON.parse(await file.text()) };
+  } catch {
+    throw new Error(`profile: ${file.name} is not JSON`);
+  }
+}
+
+function draw(found) {
+  const { details, predicted } = found, work = details.workload;
+  $("about").textContent = `${details.model} in ${details.dtype} on ${details.profile.machine}`;
+  $("answer").hidden = !found.fits;
+  if (!found.fits) throw new Error(details.problem ?? "nothing fits");
+  $("hours").textContent = seconds(found.eta_s);
+  $("pace").textContent = `for ${number(work.num_prompts)} prompts, ${rate(predicted.tokens_per_s)} new tokens a second`;
+  const phases = ["prefill", "decode"].filter((phase) => predicted[`${phase}_s`] > 0);
+  show($("bound"), "What binds: ", ...phases.flatMap((phase, i) => [i ? ", " : "", `${phase} by `, el("strong", {}, RESOURCES[details.binds[phase]])]), ".");
+  const nights = found.eta_s / NIGHT_S;
+  $("night").textContent = nights > 1
+    ? `A night of 10 hours does ${number(Math.floor(work.num_prompts / nights))} prompts; all take ${nights.toFixed(1)} nights.` : "";
+  show($("busy"), ...phases.flatMap((phase) => {
+    const whole = predicted[`${phase}_s`];
+    const rows = Object.keys(RESOURCES).filter((name) => details.busy_s[phase][name] > 0).flatMap((name) => {
+      const share = details.busy_s[phase][name] / whole, binds = details.binds[phase] === name;
+      const text = `${seconds(details.busy_s[phase][name])} (${Math.round(100 * share)}%)`;
+      return [el(binds ? "b" : "span", {}, RESOURCES[name]), bar(share, `${phase}, ${RESOURCES[name]}`, binds ? "" : "soft"), el("span", {}, text)];
+    });
+    return [el("span", { className: "head" }, `${phase}: ${seconds(whole)}`), ...rows];
+  }));
+  show($("memory"), ...memory(predicted.peak_bytes, details.budget_bytes));
+  $("command").textContent = found.command;
+  $("text").textContent = found.text;
+}
+
+$("ask").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  $("error").textContent = "";
+  $("plan").disabled = true;
+  $("answer").hidden = true;
+  $("waiting").hidden = false;
+  $("waiting").textContent = "Searching; this takes some seconds.";
+  $("about").textContent = "";
+  try {
+    draw(await (await post("/api/plan", await question())).json());
+  } catch (error) {
+    $("error").textContent = error.message;
+  } finally {
+    $("plan").disabled = false;
+    $("waiting").hidden = !$("answer").hidden;
+    $("waiting").textContent = "No plan.";
+  }
+});
+$("machine").addEventListener("change", choose);
+copies($("copy"), $("command"));
+begin();

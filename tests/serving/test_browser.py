@@ -1,0 +1,135 @@
+"""The pages in a real browser, against a real server: what a reader sees, with a key, in both schemes, at 400 px."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.jobs.page_pictures import Browser, browsing, start_batch, why_no_browser
+from tests.serving.conftest import KEY, Running, Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())]
+HOSTILE = "<img src=x onerror=document.title='taken'>"
+CONTRAST = """
+const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = ([r, g, b]) => {
+  const [x, y, z] = [r, g, b].map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+};
+const behind = (node) => {
+  for (; node; node = node.parentElement) {
+    const found = rgb(getComputedStyle(node).backgroundColor);
+    if (found.length < 4 || found[3] > 0) return found;
+  }
+  return [255, 255, 255];
+};
+const poor = [];
+for (const node of document.querySelectorAll("main *, header *")) {
+  const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+  if (!own || node.closest("svg, [hidden], option, datalist") || !node.offsetParent) continue;
+  const [a, b] = [light(rgb(getComputedStyle(node).color)), light(behind(node))].sort((x, y) => y - x);
+  const contrast = (a + 0.05) / (b + 0.05);
+  if (contrast < 4.5) poor.push(`${node.tagName} ${node.textContent.slice(0, 30)} ${contrast}`);
+}
+return poor;
+"""
+UNNAMED = """
+return [...document.querySelectorAll("input, select, textarea, button, [role=meter], svg[role=img], a")]
+  .filter((one) => !(one.labels?.length || one.textContent.trim() || one.getAttribute("aria-label")))
+  .map((one) => one.outerHTML);
+"""
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    return start(tmp_path_factory.mktemp("browser"), "--compare", "h2o:kv_budget=0.3", "--host-mem", "1GiB")
+
+
+@pytest.fixture(params=[(1100, False), (400, True)], ids=["wide and light", "narrow and dark"])
+def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    with browsing(*request.param) as found:
+        yield found
+
+
+def enter(browser: Browser, server: Running, path: str) -> None:
+    browser.driver.get(server.url.removesuffix("/v1") + path)
+    browser.wait("document.querySelector('#ask-key')")
+    browser.fill("#key", KEY)
+    browser.find("#ask-key button").click()
+    browser.wait("document.querySelector('#state').className === 'good'")
+
+
+def check(browser: Browser) -> None:
+    """Nothing runs over the side, everything can be read and has a name, and the console is empty."""
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+    assert browser.run(CONTRAST) == [] and browser.run(UNNAMED) == [] and browser.complaints == []
+
+
+def test_a_wrong_key_is_asked_for_again(browser: Browser, server: Running) -> None:
+    browser.driver.get(server.url.removesuffix("/v1"))
+    browser.wait("document.querySelector('#ask-key')")
+    browser.fill("#key", "wrong")
+    browser.find("#ask-key button").click()
+    browser.wait("document.querySelector('#ask-key .error')?.textContent")
+    browser.fill("#key", KEY)
+    browser.find("#ask-key button").click()
+    browser.wait("document.querySelector('#state').className === 'good'")
+    assert KEY in browser.run("return Object.values(sessionStorage)")
+    assert browser.run("return localStorage.length + document.cookie.length") == 0
+
+
+def test_jobs_memory_and_timeline(browser: Browser, server: Running) -> None:
+    enter(browser, server, "/")
+    batch = start_batch(server.url, HOSTILE, 30, KEY)
+    browser.wait("document.querySelectorAll('.lane').length >= 2")
+    browser.wait(f"[...document.querySelectorAll('#jobs tr')].find((row) => row.textContent.includes('{batch}') "
+                 "&& row.querySelector('.tag.good') && row.textContent.includes('30 / 30'))")  # fmt: skip
+    assert HOSTILE in browser.find("#jobs").text and browser.run("return document.title") == "flexgen-h2o"
+    assert "of 768 MiB" in browser.find("#memory").text
+    assert "compute" in browser.find("#timeline").text and float(browser.find("#speed").text) >= 0
+    check(browser)
+
+
+def test_a_prompt_side_by_side(browser: Browser, server: Running) -> None:
+    enter(browser, server, "/")
+    browser.fill("#prompt", "class Tree:\n    def")
+    browser.fill("#max-tokens", "24")
+    browser.find("#run").click()
+    browser.wait("document.querySelector('#sides').textContent.includes('same')")
+    bodies = [{"prompt": "class Tree:\n    def", "max_tokens": 24, "temperature": 0}] * 2
+    with server.web as web:
+        texts = [
+            web.post(f"{path}/v1/completions", json=body).json()["choices"][0]["text"]
+            for path, body in zip(("", "/compare"), bodies, strict=True)
+        ]
+    assert browser.run("return [...document.querySelectorAll('#sides pre')].map((one) => one.textContent)") == texts
+    check(browser)
+    browser.fill("#prompt", "a " * 3000)
+    browser.find("#run").click()
+    browser.wait("document.querySelector('#try-error').textContent.includes('prompt')")
+
+
+def test_a_plan(browser: Browser, server: Running, tmp_path: Path) -> None:
+    enter(browser, server, "/plan")
+    browser.fill("#model", "facebook/opt-125m")
+    browser.fill("#num_prompts", "8")
+    browser.run("machine.value = 't4'; machine.dispatchEvent(new Event('change'))")
+    browser.find("#plan").click()
+    browser.wait("!document.querySelector('#answer').hidden")
+    assert "flexgen-h2o batch --model facebook/opt-125m" in browser.find("#command").text
+    assert "decode by" in browser.find("#bound").text
+    check(browser)
+    browser.fill("#host_mem", "lots")
+    browser.find("#plan").click()
+    assert "--host-mem" in browser.wait("document.querySelector('#error').textContent")
+    browser.fill("#host_mem", "1MiB")
+    browser.fill("#disk_mem", "1MiB")
+    browser.find("#plan").click()
+    browser.wait("document.querySelector('#error').textContent.includes('too small for any policy')")
+    (tmp_path / "profile.json").write_text('{"schema": 5}')
+    browser.run("machine.value = machine.lastChild.value; machine.dispatchEvent(new Event('change'))")
+    browser.find("#profile").send_keys(str(tmp_path / "profile.json"))
+    browser.find("#plan").click()
+    browser.wait("document.querySelector('#error').textContent.includes('profile: field')")
