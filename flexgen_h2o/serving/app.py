@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from flexgen_h2o.engine.prompts import Completion
@@ -32,7 +32,7 @@ from flexgen_h2o.serving.answers import (
 )
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import Service, Ticket
-from flexgen_h2o.serving.guard import refusal
+from flexgen_h2o.serving.guard import Answer, refusal
 from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
 MOST_LISTED, LISTED = 10_000, 20  # entries of a page, at most and by default
@@ -75,7 +75,7 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         is_open = self.service.is_open
-        return JSONResponse({"status": "ok" if is_open else "shutting down"}, 200 if is_open else 503)
+        return Answer({"status": "ok" if is_open else "shutting down"}, 200 if is_open else 503)
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(metrics_text(self.service, self.batches), media_type="text/plain; version=0.0.4")
@@ -85,15 +85,15 @@ class Server:
         compare = None
         if other is not None:
             compare = {"eviction": other.service.llm.eviction.to_json(), "memory": memory_of(other.service)}
-        return JSONResponse({**found, "compare": compare})
+        return Answer({**found, "compare": compare})
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return Answer({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         if request.path_params["name"] != self.reader.model.name:
             raise Refused(404, f"no model {request.path_params['name'][:60]!r}", "model_not_found")
-        return JSONResponse(self._model())
+        return Answer(self._model())
 
     def _model(self) -> dict[str, Any]:
         name, length = self.reader.model.name, self.limits.length
@@ -126,7 +126,7 @@ class Server:
             done = await _unless_gone(request, _gather(asked, events))
         finally:
             self.service.give_up(ticket)
-        return JSONResponse(await run_in_threadpool(body_of, asked, done, self.reader.model))
+        return Answer(await run_in_threadpool(body_of, asked, done, self.reader.model))
 
     async def _stream(
         self, asked: Asked, ticket: Ticket, events: asyncio.Queue[tuple[Any, ...]]
@@ -172,7 +172,7 @@ class Server:
             record = await run_in_threadpool(self.batches.store.add_file, file.file, name)
         finally:
             await form.close()
-        return JSONResponse(record)
+        return Answer(record)
 
     async def list_files(self, request: Request) -> Response:
         found = list(self.batches.store.files.values())
@@ -180,7 +180,7 @@ class Server:
         return _page(request, [one for one in found if purpose in (None, one["purpose"])])
 
     async def file(self, request: Request) -> Response:
-        return JSONResponse(self.batches.store.file(request.path_params["file_id"]))
+        return Answer(self.batches.store.file(request.path_params["file_id"]))
 
     async def content(self, request: Request) -> Response:
         path = self.batches.store.path(request.path_params["file_id"])
@@ -189,23 +189,23 @@ class Server:
     async def delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
         await run_in_threadpool(self.batches.store.delete_file, file_id)
-        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+        return Answer({"id": file_id, "object": "file", "deleted": True})
 
     # Batches
 
     async def add_batch(self, request: Request) -> Response:
         body = json_of(await json_body(request))
-        return JSONResponse(await run_in_threadpool(self.batches.create, body))
+        return Answer(await run_in_threadpool(self.batches.create, body))
 
     async def list_batches(self, request: Request) -> Response:
         return _page(request, [self.batches.shown(one) for one in list(self.batches.store.batches.values())])
 
     async def batch(self, request: Request) -> Response:
-        return JSONResponse(self.batches.shown(self.batches.store.batch(request.path_params["batch_id"])))
+        return Answer(self.batches.shown(self.batches.store.batch(request.path_params["batch_id"])))
 
     async def cancel_batch(self, request: Request) -> Response:
         found = await run_in_threadpool(self.batches.cancel, request.path_params["batch_id"])
-        return JSONResponse(self.batches.shown(found))
+        return Answer(self.batches.shown(found))
 
 
 async def json_body(request: Request) -> bytes:
@@ -253,7 +253,7 @@ def _page(request: Request, found: list[dict[str, Any]]) -> Response:
         found = found[places[0] + 1 :]
     page = found[: int(limit)]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(found) > len(page)})
+    return Answer({"object": "list", "data": page, **ends, "has_more": len(found) > len(page)})
 
 
 async def _refused(request: Request, error: Refused) -> Response:

@@ -50,9 +50,16 @@ class Bounds:
     local_only: bool
 
 
-def refusal(error: Refused) -> JSONResponse:
+class Answer(JSONResponse):
+    """JSON in ASCII: half of a surrogate pair, which a client's JSON may hold, has no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
+def refusal(error: Refused) -> Answer:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-    return JSONResponse(error.body, error.status, headers)
+    return Answer(error.body, error.status, headers)
 
 
 class Guard:

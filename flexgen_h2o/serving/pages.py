@@ -18,7 +18,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from flexgen_h2o.core import interrupts
@@ -27,6 +27,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.models import built_in_names
 from flexgen_h2o.serving.answers import Refused, json_of
 from flexgen_h2o.serving.app import HANDLERS, json_body
+from flexgen_h2o.serving.guard import Answer
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -112,7 +113,7 @@ class Pages:
             for name, one in planning.machines.items()
         ]  # fmt: skip
         models = list(dict.fromkeys([planning.model[0], *built_in_names()]))
-        return JSONResponse({"models": models, "machines": machines, "has_engine": self._has_engine})
+        return Answer({"models": models, "machines": machines, "has_engine": self._has_engine})
 
     async def plan(self, request: Request) -> Response:
         """The answer to {model, machine or profile, SWITCHES, VALUES}, as of policy_search.ask."""
@@ -124,7 +125,7 @@ class Pages:
                 )
             self._running += 1
         future = self._searches.submit(self._search, words, profile)
-        return JSONResponse(await asyncio.wrap_future(future))
+        return Answer(await asyncio.wrap_future(future))
 
     def _search(self, words: Sequence[str], profile: Any) -> dict[str, Any]:
         ends = time.monotonic() + MOST_SEARCH_S
@@ -186,4 +187,4 @@ def _wrong(message: str) -> Refused:
 
 
 async def _health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+    return Answer({"status": "ok"})

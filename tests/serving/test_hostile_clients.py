@@ -88,6 +88,23 @@ def test_names_of_files_and_batches_lead_nowhere_else(server: Running, name: str
             assert status_of(connection) == 404
 
 
+def test_half_of_a_surrogate_pair_breaks_no_list(web: httpx2.Client) -> None:
+    line = {"custom_id": "\ud800", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}}
+    sent = {"file": ("a.jsonl", json.dumps(line).encode())}
+    file = web.post("/v1/files", files=sent, data={"purpose": "batch"}).json()
+    batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    named = json.dumps({**batch, "metadata": {"name": "\ud800"}}).encode()
+    made = web.post("/v1/batches", content=named, headers=JSON)
+    assert made.json()["metadata"] == {"name": "\ud800"}
+    wrong = json.dumps({**batch, "endpoint": "\ud800"}).encode()
+    assert web.post("/v1/batches", content=wrong, headers=JSON).status_code == 400
+    while (now := web.get(f"/v1/batches/{made.json()['id']}").json())["status"] != "completed":
+        assert now["status"] in ("validating", "in_progress", "finalizing")
+        time.sleep(0.05)
+    for path in ("/v1/batches", "/v1/files", "/status"):
+        assert web.get(path).is_success
+
+
 def test_pages_of_others_and_other_hosts_are_refused(web: httpx2.Client) -> None:
     assert web.get("/v1/models", headers={"origin": "http://evil.example"}).status_code == 403
     assert web.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
