@@ -16,6 +16,6 @@ cd "$ROOT"
 cat <<END
 
 Shown: opt-tiny wrote on for the prompts in scripts/example_prompts.txt, half of its weights and KV cache on disk.
-Next: your prompts, a line each, kept as JSON:  $PYTHON -m flexgen_h2o.flex_opt --model opt-tiny --prompts FILE --output OUT.jsonl
-And a model that does not fit: the same with --model facebook/opt-6.7b --host-mem 8GiB; all flags: --help, docs/reference/cli.md.
+Next (flexgen-h2o is in $(dirname "$PYTHON")): your prompts, a line each, kept as JSON:  flexgen-h2o flex-opt --prompts FILE --output OUT.jsonl
+And a model that does not fit: the same with --model facebook/opt-6.7b --host-mem 8GiB; all flags: --help, docs/start/first-run.md.
 END
