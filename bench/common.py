@@ -30,7 +30,7 @@ from flexgen_h2o.core.files import check_writable, usable_path, write_whole
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.loop import Step, zigzag
-from flexgen_h2o.engine.memory_plan import layers_of, tier_shares, weight_parts
+from flexgen_h2o.engine.memory_plan import layers_of, tier_shares
 from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -310,14 +310,14 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
 
 
 def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_host: bool) -> int:
-    """Bytes of weights whose home is the disk: what each decode sweep has to read, page rounding aside."""
+    """Bytes of weights that each decode sweep has to read, page rounding and rows that are looked up aside."""
     shares, form = tier_shares(policy.weight_shares, device_is_host), weight_format(spec, policy, DTYPE_BYTES[dtype])
     return sum(
         layout.part_bytes(part)
         for unit in layers_of(spec, policy).units
         for layout in layouts_of(form, unit.tensors)
-        for part in weight_parts(layout.cut_shape, shares)
-        if part.tier == TIERS[2]
+        for part, streamed in layout.homes(shares, device_is_host)
+        if part.tier == TIERS[2] and streamed
     )
 
 

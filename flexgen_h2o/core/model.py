@@ -29,7 +29,8 @@ class TensorSpec:
     aliases: names that some checkpoints have for it. exact: no switch compresses it (a router). index: it is this
     slice, along the first dimension, of what is stored under its name, as an expert is of all experts of a block;
     `shape` is the slice's. A model has all slices of such a tensor. transposed: checkpoints with plain numbers have the
-    matrix as (columns, rows), for x W; `shape` is that of W^T, as of all matrices.
+    matrix as (columns, rows), for x W; `shape` is that of W^T, as of all matrices. looked_up: rows of it are looked up
+    by token, and nothing else is done with it.
     """
 
     role: str
@@ -39,6 +40,7 @@ class TensorSpec:
     exact: bool = False
     index: int | None = None
     transposed: bool = False
+    looked_up: bool = False
 
     @property
     def key(self) -> str:

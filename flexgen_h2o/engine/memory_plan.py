@@ -18,7 +18,6 @@ from flexgen_h2o.core.units import (
     JOINED_TOKENS,
     PAGE,
     READ_THREADS,
-    ROW_BLOCK,
     SCORED_CHUNK,
     STAGING_BYTES,
     WIRE_BUFFERS,
@@ -36,7 +35,7 @@ from flexgen_h2o.engine.temporaries import (
 )
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, split_rows
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device
 
 
 @dataclass(frozen=True)
@@ -192,14 +191,6 @@ def layer_plan(spec: ModelSpec, steps: tuple[bool, int]) -> LayerPlan:
     return spec.layers(*steps)
 
 
-def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
-    """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device. shape: as of
-    TensorLayout.cut_shape."""
-    if len(shape) < 2:
-        return split_rows(shape[0], (1.0, 0.0, 0.0))
-    return split_rows(shape[0], shares, ROW_BLOCK)
-
-
 def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
     """Shares as placed: where the device is host memory its share counts as host."""
     return on_host_device(shares) if device_is_host else shares
@@ -286,6 +277,7 @@ def memory_plan(
         workspace |= int8_sizes(spec, shape.joined if spec.experts else tokens)
     # A stage of a pipeline exchanges the hidden states of a micro-batch with one neighbour or two.
     neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
+    row_threads = any(tensor.looked_up for tensor in spec.embedding)
     common_prefix = round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
     buffers = [
         *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
@@ -296,7 +288,7 @@ def memory_plan(
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)),
         Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
-        Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
+        Buffer("staging", "host", (READ_THREADS + WRITE_THREADS + row_threads) * STAGING_BYTES),
     ]
     merged: Counter[tuple[str, str]] = Counter()
     for b in buffers:
@@ -387,10 +379,10 @@ def _windows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth
 def _unit_bytes(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> _UnitBytes:
     resident, ring = dict.fromkeys(TIERS, 0), 0
     for layout in layouts:
-        for part in weight_parts(layout.cut_shape, shares):
+        for part, streamed in layout.homes(shares, device_is_host):
             pieces = [stored.part_bytes(part) for stored in layout.stored]
             resident[part.tier] += sum(round_up(nbytes, ALIGN) for nbytes in pieces)
-            if is_streamed(part.tier, device_is_host):
+            if streamed:
                 ring += sum(map(streamed_part_bytes, pieces))
     decoded = sum(round_up(layout.shape[0] * layout.decoded_row_bytes, ALIGN) for layout in layouts)
     return _UnitBytes(resident["device"], resident["host"], ring, decoded)

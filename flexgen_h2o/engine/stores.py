@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,20 +23,19 @@ from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, Weigh
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
-from flexgen_h2o.core.units import ALIGN, PAGE, round_up
+from flexgen_h2o.core.units import ALIGN, PAGE, TOKEN_CHUNK, round_up
 from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, joined
 from flexgen_h2o.engine.memory_plan import (
     hidden_home_bytes,
     hidden_is_streamed,
     streamed_bytes,
     streamed_part_bytes,
-    weight_parts,
 )
 from flexgen_h2o.kernels.linear import RowPart, RowParts
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
-from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, is_streamed, split_rows, wait_all
+from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, split_rows, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
 _MANY_TASKS = 16  # matrices of a unit, about alike, from which on a thread decodes one: experts, not attention
@@ -63,6 +63,31 @@ class _HeldPart:
     pieces: list[_Piece]
     streamed: bool
     rows: RowParts = ()
+
+
+class _TableRows(RowPart):
+    """A matrix on disk that is looked up in: the rows that are wanted are read, each once."""
+
+    def __init__(self, mover: Mover, open_file: Callable[[Path], DirectFile], source: StoredTensor) -> None:
+        self._mover, self._open, self._source = mover, open_file, source
+        self._row_bytes = source.nbytes // source.shape[0]
+
+    def __len__(self) -> int:
+        return self._source.shape[0]
+
+    def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> NoReturn:
+        raise NotImplementedError("a table is looked up in")
+
+    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        first: dict[int, int] = {}  # where in `out` a row is read to
+        places = [first.setdefault(row, i) for i, row in enumerate(ids.tolist())]
+        table = FileRange(
+            self._open(self._source.path), self._source.offset, self._row_bytes, getattr(torch, self._source.dtype)
+        )
+        self._mover.read_rows("look_up_weight", [(out[i], row) for row, i in sorted(first.items())], table).wait()
+        again = [i for i, place in enumerate(places) if i != place]
+        for some in (again[a : a + TOKEN_CHUNK] for a in range(0, len(again), TOKEN_CHUNK)):
+            out[some] = out[[places[i] for i in some]]
 
 
 class WeightStore:
@@ -95,12 +120,15 @@ class WeightStore:
     def _parts_of(self, tensor: TensorSpec, checkpoint: Checkpoint, shares: Shares) -> list[_HeldPart]:
         found = []
         layout = self._layouts[tensor.key]
-        for part in weight_parts(layout.cut_shape, shares):
+        for part, streamed in layout.homes(shares, self._is_host):
             pieces = [
                 _Piece(stored, checkpoint.tensors[stored.key].rows(*stored.part_rows(part)), stored.part_bytes(part))
                 for stored in layout.stored
             ]
-            found.append(_HeldPart(part, pieces, is_streamed(part.tier, self._is_host)))
+            rows: RowParts = ()
+            if part.tier == "disk" and not streamed:
+                rows = (_TableRows(self._mover, self._file, pieces[0].source),)
+            found.append(_HeldPart(part, pieces, streamed, rows))
         return found
 
     def load_resident(self, memory: dict[str, torch.Tensor]) -> None:

@@ -83,7 +83,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     if parallel:
         attention, mlp = tuple(a + b for a, b in zip(attention, mlp, strict=True)), ((),) * len(blocks)
     tied = bool(config.get("tie_word_embeddings", False))
-    table = TensorSpec("embed_in.weight", "gpt_neox.embed_in.weight", (vocab, hidden))
+    table = TensorSpec("embed_in.weight", "gpt_neox.embed_in.weight", (vocab, hidden), looked_up=not tied)
     head_table = TensorSpec("embed_out.weight", "embed_out.weight", (vocab, hidden), ("lm_head.weight",))
     final_norm = layer_norm_tensors("final_layer_norm", "gpt_neox.final_layer_norm", hidden)
     return ModelSpec(

@@ -134,7 +134,7 @@ def read_decoder(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"rope_parameters: turn {rotary.width} numbers of a head of {width}; all or nothing here")
     activation, eps = check_activation("hidden_act", config.get("hidden_act")), read_positive(config, "rms_norm_eps")
     tied = bool(config.get("tie_word_embeddings", False))
-    table = TensorSpec("embed_tokens.weight", "model.embed_tokens.weight", (vocab, hidden))
+    table = TensorSpec("embed_tokens.weight", "model.embed_tokens.weight", (vocab, hidden), looked_up=not tied)
     head_table = table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
     windowed = config.get("model_type") != "llama"
     windows = read_windows(config, common["num_blocks"], common["max_positions"]) if windowed else ()

@@ -91,10 +91,10 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         fc1 = linear_tensors("fc1", f"{block}.fc1", ffn, hidden, bias)
         return (*fc1, *linear_tensors("fc2", f"{block}.fc2", hidden, ffn, bias), *norm("final_layer_norm", block))
 
-    def table(role: str, prefix: str, rows: int, width: int) -> TensorSpec:
-        return TensorSpec(f"{role}.weight", f"{prefix}{role}.weight", (rows, width))
+    def table(role: str, prefix: str, rows: int, width: int, looked_up: bool = False) -> TensorSpec:
+        return TensorSpec(f"{role}.weight", f"{prefix}{role}.weight", (rows, width), looked_up=looked_up)
 
-    tokens = table("embed_tokens", f"{root}.", vocab, narrow)
+    tokens = table("embed_tokens", f"{root}.", vocab, narrow, looked_up=not tied)
     positional = table("embed_positions", f"{root}.", positions + POSITION_OFFSET, hidden)
     is_narrow = narrow != hidden
     project_in = (table("project_in", f"{root}.", hidden, narrow),) if is_narrow else ()

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
+from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format, weight_parts
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import Layer, LayerKind, ModelSpec, WeightUnit
-from flexgen_h2o.core.units import BLOCK_ROWS, TRANSFER_CHUNK, WRITE_BACK_STEPS
+from flexgen_h2o.core.units import BLOCK_ROWS, PAGE, TRANSFER_CHUNK, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.memory_plan import (
     attends_on_host,
     hidden_is_streamed,
@@ -26,7 +26,6 @@ from flexgen_h2o.engine.memory_plan import (
     tier_shares,
     unit_kinds,
     waits_for_router,
-    weight_parts,
 )
 from flexgen_h2o.engine.temporaries import is_blocked
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
@@ -150,6 +149,17 @@ def weight_moves(at: CostContext, unit: WeightUnit) -> tuple[Transfer, ...]:
     return _weight_moves(layouts_of(at.form, unit.tensors), at.weight_shares, at.device_is_host)
 
 
+def looked_up_bytes(at: CostContext) -> int:
+    """Bytes that are read from disk of tables for each token: a page or more a row, where no two tokens are alike."""
+    return sum(
+        round_up(stored.row_bytes, PAGE)
+        for layout in layouts_of(at.form, at.spec.embedding)
+        for part, streamed in layout.homes(at.weight_shares, at.device_is_host)
+        if part.tier == "disk" and not streamed
+        for stored in layout.stored
+    )
+
+
 def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
     return streamed_bytes(unit, at.weight_shares, at.form, at.device_is_host)
 
@@ -159,8 +169,8 @@ def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
 def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> tuple[Transfer, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
     for layout in layouts:
-        for part in weight_parts(layout.cut_shape, shares):
-            if is_streamed(part.tier, device_is_host):
+        for part, streamed in layout.homes(shares, device_is_host):
+            if streamed:
                 nbytes[part.tier] += layout.part_bytes(part)
                 pieces[part.tier] += len(layout.stored)
     crosses = {"disk": not device_is_host, "host": False}
@@ -244,7 +254,8 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
         cache = 0.0
         for sweep in range(1, sweeps if at.policy.cache_shares[2] else 1):
             cache += sum(n * _from_disk(kv_load_moves(at, i, batch, sweep)) for i, n in blocks_alike.items())
-        return cache + of_hidden(batch, 0) + (sweeps - 1) * of_hidden(batch, 1)
+        rows = (batch.fed + (sweeps - 1) * batch.rows) * looked_up_bytes(at)
+        return cache + rows + of_hidden(batch, 0) + (sweeps - 1) * of_hidden(batch, 1)
 
     # A tied head and the next embedding are one load, but for the very first.
     total = from_disk[kinds.cycle[-1]] if at.spec.shares_table else 0.0

@@ -28,13 +28,15 @@ from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
 _Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what it does, what comes before it
 
 
-# Weights wait for the space of a unit that is still computed with. KV that is needed sooner does not wait behind them.
-_QUEUES_OF_WEIGHTS = {"h2d": "h2d weights"}
+# What is needed sooner than what was queued before it has a queue of its own, by lane and the end of its name: KV of a
+# card beside weights, which wait for the space of a unit that is still computed with; rows of a table beside all reads.
+_OWN_QUEUES = {("h2d", "weight"): "h2d weights", ("disk_read", "look_up_weight"): "disk_read rows"}
+ROWS_A_JOB = 16
 
 
 class Lanes:
     """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads. Weights go to the card
-    in a queue of their own.
+    in a queue of their own, and so do rows that are looked up.
 
     bytes_moved: over each lane's link; bytes_by_name: the same by (lane, name of the operation).
     """
@@ -49,7 +51,7 @@ class Lanes:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         rows = [(lane, lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
-        rows += [(lane, own, own) for lane, own in _QUEUES_OF_WEIGHTS.items() if lane in threads]
+        rows += [(lane, own, own) for (lane, _), own in _OWN_QUEUES.items() if lane in threads]
         self._queue_of_thread = [name for _, name, _ in rows]
         self._queues: dict[str, queue.SimpleQueue[_Job | None]]
         self._queues = {name: queue.SimpleQueue() for name in self._queue_of_thread}
@@ -69,7 +71,7 @@ class Lanes:
         return done
 
     def _queue_of(self, lane: str, name: str) -> str:
-        return _QUEUES_OF_WEIGHTS.get(lane, lane) if name.endswith("weight") else lane
+        return next((own for (of, end), own in _OWN_QUEUES.items() if of == lane and name.endswith(end)), lane)
 
     def count(self, lane: str, nbytes: int) -> None:
         """Count bytes that crossed a lane's link, inside a job of that or of another lane."""
@@ -140,6 +142,17 @@ class Mover:
                 for a, b in _chunks(flat.numel(), TRANSFER_CHUNK // dtype.itemsize)
             ]
         return self.lanes.submit("disk_read", name, jobs, after)
+
+    def read_rows(self, name: str, wanted: Sequence[tuple[torch.Tensor, int]], table: FileRange) -> Done:
+        """Fill tensors in host memory with a row each of a table in a file. wanted: tensors and rows; table: the range
+        of the first row."""
+        file, offset, nbytes, dtype = table
+
+        def job(some: Sequence[tuple[torch.Tensor, int]]) -> int:
+            return sum(self._staged_read(dst, file, offset + row * nbytes, dtype, False) for dst, row in some)
+
+        jobs = [partial(job, wanted[a:b]) for a, b in _chunks(len(wanted), ROWS_A_JOB)]
+        return self.lanes.submit("disk_read", name, jobs)
 
     def write(
         self, name: str, file: DirectFile, offset: int, src: torch.Tensor, memory: Memory,

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from flexgen_h2o.core.config import DTYPE_BYTES, Policy
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, TensorSpec, slice_key
-from flexgen_h2o.tiers.stream import Part
+from flexgen_h2o.core.units import ROW_BLOCK
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 if TYPE_CHECKING:
     import torch
@@ -96,13 +97,14 @@ class TensorLayout:
 
     decoded_row_bytes: of a row in the buffer that it is decoded into when its unit is opened; 0: it is used as held.
     by_columns: what is stored runs along its columns, so that its parts are runs of columns: what is said of rows of
-    parts and of StoredRows is then meant of columns.
+    parts and of StoredRows is then meant of columns. looked_up: as of TensorSpec; its rows can be read one by one.
     """
 
     shape: tuple[int, ...]
     stored: tuple[StoredRows, ...]
     decoded_row_bytes: int = 0
     by_columns: bool = False
+    looked_up: bool = False
 
     @property
     def cut_shape(self) -> tuple[int, ...]:
@@ -116,6 +118,26 @@ class TensorLayout:
     def part_bytes(self, part: Part) -> int:
         """In memory."""
         return sum(stored.part_bytes(part) for stored in self.stored)
+
+    def homes(self, shares: Shares, device_is_host: bool) -> tuple[tuple[Part, bool], ...]:
+        """Its parts, and of each whether it is streamed.
+
+        A table of which nothing is used but rows is not split where the device is host memory: it lies on the last tier
+        that has a share of the weights. On disk the rows that a step wants are read, in memory they are there.
+        """
+        if self.looked_up and device_is_host:
+            last = max(i for i, share in enumerate(shares) if share > 0)
+            return ((Part(TIERS[last], 0, self.cut_shape[0]), False),)
+        parts = weight_parts(self.cut_shape, shares)
+        return tuple((part, is_streamed(part.tier, device_is_host)) for part in parts)
+
+
+def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
+    """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device. shape: as of
+    TensorLayout.cut_shape."""
+    if len(shape) < 2:
+        return split_rows(shape[0], (1.0, 0.0, 0.0))
+    return split_rows(shape[0], shares, ROW_BLOCK)
 
 
 class Held(NamedTuple):
@@ -139,7 +161,7 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     row_bytes = itemsize * (tensor.numel // shape[0])
     names = (tensor.name, *tensor.aliases)
     stored = StoredRows(names, shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
-    return TensorLayout(tensor.shape, (stored,), by_columns=tensor.transposed)
+    return TensorLayout(tensor.shape, (stored,), by_columns=tensor.transposed, looked_up=tensor.looked_up)
 
 
 @dataclass(frozen=True)

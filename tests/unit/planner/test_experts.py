@@ -10,6 +10,7 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.units import PAGE
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan, expert_group, unit_kinds, waits_for_router
 from flexgen_h2o.engine.temporaries import ROUTING_BYTES
 from flexgen_h2o.engine.workload import WorkloadShape
@@ -50,10 +51,10 @@ def test_a_sweep_reads_the_experts_that_are_expected(rows: int) -> None:
     policy = Policy(rows, 1, ON_DISK)
     assert (expert_group(SPEC, policy), waits_for_router(SPEC, policy)) == (1, True)
     attention = 2 * 64 * 64 + 2 * 64 * 32
-    mlp, routers, tables = 3 * 64 * 128, 2 * 8 * 64, 2 * 512 * 64
+    mlp, routers, head = 3 * 64 * 128, 2 * 8 * 64, 512 * 64
     experts = 2 * 8 * 3 * 64 * 32
     used = {1: 2 / 8, 2: 1 - (6 / 8) ** 2}[rows]
-    expected = 3 * 4 * (3 * attention + mlp + routers + tables + used * experts)
+    expected = 3 * (4 * (3 * attention + mlp + routers + head + used * experts) + rows * PAGE)  # a row of the embedding
     assert disk_reads(space(SPEC, rows), policy) == pytest.approx(expected)
 
 
