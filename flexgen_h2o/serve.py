@@ -75,11 +75,7 @@ def _parser() -> OneLineParser:
     add("--max-stored", default="20GiB", metavar="BYTES", help="of all files that were sent (20GiB)")
     add("--max-connections", type=positive, default=512, metavar="N", help="open at a time (512)")
     add("--timeout", type=positive, default=30, metavar="SECONDS", help="for a client that sends or takes nothing (30)")
-    add(
-        "--compare",
-        metavar="NAME",
-        help="eviction policy of a second, small engine for comparisons",
-    )
+    add("--compare", metavar="NAME", help="eviction policy of a second, small engine for comparisons")
     add("--compare-share", type=float, default=0.25, metavar="SHARE", help="of the memory budgets, for it (0.25)")
     add("--plan-only", action="store_true", help="the planner's page alone: no model is loaded")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row that does not say (32)")

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from flexgen_h2o.cli_common import flag_of
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.errors import FlexgenError, UsageError
@@ -152,9 +153,9 @@ class Pages:
         planning, words = self._planning, list[str]()
         for name, value in body.items():
             if name in SWITCHES and isinstance(value, bool):
-                words += [_flag(name)] * value
+                words += [flag_of(name)] * value
             elif name in VALUES and isinstance(value, str | int | float) and len(str(value)) <= MOST_CHARACTERS:
-                words.append(f"{_flag(name)}={value}")
+                words.append(f"{flag_of(name)}={value}")
             elif name not in ("model", "machine", "profile"):
                 known = ", ".join(("model", "machine", "profile", *SWITCHES, *VALUES))
                 raise _wrong(f"{name[:60]}: is no field with such a value; fields are {known}")
@@ -176,10 +177,6 @@ class Pages:
         if not isinstance(name, str) or name not in machines:
             raise _wrong(f"machine: {str(name)[:60]!r} is none of {', '.join(machines)}")
         return machines[name]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _wrong(message: str) -> Refused:

@@ -10,14 +10,14 @@ from itertools import accumulate
 from typing import Any
 
 from flexgen_h2o.core.config import TIERS
-from flexgen_h2o.serving.batches import Batches
+from flexgen_h2o.serving.batches import ACTIVE, Batches
 from flexgen_h2o.serving.block import LATENCIES, Service
 
 STARTED = time.time()
 
 
 def status_of(service: Service, batches: Batches) -> dict[str, Any]:
-    """JSON values; docs/how-to/service.md has the fields."""
+    """JSON values; docs/reference/server.md has the fields."""
     llm, counts, (clients, of_batches) = service.llm, service.counts, service.running
     policy = llm.policy
     return {
@@ -79,9 +79,7 @@ def metrics_text(service: Service, batches: Batches) -> str:
     add("tokens_total", "counter", "New tokens.", ("", counts.tokens))
     add("prompt_tokens_total", "counter", "Prompt tokens.", ("", counts.prompt_tokens))
     add("sweeps_total", "counter", "Micro-batches that went through all layers.", ("", counts.sweeps))
-    active = sum(
-        batch["status"] in ("validating", "in_progress", "finalizing") for batch in list(batches.store.batches.values())
-    )
+    active = sum(batch["status"] in ACTIVE for batch in list(batches.store.batches.values()))
     add("batches_active", "gauge", "Batches that are not over.", ("", active))
     name, total = "request_seconds", 0
     lines.extend((f"# HELP flexgen_{name} Seconds of a client's row.", f"# TYPE flexgen_{name} histogram"))
