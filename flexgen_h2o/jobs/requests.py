@@ -107,6 +107,12 @@ class RequestReader:
 
     def request(self, value: Any, number: int, custom_id: str, row: int = 0) -> Request:
         """`read` of a line's value. custom_id: its own, or what stands for it."""
+        try:
+            return self._request(value, number, custom_id, row)
+        except RecursionError as error:  # an error quotes the value, for which fewer levels are too many than to parse
+            raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
+
+    def _request(self, value: Any, number: int, custom_id: str, row: int) -> Request:
         kind, fields, given, is_strict = _fields_of(value)
         record = _kept_record(fields, given) if kind == "helm" else None
         _check_fields(fields, is_strict)

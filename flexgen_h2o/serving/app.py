@@ -32,7 +32,7 @@ from flexgen_h2o.serving.answers import (
 )
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import Service, Ticket
-from flexgen_h2o.serving.guard import Answer, refusal
+from flexgen_h2o.serving.guard import INTERNAL, Answer, refusal
 from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
 MOST_LISTED, LISTED = 10_000, 20  # entries of a page, at most and by default
@@ -243,7 +243,7 @@ async def _unless_gone(request: Request, coroutine: Any) -> Any:
 def _page(request: Request, found: list[dict[str, Any]]) -> Response:
     """A list of OpenAI's, the newest first. after: the id that a page begins behind."""
     limit, after = request.query_params.get("limit", str(LISTED)), request.query_params.get("after")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_LISTED:
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST_LISTED:
         raise Refused(400, f"limit: {limit[:60]!r} is not a whole number from 1 to {MOST_LISTED}", "invalid_request")
     found = found[::-1]
     if after is not None:
@@ -271,4 +271,15 @@ async def _gone(request: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=499)
 
 
-HANDLERS: Any = {Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone}
+async def _too_deep(request: Request, error: RecursionError) -> Response:
+    return refusal(Refused(400, "the body is nested too deeply", "invalid_json"))
+
+
+async def _internal(request: Request, error: Exception) -> Response:
+    return refusal(INTERNAL)  # the guard gets the error too, and says it
+
+
+HANDLERS: Any = {
+    Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone, RecursionError: _too_deep,
+    Exception: _internal,
+}  # fmt: skip

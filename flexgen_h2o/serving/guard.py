@@ -30,6 +30,7 @@ OPEN_TO_ALL = ("/health", "/", "/plan")  # without a key, and what is below STAT
 STATIC = "/static/"
 PORT = re.compile(r":\d*$")
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
+INTERNAL = Refused(500, "internal error", "internal_error")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -102,7 +103,7 @@ class Guard:
         except Exception as error:  # our own bug: the client gets a status, and the log a line
             say("serve", f"{scope['path'][:80]!r}: internal error: {type(error).__name__}: {error}")
             if not has_begun:
-                await refusal(Refused(500, "internal error", "internal_error"))(scope, receive, send)
+                await refusal(INTERNAL)(scope, receive, send)
         finally:
             self._coming[kind] -= size
 

@@ -54,6 +54,19 @@ def test_bad_bodies(web: httpx2.Client, body: bytes, status: int, code: str) -> 
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+@pytest.mark.parametrize("levels", range(900, 1000, 20))
+def test_nesting_that_can_just_be_parsed(web: httpx2.Client, levels: int) -> None:
+    deep = b"[" * levels + b"]" * levels
+    for path, field in (("completions", b"seed"), ("completions", b"n"), ("batches", b"endpoint")):
+        answer = web.post(f"/v1/{path}", content=b'{"prompt": "a", "%s": %s}' % (field, deep), headers=JSON)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_limit_of_many_digits(web: httpx2.Client) -> None:
+    answer = web.get("/v1/files?limit=" + "9" * 5000)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "limit"
+
+
 def test_a_body_without_a_length_is_bounded_too(web: httpx2.Client) -> None:
     pieces = (b"a" * 2**16 for _ in range(100))
     try:

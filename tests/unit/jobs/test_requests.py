@@ -56,6 +56,16 @@ def test_an_openai_line_with_everything(words: Model) -> None:
     assert found.prompt.text is None and found.record is None
 
 
+@pytest.mark.parametrize("field", ["stop", "seed", "logit_bias", "echo", "prompt"])
+def test_a_value_that_nests_too_deeply_for_its_error_is_an_error_row(words: Model, field: str) -> None:
+    """Parsing takes fewer frames than quoting does, so such a value may get there."""
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(RowError, match=r"nested too deeply|prompt: "):
+        RequestReader(words, DEFAULTS).request(openai({"prompt": "a", field: deep}), 1, "a")
+
+
 def test_token_ids_and_defaults(ids_only: Model) -> None:
     for body in ({"prompt": [5, 6, 7]}, {"prompt_token_ids": [5, 6, 7]}):
         found = read(ids_only, openai(body))
