@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.serving.answers import (
@@ -275,11 +276,15 @@ async def _too_deep(request: Request, error: RecursionError) -> Response:
     return refusal(Refused(400, "the body is nested too deeply", "invalid_json"))
 
 
+async def _failed(request: Request, error: FlexgenError) -> Response:
+    return refusal(Refused(500, str(error), "storage_failed"))
+
+
 async def _internal(request: Request, error: Exception) -> Response:
     return refusal(INTERNAL)  # the guard gets the error too, and says it
 
 
 HANDLERS: Any = {
     Refused: _refused, HTTPException: _http_error, ClientDisconnect: _gone, RecursionError: _too_deep,
-    Exception: _internal,
+    FlexgenError: _failed, Exception: _internal,
 }  # fmt: skip

@@ -126,7 +126,11 @@ class Store:
             "filename": name, "purpose": purpose, "status": "processed", "expires_at": None, "status_details": None,
         }  # fmt: skip
         os.replace(part, self._files / file_id)
-        files.write_whole(self._files / f"{file_id}.json", json.dumps(record) + "\n", follow=False)
+        try:
+            files.write_whole(self._files / f"{file_id}.json", json.dumps(record) + "\n", follow=False)
+        except OSError:
+            (self._files / file_id).unlink()  # nobody could ask for it, or delete it
+            raise
         self.files[file_id] = record
         return record
 
@@ -182,12 +186,13 @@ class Store:
         return batch
 
     def save(self, batch: dict[str, Any], **changes: Any) -> None:
-        """FlexgenError where it cannot be written."""
-        batch |= changes
+        """FlexgenError where it cannot be written: then nothing has changed."""
         try:
-            files.write_whole(self._batches / f"{batch['id']}.json", json.dumps(batch) + "\n", follow=False)
+            text = json.dumps(batch | changes) + "\n"
+            files.write_whole(self._batches / f"{batch['id']}.json", text, follow=False)
         except OSError as error:
             raise FlexgenError(f"--state-dir: {batch['id']}: {error.strerror or error}") from error
+        batch |= changes
         self.batches[batch["id"]] = batch
 
     def split(self, batch: dict[str, Any]) -> dict[str, str | None]:
@@ -360,14 +365,16 @@ class Batches:
                 return
             source = self.store.path(batch["input_file_id"])
             run.open(source, self.store.output(batch), self._reader, self._settings, self._service)
+            with self._lock:
+                if batch["status"] == "validating":
+                    self.store.save(batch, status="in_progress", in_progress_at=int(time.time()))
+                run.is_gone = batch["status"] == "cancelling"
+                self.running[batch["id"]] = run
         except (FlexgenError, Refused, OSError) as error:
+            with contextlib.suppress(FlexgenError):
+                run.stack.__exit__(type(error), error, None)
             self._fail(batch, str(error))
             return
-        with self._lock:
-            if batch["status"] == "validating":
-                self.store.save(batch, status="in_progress", in_progress_at=int(time.time()))
-            run.is_gone = batch["status"] == "cancelling"
-            self.running[batch["id"]] = run
         self._service.add_batch(run)
 
     def _clerk_end(self, run: Batch, error: FlexgenError | None) -> None:
@@ -381,7 +388,10 @@ class Batches:
             with self._lock:
                 is_cancelled = batch["status"] == "cancelling"
                 if not is_cancelled and error is None:
-                    self.store.save(batch, status="finalizing", finalizing_at=int(time.time()))
+                    try:
+                        self.store.save(batch, status="finalizing", finalizing_at=int(time.time()))
+                    except FlexgenError as found:
+                        error = found
             reason = error or (FlexgenError("cancelled") if is_cancelled else None)
             if reason is None:
                 run.stack.close()
@@ -409,6 +419,7 @@ class Batches:
         with contextlib.suppress(OSError):
             found = self.store.split(batch)
             batch |= found
-        batch["request_counts"] = counts or batch["request_counts"]
-        with contextlib.suppress(FlexgenError):
-            self.store.save(batch, status="failed", failed_at=int(time.time()), errors=errors)
+        batch |= {"request_counts": counts or batch["request_counts"], "errors": errors}
+        batch |= {"status": "failed", "failed_at": int(time.time())}
+        with contextlib.suppress(FlexgenError):  # the next start goes on with it
+            self.store.save(batch)
