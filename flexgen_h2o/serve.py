@@ -243,6 +243,8 @@ def _listening(args: argparse.Namespace) -> Iterator[socket.socket]:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--host {args.host[:60]} --port {args.port}: cannot listen there ({reason})") from error
     with listener:
+        # What it accepts has it too: an answer's head and body are two writes, and the second one would wait 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield listener
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import threading
@@ -82,3 +83,11 @@ def test_a_signal_ends_it_while_clients_wait(start: Start, tmp_path: Path) -> No
 
 def events(answer: httpx2.Response) -> list[str]:
     return [one.removeprefix("data: ") for one in answer.text.split("\n\n") if one]
+
+
+def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head() -> None:
+    args = argparse.Namespace(host="127.0.0.1", port=0, max_connections=1)
+    with serve._listening(args) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
