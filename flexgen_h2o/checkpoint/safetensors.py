@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 from flexgen_h2o.checkpoint.atomic_folder import FileState, States, check_unchanged, file_state
 from flexgen_h2o.core.config import DTYPE_BYTES
-from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.errors import UsageError, json_reason
 from flexgen_h2o.core.files import open_regular, read_json, write_new
 from flexgen_h2o.core.units import round_up
 
@@ -264,7 +264,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     try:
         head = _HEADER_JSON.decode(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: the safetensors header is damaged ({error}); {AGAIN}") from error
+        raise UsageError(f"{path}: the safetensors header is damaged ({json_reason(error)}); {AGAIN}") from error
     if not isinstance(head, dict):
         raise UsageError(f"{path}: the safetensors header is damaged (not a table); {AGAIN}")
     return head, LENGTH_BYTES + length, size

@@ -43,5 +43,8 @@ class TooLongError(UsageError):
 
 
 def json_reason(error: ValueError | RecursionError) -> str:
-    """What is wrong with the JSON of one line; Python's own message would say "line 1"."""
-    return f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+    """What is wrong with a JSON text, in words for a user: Python would say "line 1" of one line of many, and name a
+    setting of its own where a whole number has more digits than it reads."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos + 1}"
+    return "a whole number has too many digits" if "int_max_str_digits" in str(error) else str(error)

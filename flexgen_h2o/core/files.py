@@ -19,7 +19,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
-from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.errors import FlexgenError, UsageError, json_reason
 
 # Of a settings file (policy, profile, config, index, sidecar). Parsed, it takes up to twenty times as much memory.
 MOST_JSON_BYTES = 8 * 2**20
@@ -60,6 +60,10 @@ def read_json(path: Path, most: int = MOST_JSON_BYTES) -> Any:
         return json.loads(read_bounded(path, most))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            raise
+        raise ValueError(json_reason(error)) from error
 
 
 def read_object(path: Path, where: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
     whole = int(value)
     if whole < low or (high is not None and whole > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise UsageError(f"{name}: {whole} must be {bounds}")
+        raise UsageError(f"{name}: {whole!r:.60} must be {bounds}")
     return whole
 
 

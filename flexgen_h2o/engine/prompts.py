@@ -269,9 +269,9 @@ def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:
     ids = tuple(v.item() if hasattr(v, "item") else v for v in values)
     for value in ids:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"token id {value!r} is not a whole number")
+            raise UsageError(f"token id {value!r:.60} is not a whole number")
         if not 0 <= value < vocab_size:
-            raise UsageError(f"token id {value} is outside the model's vocabulary of {vocab_size}")
+            raise UsageError(f"token id {value!r:.60} is outside the model's vocabulary of {vocab_size}")
     if not ids:
         raise UsageError("the prompt has no tokens; give at least one")
     return ids
