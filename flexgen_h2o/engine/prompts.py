@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, takewhile
@@ -213,8 +214,17 @@ def _finite(text: str) -> float:
     return number
 
 
+def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that stands twice, Python would keep the last value and say nothing of the others."""
+    found = dict(members)
+    if len(found) < len(members):
+        name = Counter(name for name, _ in members).most_common(1)[0][0]
+        raise ValueError(f"{name!r:.60} stands twice in one object; give it once")
+    return found
+
+
 # Without Python's NaN and Infinity, and without numbers that would become infinite: no JSON could be written of them.
-STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_with_each_name_once)
 
 
 def object_of_json(line: str) -> dict[str, Any]:

@@ -145,6 +145,7 @@ BAD = [
     (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN is not JSON"),
     (b'{"article": "a", "x": 1e400}', "invalid_json", "1e400 is too large a number"),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json", "(a whole number has too many digits)"),
+    (b'{"prompt": "a", "user": {"x": 1, "x": 2}}', "invalid_json", "'x' stands twice in one object"),
     ([1], "invalid_request", "a JSON object is expected, not list"),
     ({}, "invalid_request", "prompt: is missing"),
     ({"prompt": "a", "prompt_token_ids": [1]}, "invalid_request", "not both"),
