@@ -157,9 +157,9 @@ def threads() -> Finding:
 def memory() -> Iterator[Finding]:
     import psutil
 
-    from flexgen_h2o.tiers.device import free_host_bytes, memory_limit
+    from flexgen_h2o.tiers.device import free_host_bytes, host_memory, memory_limit
 
-    whole, free, limit = int(psutil.virtual_memory().total), free_host_bytes(), memory_limit()
+    whole, free, limit = host_memory()[0], free_host_bytes(), memory_limit()
     little = "end what else holds memory: a run needs about 1 GiB beside its budgets" if free < LITTLE_MEMORY else ""
     yield Finding("memory", f"{format_bytes(free)} of {format_bytes(whole)} are free", little, bool(little))
     old = _first_line(OLD_MEMORY_LIMIT)

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from flexgen_h2o.core.config import MemoryBudget
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, advice, format_bytes, less_margin, round_up
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
@@ -308,8 +308,17 @@ def resolve_budgets(
 
 def free_host_bytes() -> int:
     """RAM that can be taken now: what the machine has available, or the cgroup's limit leaves."""
-    free, limit = int(psutil.virtual_memory().available), memory_limit()
+    free, limit = host_memory()[1], memory_limit()
     return free if limit is None else min(free, limit[0] - limit[1])
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of RAM that the machine has, and those available. FlexgenError where there is no /proc to read them in."""
+    try:
+        found = psutil.virtual_memory()
+    except OSError as error:
+        raise FlexgenError(f"{error.filename}: {error.strerror}; mount /proc, which says what RAM is free") from error
+    return int(found.total), int(found.available)
 
 
 def memory_limit() -> tuple[int, int] | None:

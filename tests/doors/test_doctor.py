@@ -152,3 +152,13 @@ def test_versions_that_are_not_the_tested_ones_are_named(monkeypatch: pytest.Mon
     versions, extras = doctor.installed()
     assert versions.advice.startswith("tested are torch==2.999.0: pip install") and not versions.hurts
     assert extras.text == "ok installed; not there: plot"
+
+
+def test_without_proc_it_is_one_line(command: Door, healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", absent)
+    said = command("doctor --offload-dir o")
+    assert said.code == 1
+    assert said.err == "doctor: /proc/meminfo: No such file or directory; mount /proc, which says what RAM is free\n"

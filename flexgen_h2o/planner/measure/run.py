@@ -47,7 +47,7 @@ from flexgen_h2o.planner.measure.engine import (
     with_step_costs,
 )
 from flexgen_h2o.planner.profile import BUSY_NOTE, HardwareProfile, nominal_profile, read_profile, write_profile
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, open_device
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_memory, open_device
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
@@ -371,7 +371,7 @@ def this_machine(device: Device, offload_dir: Path) -> ThisMachine:
     card, card_bytes = device.card() or ("", 0)
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     return ThisMachine(
-        _cpu_name(), os.cpu_count() or 1, int(psutil.virtual_memory().total), card, card_bytes, _mount(folder),
+        _cpu_name(), os.cpu_count() or 1, host_memory()[0], card, card_bytes, _mount(folder),
         shutil.disk_usage(folder).free,
     )  # fmt: skip
 

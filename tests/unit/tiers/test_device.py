@@ -147,7 +147,7 @@ def test_memory_that_cannot_be_pinned_is_said_in_one_line(monkeypatch: pytest.Mo
 # ---- budgets
 
 Disk = namedtuple("Disk", "free")
-Memory = namedtuple("Memory", "available")
+Memory = namedtuple("Memory", ("available", "total"), defaults=(100,))
 
 
 @pytest.fixture
