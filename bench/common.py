@@ -38,6 +38,8 @@ from flexgen_h2o.llm import LLM
 
 ROOT = Path(__file__).resolve().parent.parent
 MB, GB = 10**6, 10**9
+DIRTY = "-dirty"
+NOT_CODE = (":(exclude)bench/results", ":(exclude)docs", ":(exclude)*.md")
 QUIET_BELOW = 0.10  # busy share of all cores
 QUIET_SAMPLE_S = 2.0
 
@@ -132,10 +134,6 @@ def machine_facts() -> dict[str, Any]:
     model = next((x.split(":")[1].strip() for x in _lines("/proc/cpuinfo") if x.startswith("model name")), "")
     total = next((int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
     huge = "".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
-    commit = ""
-    with suppress(OSError):  # no git there: a machine that was sent the tree alone
-        command = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": model,
@@ -146,8 +144,22 @@ def machine_facts() -> dict[str, Any]:
         "huge_pages": huge[huge.find("[") + 1 : huge.find("]")],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit or None,
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """Of the code, with `-dirty` where files that git knows have changes, results and pages aside, which a sweep itself
+    writes. None where git or its folder is missing: a machine that was sent the tree alone."""
+
+    def git(*words: str) -> str:
+        with suppress(OSError):
+            return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return ""
+
+    name = git("describe", "--always")
+    changed = name and git("status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_CODE)
+    return f"{name}{DIRTY}" if changed else name or None
 
 
 def table(title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -20,10 +20,8 @@ from contextlib import ExitStack
 from bench import common
 from bench.common import Spread, run_sweeps, steady
 from bench.engine.reader import Reader
-from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
-from flexgen_h2o.engine.memory_plan import layers_of, streamed_bytes, tier_shares
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import find_model
 
@@ -120,10 +118,7 @@ def _open(args: argparse.Namespace, rows: int, percent: tuple[int, int, int, int
 
 
 def _open_reader(args: argparse.Namespace) -> Reader:
-    model, policy = find_model(args.model, args.path), Policy(percent=ON_DISK)
-    shares = tier_shares(policy.weight_shares, device_is_host=True)
-    largest = max(streamed_bytes(u, shares, WeightFormat(4), True) for u in layers_of(model.spec, policy).units)
-    return Reader(model, policy, args.dtype, args.offload_dir, 2 * largest)
+    return Reader(find_model(args.model, args.path), Policy(percent=ON_DISK), args.dtype, args.offload_dir)
 
 
 def _seconds_to_read(reader: Reader, sweeps: int) -> float:

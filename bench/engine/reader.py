@@ -29,9 +29,12 @@ class Reader:
     """Reads a model's disk weights unit by unit in the order of a sweep, into a ring that is always full of requests.
 
     Same files, byte ranges, request sizes, threads and kind of buffer as the engine's; nothing computes meanwhile.
+    ring_bytes: of the ring; None: twice the largest unit.
     """
 
-    def __init__(self, model: Model, policy: Policy, dtype: str, offload_dir: Path, ring_bytes: int) -> None:
+    def __init__(
+        self, model: Model, policy: Policy, dtype: str, offload_dir: Path, ring_bytes: int | None = None
+    ) -> None:
         self._lanes = Lanes(LANE_THREADS, Timeline())
         layers = layers_of(model.spec, policy)
         shares = tier_shares(policy.weight_shares, device_is_host=True)
@@ -41,7 +44,7 @@ class Reader:
         checkpoint = find_checkpoint(model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, True, form.packed)
         self._store = WeightStore(layers, checkpoint, shares, form, mover, workspace)
         self._units = [unit for unit in range(len(layers.units)) if self._store.nbytes(unit)]
-        self._ring = Ring(host_buffer(ring_bytes))
+        self._ring = Ring(host_buffer(ring_bytes or 2 * max(map(self._store.nbytes, self._units))))
 
     def __enter__(self) -> Reader:
         return self

@@ -3,9 +3,14 @@
     bash bench/throughput_sweep.sh --quick
     bash bench/throughput_sweep.sh --grid disk-1.3b ram-1.3b --offload-dir DIR --machine NAME
     bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,third,8,64 --systems ours-full accelerate-disk
+    bash bench/throughput_sweep.sh --grid signed
+
+The grids `signed...` hold to more (`--signed` asks it of other cells): a clean commit; one memory cgroup for all with a
+budget; rounds of all systems in turn between measurements of the machine's own rates, repeated where these moved; what
+answers lose beside each setting of ours; and the Results page, docs/results.md, at the end.
 
 Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and are not made again;
-the table (throughput.md) and the pictures beside it are made anew from all lines.
+the table (throughput.md) and the pictures beside it are made anew from all lines. Signed ones are in signed.jsonl.
 """
 
 from __future__ import annotations
@@ -23,11 +28,14 @@ from pathlib import Path
 import torch
 
 from bench import common
-from bench.sweep.grid import GRIDS, SYSTEMS, Cell, System, systems_of
+from bench.sweep import page, quality
+from bench.sweep.cut_model import cut_model
+from bench.sweep.grid import GRIDS, SIGNED, SYSTEMS, Cell, System, systems_of
 from bench.sweep.plots import draw_all
-from bench.sweep.runner import Setup, describe, measure
+from bench.sweep.rounds import Rates, Rounds, key_of, machine_rates
+from bench.sweep.runner import Setup, can_limit, describe, measure
 from bench.sweep.search import best_rows, search
-from bench.sweep.store import REFUSED, TIMEOUT, Key, Line, Store, claimed
+from bench.sweep.store import REFUSED, TIMEOUT, Line, Store, claimed
 from bench.sweep.summary import markdown
 from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
 from flexgen_h2o.core.errors import UsageError
@@ -36,14 +44,18 @@ from flexgen_h2o.models.load import Model, find_checkpoint, find_model
 
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
 FULL = {"repeats": 3, "quiet_wait": 60.0, "limit": 1800.0}
-SHARES = "ours-h2o:R, ours-h2o:kv-budget=R"
+OF_SIGNED = {"repeats": 3, "quiet_wait": 60.0, "limit": 3600.0}
+SHARES = "ours-h2o:R, ours-h2o:kv-budget=R, ours-mix:kv-bytes=R"
 
 
 @dataclass(frozen=True)
 class Sweep:
+    """signed: the trained model that says what answers lose, where the cells are held to all that the grid is."""
+
     setup: Setup
     store: Store
     repeats: int
+    signed: str | None = None
 
     def cell(self, cell: Cell, systems: tuple[System, ...]) -> None:
         """Find each system's best batch, then repeat these, the systems taking turns."""
@@ -64,12 +76,16 @@ class Sweep:
             rows = best_rows(lines)
             if rows is not None:
                 chosen.append((system, rows))
+        if self.signed is not None:
+            self._signed(cell, folder, chosen)
+            quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup.offload_dir)
+            return
         for repeat in range(1, self.repeats + 1):
             for system, rows in chosen if repeat % 2 else reversed(chosen):
                 self._measure(system, cell, folder, rows, repeat)
 
     def _measure(self, system: System, cell: Cell, folder: Path, rows: int, repeat: int) -> Line:
-        key = Key(system.name, cell.model, cell.prompt_len, cell.gen_len, cell.budget, rows, repeat)
+        key = key_of(cell, system, rows, repeat)
         what = f"{system.name} x {rows}" + (f", run {repeat}" if repeat else "")
         line = self.store.find(key)
         if line is not None and not self._has_more_time(line):
@@ -78,6 +94,22 @@ class Sweep:
         line = self.store.add(key, measure(self.setup, system, cell, folder, rows))
         print(f"{what}: {describe(line)}", flush=True)
         return line
+
+    def _signed(self, cell: Cell, folder: Path, chosen: list[tuple[System, int]]) -> None:
+        """Rounds, each between looks at the machine on quiet cores."""
+
+        def once(system: System, rows: int) -> Line:
+            line = measure(self.setup, system, cell, folder, rows)
+            print(f"{system.name} x {rows}: {describe(line)}", flush=True)
+            return line
+
+        def rates() -> Rates:
+            common.wait_for_quiet(self.setup.quiet_wait)
+            model = _model_of(cell.model, self.setup.offload_dir)
+            return machine_rates(cell, model, self.setup.offload_dir)
+
+        rounds = Rounds(self.store, once, rates, lambda: common.machine_facts()["date"])
+        rounds.run(cell, chosen, self.repeats)
 
     def _has_more_time(self, line: Line) -> bool:
         """Was it ended by a limit that is higher now?"""
@@ -91,23 +123,38 @@ def main() -> int:
 def _run(argv: list[str] | None) -> int:
     args = _parse(argv)
     cells = _cells(args)
-    defaults = QUICK if args.quick else FULL
+    defaults = OF_SIGNED if args.signed else QUICK if args.quick else FULL
     values = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in defaults.items()}
     results = args.results or common.ROOT / "bench" / "results" / args.machine
     setup = Setup(
         args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"], args.device, args.device_mem,
-        cgroup=args.cgroup,
+        cgroup=args.cgroup or (args.signed and can_limit()),
     )  # fmt: skip
     path = results / f"{args.name}.jsonl"
     with claimed(path):
         store = Store(path, args.again)
-        sweep = Sweep(setup, store, int(values["repeats"]))
+        sweep = Sweep(setup, store, int(values["repeats"]), args.quality_model if args.signed else None)
         try:
             for cell, systems in cells:
                 sweep.cell(cell, systems)
         finally:
-            _show(store, results, args.name)
+            if args.signed:
+                _show_signed(results, args, [cell for cell, _ in cells])
+            else:
+                _show(store, results, args.name)
     return 0
+
+
+def _show_signed(results: Path, args: argparse.Namespace, cells: list[Cell]) -> None:
+    """The page: in docs and of the whole grid, but for lines that have a folder or a name of their own."""
+    if args.results is None and args.name == page.NAME:
+        page.write(results)
+        print(f"\nwritten: {results}, docs/results.md, docs/speed.svg, README.md", flush=True)
+        return
+    of_page, _, drawn = page.made(results, args.name, cells)
+    (results / f"{args.name}.md").write_text(of_page)
+    (results / "speed.svg").write_text(drawn)
+    print(f"\nwritten: {results}", flush=True)
 
 
 def _show(store: Store, results: Path, name: str) -> None:
@@ -148,7 +195,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
     add("--cgroup", action="store_true", help="hold systems to a budget by a memory cgroup, page cache counted")
     add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES for another device)")
+    add("--signed", action="store_true", help="hold the cells to all that the signed grids are held to")
+    add("--quality-model", default=quality.MODEL, help=f"trained, says what answers lose ({quality.MODEL})")
     args = parser.parse_args(argv)
+    args.signed = args.signed or any(grid in SIGNED for grid in args.grid)
+    if args.signed:
+        _check_signed(args)
     if args.limit == 0:
         raise UsageError("--limit 0: nothing ends in no time; give seconds")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -157,12 +209,27 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         )
     if args.device_mem is not None:
         args.device_mem = parse_bytes(args.device_mem, "--device-mem")
+    if args.name is None and args.signed:
+        args.name = page.NAME
     if args.name is None:  # lines of different devices are never of the same measurement
         args.name = "-".join(map(str, ("throughput", *((args.device, args.device_mem) if args.device_mem else ()))))
     args.grid = [*args.grid, *(["quick"] if args.quick else [])]
     if not args.grid and not args.cell:
         raise UsageError(f"nothing to measure: give --quick, --grid ({', '.join(GRIDS)}) or --cell")
     return args
+
+
+def _check_signed(args: argparse.Namespace) -> None:
+    """UsageError where what is asked for could not be signed."""
+    if args.quick or args.device != "cpu" or args.device_mem is not None:
+        flag = "--quick" if args.quick else "--device, --device-mem"
+        raise UsageError(f"{flag}: the signed grid is of whole measurements on a CPU; leave it out")
+    if args.repeats is not None and args.repeats < OF_SIGNED["repeats"]:
+        raise UsageError(f"--repeats {args.repeats}: the signed grid has at least {OF_SIGNED['repeats']} rounds")
+    commit = common.commit()
+    if commit is None or commit.endswith(common.DIRTY):
+        what = "is no git checkout" if commit is None else "has changes that are not committed (git status)"
+        raise UsageError(f"--grid signed: {common.ROOT} {what}; figures are signed with a clean commit")
 
 
 def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
@@ -189,7 +256,7 @@ def _read_cell(text: str) -> Cell:
         raise UsageError(f"--cell {text}: rows are tried from FIRST, at least 1, to LAST, at least FIRST")
     try:
         cell.budget_bytes(1)
-        positions = _model(cell.model).spec.max_positions
+        positions = _model(_cut(cell.model)[0]).spec.max_positions
     except UsageError as error:
         raise UsageError(f"--cell {text}: {str(error).removeprefix('--model ')}") from error
     if cell.prompt_len + cell.gen_len - 1 > positions:
@@ -197,8 +264,8 @@ def _read_cell(text: str) -> Cell:
     return cell
 
 
-# Of ours, beside those of the grid: H2O with any share.
-_H2O = re.compile(r"h2o(-4bit|-8bit|-int8|-4bit-int8)?:(kv-budget=)?([0-9.]+)")
+# Of ours, beside those of the grid: H2O with any share, and what --kv-bytes chooses.
+_SHARED = re.compile(r"(?:h2o(?:-4bit|-8bit|-int8|-4bit-int8)?:(?:kv-budget=)?|mix:kv-bytes=)([0-9.]+)")
 
 
 def _read_system(name: str) -> System:
@@ -207,8 +274,8 @@ def _read_system(name: str) -> System:
         return known[name]
     peer, _, variant = name.partition("-")
     ours = known["ours-full"]
-    found = _H2O.fullmatch(variant)
-    if peer == ours.peer and (variant == "full-8bit" or (found is not None and _is_share(found[3]))):
+    found = _SHARED.fullmatch(variant)
+    if peer == ours.peer and (variant == "full-8bit" or (found is not None and _is_share(found[1]))):
         return System(peer, variant, ours.kinds)
     raise UsageError(f"--systems {name}: not one of {', '.join(known)}; nor {SHARES} with R in (0, 1]")
 
@@ -222,7 +289,20 @@ def _is_share(text: str) -> bool:
 
 def _model_folder(model: str, setup: Setup) -> Path:
     """Random weights at the model's true shape, written once: every system reads this folder."""
-    return find_checkpoint(_model(model), "bfloat16", setup.offload_dir, 0, progress=False).folder
+    found = _model_of(model, setup.offload_dir)
+    return find_checkpoint(found, "bfloat16", setup.offload_dir, 0, progress=False).folder
+
+
+def _cut(model: str) -> tuple[str, int | None]:
+    """`facebook/opt-30b:12` is the first 12 blocks of that shape."""
+    name, _, layers = model.rpartition(":")
+    return (name, int(layers)) if layers.isdecimal() and name and not Path(model).exists() else (model, None)
+
+
+def _model_of(model: str, offload_dir: Path) -> Model:
+    """A cut one's config is written below `offload_dir`."""
+    name, layers = _cut(model)
+    return _model(model if layers is None else str(cut_model(name, layers, offload_dir)))
 
 
 @cache

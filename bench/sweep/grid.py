@@ -81,7 +81,8 @@ KV_SYSTEMS = (SYSTEMS[0], *(System("ours", f"h2o:{ratio}", BOTH) for ratio in KV
 class Cell:
     """Systems are compared within a cell. budget: as --host-mem takes it, `third` of the weights, or `none`.
 
-    rows: where the search for the best batch starts, and where it ends at the latest.
+    model: a built-in shape, also its first transformer blocks alone (`facebook/opt-30b:12`), or a folder. rows: where
+    the search for the best batch starts, and where it ends at the latest.
     """
 
     model: str
@@ -117,6 +118,35 @@ def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell,
     return tuple(Cell(OPT[size], prompt, output, "none", (batch, batch)) for batch, prompt, output in shapes)
 
 
+# The signed grid: cells and systems chosen on this day, before any of them was run; all are shown, whatever they say.
+SIGNED_ON = "2026-11-23"
+LENGTHS = ((512, 32), (128, 128), (64, 256), (512, 512))
+LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
+# Where all blocks would take a cell far longer than three hours, everybody runs the first 12 of 32.
+LONG_6_7B = dict.fromkeys(LENGTHS[2:], ":12")
+
+
+def _signed(size: str, budget: str, rows: tuple[int, int], cut: dict[tuple[int, int], str]) -> tuple[Cell, ...]:
+    return tuple(Cell(OPT[size] + cut.get(lengths, ""), *lengths, budget, rows) for lengths in LENGTHS)
+
+
+SIGNED: dict[str, tuple[Cell, ...]] = {
+    "signed-opt-1.3b-third": _signed("1.3b", "third", (16, 256), {}),
+    "signed-opt-1.3b-none": _signed("1.3b", "none", (16, 256), {}),
+    "signed-opt-6.7b-third": _signed("6.7b", "third", (8, 128), LONG_6_7B),
+    "signed-opt-6.7b-none": _signed("6.7b", "none", (8, 128), LONG_6_7B),
+    # All blocks for what reads the checkpoint in place; 12 of 48 for all, with those that write a copy.
+    "signed-opt-30b": tuple(Cell(OPT["30b"] + cut, 512, 32, "third", (8, 64)) for cut in ("", ":12")),
+    "signed-llama-3-8b": (
+        Cell(LLAMA_8B, 512, 32, "third", (8, 128)), Cell(LLAMA_8B, 128, 128, "third", (8, 128)),
+        Cell(LLAMA_8B, 128, 128, "none", (8, 128)),
+    ),
+    "signed-experts": (
+        Cell(f"{QWEN_30B}:12", 128, 128, "third", (8, 128)), Cell(OLMOE, 128, 128, "none", (8, 128)),
+    ),
+}  # fmt: skip
+SIGNED["signed"] = tuple(cell for cells in list(SIGNED.values()) for cell in cells)
+
 # MiniKV's mem_spd_test sweeps the batch at 2048 + 1024, prompts to 32k and outputs to 64k: as far as OPT's 2048 go.
 MEM_SPD_SHAPES = (
     *((batch, 1024, 1024) for batch in (1, 2, 4, 8, 16, 32)),
@@ -145,6 +175,7 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
     "mem-spd": _mem_spd("6.7b", MEM_SPD_SHAPES),
     "mem-spd-tiny": _mem_spd("125m", ((2, 16, 4),)),
     "papers-30b": _papers("30b", ("16GiB",)),
+    **SIGNED,
 }
 
 
@@ -153,5 +184,33 @@ _SYSTEMS_OF = {"quick": QUICK_SYSTEMS, "kv-": KV_SYSTEMS, "gpu-": GPU_SYSTEMS, "
 
 def systems_of(grid: str, cell: Cell) -> tuple[System, ...]:
     """The systems that a cell of a grid compares."""
+    if grid in SIGNED:
+        return _systems_of_signed(cell)
     chosen = next((systems for prefix, systems in _SYSTEMS_OF.items() if grid.startswith(prefix)), SYSTEMS)
     return tuple(system for system in chosen if cell.kind in system.kinds)
+
+
+# Of ours: 20% of the columns of prompt and new tokens, or 20% of the bytes that these take in bf16.
+SIGNED_OURS = tuple(
+    System("ours", variant, kinds)
+    for variant, kinds in (
+        ("full", BOTH), ("h2o:kv-budget=0.2", BOTH), ("h2o-4bit-int8:kv-budget=0.2", BOTH), ("full-4bit-int8", BOTH),
+        ("full-int8", (IN_RAM,)), ("mix:kv-bytes=0.2", BOTH),
+    )
+)  # fmt: skip
+# Peers that a signed cell leaves out: of a card; offloading to RAM, which moves nothing without one; other precisions
+# of a system that is there in its fastest.
+UNSIGNED = (
+    "flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_0", "llamacpp-q4_k",
+)  # fmt: skip
+IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
+
+
+def _systems_of_signed(cell: Cell) -> tuple[System, ...]:
+    """Ours, and every peer of the cell's kind that SYSTEMS has; a peer that cannot run the family says so itself."""
+    peers = [system for system in SYSTEMS if not system.ours and system.name not in UNSIGNED]
+    if cell.model == OPT["30b"]:
+        peers = [system for system in peers if system.name in IN_PLACE]
+    if cell.model.partition(":")[0] not in (QWEN_30B, OLMOE):  # without experts it is the same as without `-loop`
+        peers = [system for system in peers if not system.variant.endswith("-loop")]
+    return tuple(system for system in (*SIGNED_OURS, *peers) if cell.kind in system.kinds)

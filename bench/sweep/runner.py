@@ -138,6 +138,15 @@ def memory_limit(nbytes: int | None) -> Iterator[list[str]]:
     raise UsageError("--cgroup: no memory cgroup can be made here; it takes root and a writable /sys/fs/cgroup")
 
 
+def can_limit() -> bool:
+    """Can a memory cgroup be made here?"""
+    try:
+        with memory_limit(2**30):
+            return True
+    except UsageError:
+        return False
+
+
 def _command(
     setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int, budget: int | None
 ) -> list[str]:  # fmt: skip

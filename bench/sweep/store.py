@@ -45,18 +45,25 @@ class Store:
 
     def find(self, key: Key) -> Line | None:
         """The finished measurement, the newest of several; with `again` only those that this sweep made."""
-        for line in reversed(self.lines):
-            if key.of(line) and line["status"] != REFUSED and not any(line is old for old in self._redo):
+        for line in reversed(self.counting()):
+            if key.of(line) and line["status"] != REFUSED:
                 return line
         return None
 
+    def counting(self) -> list[Line]:
+        """All lines; with `again` only those that this sweep made."""
+        return [line for line in self.lines if not any(line is old for old in self._redo)]
+
     def add(self, key: Key, line: Line) -> Line:
         """Append to the file and to `lines`."""
-        whole = vars(key) | line
+        return self.add_all([vars(key) | line])[0]
+
+    def add_all(self, lines: list[Line]) -> list[Line]:
+        """Append in one write: of lines that belong together none is there without the others, but for a full disk."""
         with self.path.open("a") as file:
-            file.write(json.dumps(whole) + "\n")
-        self.lines.append(whole)
-        return whole
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        self.lines += lines
+        return lines
 
     def latest(self) -> list[Line]:
         """The newest line of each key, in the order of their first appearance."""

@@ -2,9 +2,10 @@
 
 Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns) and h2o:kv-budget=R (--kv-budget R; 0.2
 keeps 20% of the columns of prompt and new tokens), each with -4bit (weights and KV in 4 bits) and -8bit, with -int8
-(weights and products in int8), and with -4bit-int8 (-4bit, products in int8); flexgen-like (a published FlexGen policy,
-see `flexgen_flags`). All but the last run `--policy auto`, which plans rows a block and
-placement for the budget. Nothing is warmed up but what the package does itself.
+(weights and products in int8), and with -4bit-int8 (-4bit, products in int8); mix:kv-bytes=R (--kv-bytes R, which
+chooses columns, summaries and bits); flexgen-like (a published FlexGen policy, see `flexgen_flags`). All but the last
+run `--policy auto`, which plans rows a block and placement for the budget. Nothing is warmed up but what the package
+does itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from contract import phases as rates
 
 VARIANTS = (
     "full", "h2o:0.1", "full-4bit", "h2o-4bit:0.1", "full-8bit", "full-int8", "h2o-int8:0.1", "full-4bit-int8",
-    "h2o-4bit-int8:0.1", "h2o:kv-budget=0.2", "flexgen-like",
+    "h2o-4bit-int8:0.1", "h2o:kv-budget=0.2", "mix:kv-bytes=0.2", "flexgen-like",
 )  # fmt: skip
 FORMS = ("", "4bit", "8bit", "int8", "4bit-int8")
 # Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the rest and all KV on
@@ -38,12 +39,12 @@ def variant_flags(variant: str) -> list[str]:
     """Flags of flex_opt for a variant that plans automatically. Raises RefusedError for one that it does not know."""
     name, _, share = variant.partition(":")
     kind, _, form = name.partition("-")
-    if kind not in ("full", "h2o") or form not in FORMS or bool(share) != (kind == "h2o"):
+    what, _, number = share.rpartition("=")
+    flag = {("full", ""): "", ("h2o", ""): "--hh-ratio", ("h2o", "kv-budget"): "--kv-budget",
+            ("mix", "kv-bytes"): "--kv-bytes"}.get((kind, what))  # fmt: skip
+    if flag is None or bool(flag) != bool(number) or form not in (("",) if kind == "mix" else FORMS):
         raise RefusedError(f"--variant {variant}: such as {', '.join(VARIANTS)}")
-    flags = ["--policy", "auto"]
-    if kind == "h2o":
-        of_prompt, _, of_sequence = share.partition("kv-budget=")
-        flags += ["--hh-ratio", of_prompt] if of_prompt else ["--kv-budget", of_sequence]
+    flags = ["--policy", "auto", *([flag, number] if flag else [])]
     stored, _, products = form.partition("-")
     if "int8" in (stored, products):
         flags += ["--int8-compute"]

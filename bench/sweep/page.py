@@ -1,0 +1,342 @@
+"""The Results page of the signed grid from its stored lines: one table, one chart, what was aimed at, where we lose.
+
+    python -m bench.sweep.page [--results FOLDER]
+
+Rewrites what stands between the marks in docs/results.md and README.md, and docs/speed.svg. Ratios are of systems of
+one round, then the median and the range over rounds; a cell without a whole round is shown as not run yet.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import common
+from bench.sweep import quality
+from bench.sweep.chart import Bar, draw
+from bench.sweep.grid import IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, systems_of
+from bench.sweep.rounds import MOST_EXTRA, MOVED, counted, is_of
+from bench.sweep.search import best_rows
+from bench.sweep.store import MEASURED, OVER, Line, Store
+from flexgen_h2o.cli_common import OneLineParser
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import write_whole
+from flexgen_h2o.core.units import markdown_table
+
+NAME = "signed"  # of the file of lines
+RESULTS = common.ROOT / "bench" / "results" / "build-2core"
+FULL, H2O, H2O_SMALL, FULL_SMALL, FULL_INT8, MIX = (
+    "ours-full", "ours-h2o:kv-budget=0.2", "ours-h2o-4bit-int8:kv-budget=0.2", "ours-full-4bit-int8", "ours-full-int8",
+    "ours-mix:kv-bytes=0.2",
+)  # fmt: skip
+WORDS = {
+    FULL: "full cache", H2O: "H2O, 20% of the sequence", H2O_SMALL: "the same, weights and KV in 4 bits, int8 products",
+    FULL_INT8: "full cache, int8", FULL_SMALL: "full cache in 4 bits, weights too, int8 products",
+    MIX: "20% of the bytes: h2o-norm in 3 bits",
+}  # fmt: skip
+# Peers (the best of those whose names begin so), where, and the ratios aimed at.
+AIMS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
+    ("accelerate-disk", "Accelerate, disk offload", OFFLOAD, {FULL: 3, H2O: 8, H2O_SMALL: 15}),
+    ("deepspeed-nvme", "DeepSpeed ZeRO-Inference, NVMe", OFFLOAD, {FULL: 2, H2O: 4, H2O_SMALL: 8}),
+    ("flexgen", "FlexGen", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
+    ("hf-", "the best of Hugging Face's settings", IN_RAM, {FULL: 1.5}),
+    ("llamacpp-bf16", "llama.cpp, bf16", IN_RAM, {FULL: 1.3}),
+    ("llamacpp-q8_0", "llama.cpp, q8_0", IN_RAM, {FULL_INT8: 1.3}),
+    ("ctranslate2-int8", "CTranslate2, int8", IN_RAM, {FULL_INT8: 1.5}),
+    ("openvino-int8", "OpenVINO, int8", IN_RAM, {FULL_INT8: 1.2}),
+)
+BARS = (FULL, H2O, H2O_SMALL)
+LOSSY = re.compile(r"int8|int4|q\d|\dbit")  # of a peer's variant: its products or weights are not bf16
+HEAD = (
+    "cell", "system", "rows", "tokens/s", "over the best peer", "over each peer", "KL, nats; flips",
+    "columns; bytes of KV kept", "read, GB", "peak, GB",
+)  # fmt: skip
+START, END = "<!-- made by python -m bench.sweep.page -->", "<!-- end of what it makes -->"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A system of a cell: its lines that have a figure, by round."""
+
+    system: str
+    lines: dict[int, Line]
+
+    def median(self, name: str) -> float:
+        return statistics.median(line[name] for line in self.lines.values())
+
+    def over(self, other: Entry) -> list[float]:
+        """Ratios of tokens/s, of the rounds that both have."""
+        both = [(self.lines[i], other.lines[i]) for i in self.lines if i in other.lines]
+        return [one["tokens_per_s"] / two["tokens_per_s"] for one, two in both]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is there of a cell. reasons: of systems that were tried and have no figure."""
+
+    cell: Cell
+    entries: dict[str, Entry]
+    reasons: dict[str, str]
+
+    @property
+    def peers(self) -> list[Entry]:
+        """The fastest first."""
+        peers = [entry for name, entry in self.entries.items() if not name.startswith("ours-")]
+        return sorted(peers, key=lambda entry: -entry.median("tokens_per_s"))
+
+    def best(self, begins: str = "") -> Entry | None:
+        return next((peer for peer in self.peers if peer.system.startswith(begins)), None)
+
+    def ratios(self, ours: str, begins: str = "") -> list[float]:
+        """Of one of ours over the best of such peers, by round; empty where one of them has no figure."""
+        peer = self.best(begins)
+        return self.entries[ours].over(peer) if peer is not None and ours in self.entries else []
+
+    @property
+    def title(self) -> str:
+        model, _, layers = self.cell.model.rpartition("/")[2].partition(":")
+        shown = re.sub(r"^opt-([0-9.]+)b$", r"OPT-\1B", model).removeprefix("Meta-")
+        size = "in RAM" if self.cell.kind == IN_RAM else "a third of the weights"
+        cut = f", first {layers} blocks" if layers else ""
+        return f"{shown}{cut}, {self.cell.prompt_len} + {self.cell.gen_len}, {size}"
+
+
+def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
+    mine = [line for line in lines if is_of(cell, line)]
+    entries, reasons = dict[str, Entry](), dict[str, str]()
+    for name in dict.fromkeys(line["system"] for line in mine):
+        tried = [line for line in mine if line["system"] == name]
+        if best_rows(tried) is None:
+            reasons[name] = f"{tried[-1]['status']}: {tried[-1].get('reason', '')}".replace("|", "/")
+    for some in counted(mine):
+        for line in some:
+            if line["status"] in MEASURED:
+                entries.setdefault(line["system"], Entry(line["system"], {})).lines[line["repeat"]] = line
+    return Found(cell, entries, reasons)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and range; empty without values."""
+    if not values:
+        return ""
+    return f"{statistics.median(values):.3g} ({min(values):.3g} - {max(values):.3g})"
+
+
+def table(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
+    rows = [row for found in cells for row in _rows(found, losses)]
+    return "\n".join(markdown_table(HEAD, rows))
+
+
+def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
+    """A row for each system of a cell, ours first; then what has no figure, and what was not run."""
+    names = [system.name for system in systems_of(NAME, found.cell)]
+    ours = [found.entries[name] for name in names if name in found.entries and name.startswith("ours-")]
+    title, blank, best = found.title, [""] * (len(HEAD) - 2), found.best()
+    for entry in (*ours, *found.peers):
+        lines = list(entry.lines.values())
+        mark = "" if all(line["round"]["steady"] for line in lines) else " †"
+        mark += ", over the budget" if any(line["status"] == OVER for line in lines) else ""
+        is_ours, each = entry in ours, [(peer.system, entry.over(peer)) for peer in found.peers]
+        yield [
+            title, f"`{entry.system}`" + (" (best peer)" if entry is best else ""),
+            "/".join(map(str, sorted({line["rows"] for line in lines}))),
+            spread([line["tokens_per_s"] for line in lines]) + mark,
+            spread(entry.over(best)) if is_ours and best else "",
+            "; ".join(f"{name} {spread(values)}" for name, values in each if values) if is_ours else "",
+            lost(entry.system, found.cell, losses), kept(found.cell, lines[-1]),
+            f"{entry.median('read_bytes') / common.GB:.3g}", f"{entry.median('peak_rss_bytes') / common.GB:.3g}",
+        ]  # fmt: skip
+        title = ""
+    for name, why in found.reasons.items():
+        yield [title, f"`{name}`", "", why, *blank[2:]]
+        title = ""
+    waiting = [f"`{name}`" for name in names if name not in found.entries and name not in found.reasons]
+    if not found.entries:
+        yield [title, "not run yet", *blank]
+    elif waiting:
+        yield ["", f"not run yet: {', '.join(waiting)}", *blank]
+
+
+def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
+    """KL and flips of a system at the cell's lengths."""
+    peer, _, variant = system.partition("-")
+    if peer != "ours":
+        return "not measured: its own bits" if LOSSY.search(variant) else "0; 0%"
+    if variant == quality.EXACT:
+        return "0; 0%"
+    line = quality.find(losses, variant, cell.prompt_len, cell.gen_len)
+    return "not measured yet" if line is None else f"{line['kl']['value']:.3g}; {line['flips']['value']:.0%}"
+
+
+def kept(cell: Cell, line: Line) -> str:
+    """Columns of the whole sequence that a row of ours has when it is done, and their bytes over the full cache's."""
+    kv = line.get("setting", {}).get("kv")
+    if not kv:
+        return ""
+    columns = min(1.0, kv["slots"] / (cell.prompt_len + cell.gen_len - 1))
+    return f"{columns:.0%}; {kv['bytes'] / kv['full_bytes']:.0%}"
+
+
+def summary(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
+    """Ours over each peer: the median of the cells' medians, the worst cell, the aim."""
+    columns, rows = (FULL, H2O, H2O_SMALL, FULL_INT8), []
+    for begins, words, kind, aims in AIMS:
+        row, count = list[str](), 0
+        for ours in columns:
+            medians = [
+                (statistics.median(values), found.title)
+                for found in cells
+                if ours in aims and found.cell.kind == kind and (values := found.ratios(ours, begins))
+            ]
+            aim = f"; aim {aims[ours]:g}" if aims.get(ours) else ""
+            count = max(count, len(medians))
+            worst = min(medians, default=(0.0, ""))
+            middle = statistics.median(value for value, _ in medians) if medians else 0.0
+            row.append(f"**{middle:.3g}**, worst {worst[0]:.3g} ({worst[1]}){aim}" if medians else "")
+        if count:
+            rows.append([words, str(count), *row])
+    shown = [
+        [x for cell in cells if name in cell.entries and (x := _loss(name, cell.cell, losses)) is not None]
+        for name in columns
+    ]
+    rows.append(["**what answers lose**: KL, nats; flips", "", *map(_losses, shown)])
+    return "\n".join(markdown_table(["ours over", "cells", *(WORDS[name] for name in columns)], rows))
+
+
+def _loss(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Line | None:
+    variant = system.partition("-")[2]
+    if variant == quality.EXACT:
+        return {"kl": {"value": 0.0}, "flips": {"value": 0.0}}
+    return quality.find(losses, variant, cell.prompt_len, cell.gen_len)
+
+
+def _losses(lines: Sequence[quality.Line]) -> str:
+    if not lines:
+        return ""
+    kl, flips = ([line[name]["value"] for line in lines] for name in ("kl", "flips"))
+    if not max(kl):
+        return "**0; 0%**"
+    return f"**{min(kl):.2g} to {max(kl):.2g}; {min(flips):.0%} to {max(flips):.0%}**"
+
+
+def where_we_lose(cells: Sequence[Found]) -> list[str]:
+    """A line for each of ours that is slower than a peer of its cell."""
+    return [
+        wrapped(f"- {found.title}: `{name}` {spread(values)} of `{peer.system}`")
+        for found in cells
+        for name, entry in found.entries.items()
+        if name.startswith("ours-")
+        for peer in found.peers
+        if (values := entry.over(peer)) and statistics.median(values) < 1
+    ]
+
+
+def bars(cells: Sequence[Found]) -> list[tuple[str, list[Bar | None]]]:
+    """Ratios over the best peer of each cell: a group a cell."""
+    made = []
+    for found in cells:
+        group: list[Bar | None] = []
+        for name in BARS:
+            values = found.ratios(name)
+            group.append(Bar(statistics.median(values), min(values), max(values)) if values else None)
+        best = found.best()
+        made.append((found.title + (f": {best.system}" if best else ""), group))
+    return made
+
+
+def picture(cells: Sequence[Found]) -> str:
+    """SVG."""
+    return draw(bars(cells), [WORDS[name] for name in BARS])
+
+
+def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
+    """What docs/results.md has between its marks."""
+    parts = [wrapped(state(cells))]
+    used = [line for found in cells for entry in found.entries.values() for line in entry.lines.values()]
+    if used:
+        held = all(line["cgroup"] for line in used if line["budget_bytes"])
+        limit = (
+            "Every system with a budget ran in a memory cgroup of it and 768 MiB, page cache counted."
+            if held
+            else "**No memory cgroup could be made for some runs**: there each system held itself to its budget, and "
+            "the page cache was emptied of the weights before each run."
+        )
+        commits = ", ".join(f"`{name}`" for name in dict.fromkeys(line["commit"] for line in used))
+        days = sorted({line["date"][:10] for line in used})
+        unsteady = {line["round"]["began"] for line in used if not line["round"]["steady"]}
+        if unsteady:
+            limit += (
+                f" †: with {len(unsteady)} rounds in which the machine's own rates moved by more than {MOVED:.0%} even "
+                f"after {MOST_EXTRA} repeats."
+            )
+        parts += [
+            "![Generated tokens/s over the best peer of each cell](speed.svg)",
+            wrapped(f"Runs of {days[0]} to {days[-1]}, commits {commits}. Medians over rounds, ranges behind. {limit}"),
+            "### Ours over each peer", summary(cells, losses), "### Where we lose",
+            "\n".join(where_we_lose(cells)) or "In no cell that has been run.", "### Every cell",
+        ]  # fmt: skip
+    return "\n\n".join([*parts, table(cells, losses)]) + "\n"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, subsequent_indent="  " * text.startswith("- "), break_on_hyphens=False)
+
+
+def state(cells: Sequence[Found]) -> str:
+    """How much of the grid has been run, in a sentence."""
+    done = sum(bool(found.entries) for found in cells)
+    chosen = f"Cells and systems were chosen on {SIGNED_ON}, before any was run; all are shown."
+    if not done:
+        return f"**The signed grid is only begun: none of its {len(cells)} cells has been run yet.** {chosen}"
+    rest = len(cells) - done
+    return f"{done} of {len(cells)} cells have been run" + (f", **{rest} not yet**. " if rest else ". ") + chosen
+
+
+def readme(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
+    """What README.md has between its marks."""
+    if not any(found.entries for found in cells):
+        return f"{wrapped(state(cells))}\n"
+    words = "Generated tokens/s over those of others, each at its best batch: medians over cells, and the worst cell. "
+    shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
+    return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses)}\n"
+
+
+def replaced(text: str, made: str) -> str:
+    """A page with what stands between its marks made anew."""
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise UsageError(f"no {START} and {END} in the page")
+    return f"{before}{START}\n\n{made}\n{END}{after}"
+
+
+def made(results: Path, name: str = NAME, cells: Sequence[Cell] = SIGNED[NAME]) -> tuple[str, str, str]:
+    """Of stored lines: the part of the Results page, the part of README, the picture ('' where nothing was run)."""
+    lines, losses = Store(results / f"{name}.jsonl").lines, quality.read(results)
+    shown = [found_of(cell, lines) for cell in cells]
+    drawn = picture(shown) if any(found.entries for found in shown) else ""
+    return page(shown, losses), readme(shown, losses), drawn
+
+
+def write(results: Path, root: Path = common.ROOT) -> None:
+    """Write the pages and the picture below `root`."""
+    of_page, of_readme, drawn = made(results)
+    for path, part in ((root / "docs" / "results.md", of_page), (root / "README.md", of_readme)):
+        write_whole(path, replaced(path.read_text(), part))
+    if drawn:
+        write_whole(root / "docs" / "speed.svg", drawn)
+
+
+def main() -> None:
+    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the lines of the signed grid")
+    write(parser.parse_args().results)
+
+
+if __name__ == "__main__":
+    sys.exit(common.door(main))

@@ -1,0 +1,126 @@
+"""Rounds of the signed grid: each system once, directly one after the other, between two looks at the machine itself.
+
+A round is stored whole, each of its lines with the rates before and after it: what a kill ends is done again. A round
+in which a rate that the cell uses moved by more than MOVED is repeated, MOST_EXTRA times at most; the last one then
+counts and is marked as unsteady. Ratios are of systems of one round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.common import GB
+from bench.engine.reader import Reader
+from bench.engine.roofline import PeakProbe
+from bench.sweep.grid import IN_RAM, Cell, System
+from bench.sweep.store import Key, Line, Store
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.models.load import Model
+
+MOVED, MOST_EXTRA = 0.15, 2
+PRODUCTS, MEMORY, DISK = "bf16_flops_per_s", "memory_bytes_per_s", "disk_bytes_per_s"
+PROBES = 5
+READ_BYTES, READ_SWEEPS = 2 * GIB, 64  # of the weights file, whichever ends first
+DISK_RUN = (0, 0, 0, 100, 0, 100)
+Rates = dict[str, float]
+Chosen = list[tuple[System, int]]  # with the rows of its best batch
+
+
+def machine_rates(cell: Cell, model: Model, offload_dir: Path, dtype: str = "bfloat16") -> Rates:
+    """The machine's own rates that a cell uses, in seconds: large products in bf16 and reading memory, as the roofline
+    has them; with a budget also reading the model's files around the page cache, as the engine reads them."""
+    probe = PeakProbe(torch.bfloat16)
+    peaks = [probe.now() for _ in range(1 + PROBES)][1:]
+    found = {
+        PRODUCTS: statistics.median(peak.flops_per_s for peak in peaks),
+        MEMORY: statistics.median(peak.memory_bytes_per_s for peak in peaks),
+    }
+    del probe
+    if cell.kind != IN_RAM:
+        with Reader(model, Policy(percent=DISK_RUN), dtype, offload_dir) as reader:
+            nbytes, seconds = reader.read(READ_SWEEPS, READ_BYTES)
+        found[DISK] = nbytes / seconds
+    return found
+
+
+def moved(before: Rates, after: Rates) -> float:
+    """How much the rate moved that moved most: 0.2 where one is 1.2 times the other."""
+    pairs = [(before[name], after[name]) for name in before]
+    return max(max(pair) / min(pair) - 1 if min(pair) > 0 else float(max(pair) > 0) for pair in pairs)
+
+
+def rounds_of(lines: list[Line]) -> dict[int, list[list[Line]]]:
+    """The whole rounds of one cell's lines: by number, the attempts at it, oldest first."""
+    found: dict[int, dict[str, list[Line]]] = {}
+    for line in lines:
+        if "round" in line:
+            found.setdefault(line["repeat"], {}).setdefault(line["round"]["began"], []).append(line)
+    return {
+        number: whole
+        for number, attempts in sorted(found.items())
+        if (whole := [some for some in attempts.values() if len(some) == some[0]["round"]["systems"]])
+    }
+
+
+def counted(lines: list[Line]) -> list[list[Line]]:
+    """Of each round of a cell the attempt that counts: of those with most systems the last."""
+    attempts = rounds_of(lines).values()
+    return [max(enumerate(some), key=lambda pair: (len(pair[1]), pair[0]))[1] for some in attempts]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """measure: a line of one run of a system with so many rows. rates: the machine's own, now. clock: the time, which
+    names an attempt."""
+
+    store: Store
+    measure: Callable[[System, int], Line]
+    rates: Callable[[], Rates]
+    clock: Callable[[], str]
+
+    def run(self, cell: Cell, chosen: Chosen, count: int) -> None:
+        """Do what is missing of `count` rounds."""
+        for number in range(1, count + 1):
+            while not self._done(cell, chosen, number):
+                self._round(cell, chosen, number)
+
+    def _done(self, cell: Cell, chosen: Chosen, number: int) -> bool:
+        """Has a steady attempt with all systems at these rows been made, or as many as may be?"""
+        wanted = {(system.name, rows) for system, rows in chosen}
+        mine = [line for line in self.store.counting() if is_of(cell, line)]
+        attempts = [
+            some
+            for some in rounds_of(mine).get(number, [])
+            if wanted <= {(line["system"], line["rows"]) for line in some}
+        ]
+        return len(attempts) > MOST_EXTRA or any(some[0]["round"]["steady"] for some in attempts)
+
+    def _round(self, cell: Cell, chosen: Chosen, number: int) -> None:
+        began, before = self.clock(), self.rates()
+        order = chosen if number % 2 else chosen[::-1]
+        found = [(system, rows, self.measure(system, rows)) for system, rows in order]
+        after = self.rates()
+        by = moved(before, after)
+        facts = {
+            "began": began, "systems": len(order), "before": before, "after": after, "moved": by, "steady": by <= MOVED,
+        }  # fmt: skip
+        self.store.add_all([
+            vars(key_of(cell, system, rows, number)) | line | {"round": facts} for system, rows, line in found
+        ])  # fmt: skip
+        shown = ", ".join(f"{name} {before[name] / GB:.1f} to {after[name] / GB:.1f} G" for name in before)
+        word = "steady" if by <= MOVED else "NOT STEADY"
+        print(f"round {number}: {word}, the machine's rates moved by {by:.0%} ({shown})", flush=True)
+
+
+def key_of(cell: Cell, system: System, rows: int, repeat: int) -> Key:
+    return Key(system.name, cell.model, cell.prompt_len, cell.gen_len, cell.budget, rows, repeat)
+
+
+def is_of(cell: Cell, line: Line) -> bool:
+    return all(line[name] == getattr(cell, name) for name in ("model", "prompt_len", "gen_len", "budget"))

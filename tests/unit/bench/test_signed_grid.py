@@ -1,0 +1,266 @@
+"""The signed grid: its cells, its rounds and how they go on, what it refuses, and the page of its lines."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import common
+from bench.sweep import __main__ as door
+from bench.sweep import page, quality, rounds
+from bench.sweep.chart import Bar, draw
+from bench.sweep.grid import IN_RAM, SIGNED, Cell, System, systems_of
+from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, counted, is_of, rounds_of
+from bench.sweep.store import FAILED, OK, Line, Store
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.models.load import find_model
+from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures
+
+CELL = SIGNED["signed-opt-1.3b-third"][0]
+OURS, PEER = System("ours", "full", ("ram", "offload")), System("accelerate", "disk", ("offload",))
+STEADY = {PRODUCTS: 1e12, MEMORY: 2e10, DISK: 2e9}
+
+
+class Sweep:
+    """Rounds with systems whose speed is `speeds` and a machine whose rates are `rates`, in turn."""
+
+    def __init__(self, path: Path, speeds: dict[str, float], rates: list[Rates] | None = None) -> None:
+        self.store, self.speeds, self.ran = Store(path), speeds, list[str]()
+        seen, clock = itertools.chain(rates or [], itertools.repeat(STEADY)), itertools.count(len(self.store.lines))
+        self.rounds = Rounds(self.store, self.measure, lambda: next(seen), lambda: str(next(clock)))
+
+    def measure(self, system: System, rows: int) -> Line:
+        self.ran.append(system.name)
+        if not self.speeds[system.name]:
+            raise KeyboardInterrupt
+        line = figures(self.speeds[system.name] + len(self.ran) / 1000)
+        return line | {"commit": "abc", "date": "2026-11-23T10", "cgroup": True, "budget_bytes": 10**9}
+
+    def run(self, *systems: System, count: int = 3) -> list[str]:
+        self.rounds.run(CELL, [(system, 8) for system in systems], count)
+        return self.ran
+
+
+def test_a_round_is_each_system_once_in_turn(tmp_path: Path) -> None:
+    path = tmp_path / "signed.jsonl"
+    ran = Sweep(path, {OURS.name: 6.0, PEER.name: 2.0}).run(OURS, PEER)
+    assert ran == [OURS.name, PEER.name, PEER.name, OURS.name, OURS.name, PEER.name]
+    lines = Store(path).lines
+    assert [line["repeat"] for line in lines] == [1, 1, 2, 2, 3, 3]
+    assert all(line["round"]["before"] == line["round"]["after"] == STEADY for line in lines)
+    assert Sweep(path, {}).run(OURS, PEER) == []  # nothing is left to do
+    assert len(Sweep(path, {OURS.name: 1.0, PEER.name: 1.0}).run(OURS, PEER, count=4)) == 2
+
+
+def test_a_round_that_was_killed_is_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "signed.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        Sweep(path, {OURS.name: 6.0, PEER.name: 0.0}).run(OURS, PEER)
+    assert not path.exists()
+    Sweep(path, {OURS.name: 6.0, PEER.name: 2.0}).run(OURS, PEER, count=1)
+    half = path.read_text().splitlines()[0] + "\n"
+    path.write_text(half)  # a write that was cut off
+    assert rounds_of(Store(path).lines) == {} and counted(Store(path).lines) == []
+    assert Sweep(path, {OURS.name: 6.0, PEER.name: 2.0}).run(OURS, PEER, count=1) == [OURS.name, PEER.name]
+
+
+def test_a_round_is_repeated_while_the_machine_moves_but_not_for_ever(tmp_path: Path) -> None:
+    slow = STEADY | {DISK: 1e9}
+    sweep = Sweep(tmp_path / "once.jsonl", {OURS.name: 6.0}, [STEADY, slow, slow, slow])
+    assert len(sweep.run(OURS, count=1)) == 2
+    (some,) = counted(sweep.store.lines)
+    assert [line["round"]["steady"] for line in some] == [True]
+    never = Sweep(tmp_path / "never.jsonl", {OURS.name: 6.0}, [STEADY, slow] * 3)
+    assert len(never.run(OURS, count=1)) == 1 + rounds.MOST_EXTRA
+    (some,) = counted(never.store.lines)
+    assert some == [never.store.lines[-1]] and not some[0]["round"]["steady"]
+    assert some[0]["round"]["moved"] == pytest.approx(1.0)
+
+
+def test_a_peer_that_comes_later_gets_rounds_with_all(tmp_path: Path) -> None:
+    path, speeds = tmp_path / "signed.jsonl", {OURS.name: 6.0, PEER.name: 2.0}
+    Sweep(path, speeds).run(OURS, count=1)
+    assert Sweep(path, speeds).run(OURS, PEER, count=1) == [OURS.name, PEER.name]
+    (some,) = counted(Store(path).lines)
+    assert len(some) == 2
+
+
+def test_rates_are_those_that_a_cell_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe:
+        def __init__(self, dtype: object) -> None: ...
+
+        def now(self) -> Any:
+            return type("Peak", (), {"flops_per_s": 3.0, "memory_bytes_per_s": 2.0})
+
+    monkeypatch.setattr(rounds, "PeakProbe", Probe)
+    monkeypatch.setattr(rounds, "READ_SWEEPS", 1)
+    model = find_model(str(OPT_TINY), "_DUMMY_")
+    in_ram, third = (Cell(str(OPT_TINY), 8, 4, budget, (1, 1)) for budget in ("none", "third"))
+    assert rounds.machine_rates(in_ram, model, tmp_path) == {PRODUCTS: 3.0, MEMORY: 2.0}
+    assert rounds.machine_rates(third, model, tmp_path).keys() == {PRODUCTS, MEMORY, DISK}
+
+
+def test_cells_are_of_shapes_with_so_many_positions_and_systems_belong_to_them() -> None:
+    assert len(set(SIGNED["signed"])) == len(SIGNED["signed"]) == sum(map(len, SIGNED.values())) // 2
+    for cell in SIGNED["signed"]:
+        assert cell.prompt_len + cell.gen_len <= door._model(door._cut(cell.model)[0]).spec.max_positions
+        names = [system.name for system in systems_of("signed", cell)]
+        assert len(set(names)) == len(names) and page.FULL in names and page.H2O_SMALL in names
+        assert ("hf-eager" in names) == (cell.kind == IN_RAM)
+    whole, cut = SIGNED["signed-opt-30b"]
+    names = [{system.name for system in systems_of("signed", cell) if not system.ours} for cell in (whole, cut)]
+    assert names[0] == {"accelerate-disk"} < names[1]
+
+
+def test_a_model_may_be_its_first_blocks(tmp_path: Path) -> None:
+    model = door._model_of("facebook/opt-125m:3", tmp_path)
+    assert model.spec.num_blocks == 3 and door._cut("facebook/opt-125m:3") == ("facebook/opt-125m", 3)
+    assert door._cut("facebook/opt-125m") == ("facebook/opt-125m", None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [([], "--grid signed"), (["--quick"], "--quick"), (["--repeats", "2"], "--repeats 2"),
+     (["--device-mem", "1GiB"], "--device")],
+)  # fmt: skip
+def test_what_could_not_be_signed_is_refused_in_a_line(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without flags: a work tree with changes."""
+    monkeypatch.setattr(door, "measure", pytest.fail)
+    monkeypatch.setattr(common, "commit", lambda: "abc-dirty")
+    monkeypatch.setattr(sys, "argv", ["sweep", "--grid", "signed", *flags, "--results", str(tmp_path / "r")])
+    assert door.main() == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and said in err and not (tmp_path / "r").exists()
+
+
+def test_results_and_pages_do_not_make_a_tree_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    assert common.commit() is None
+    files = ["bench/results/here/signed.jsonl", "docs/speed.svg", "README.md", "code.py"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "a"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    clean = common.commit()
+    for name in files[:3]:
+        (tmp_path / name).write_text("2")
+    assert clean is not None and common.commit() == clean
+    (tmp_path / "code.py").write_text("2")
+    assert common.commit() == f"{clean}-dirty"
+
+
+@pytest.mark.parametrize(
+    ("variant", "flags", "policy"),
+    [
+        ("h2o:kv-budget=0.2", "--policies h2o --budgets 0.2 --budgets-of sequence", "h2o"),
+        ("h2o:0.1", "--policies h2o --budgets 0.2 --budgets-of prompt", "h2o"),
+        ("full-int8", "--int8-compute --policies h2o --budgets 0.2 --budgets-of sequence", "full"),
+        ("mix:kv-bytes=0.2", "--compress-cache --cache-bits 3 --cache-window 16 --policies h2o-norm --budgets 0.2 "
+                             "--budgets-of bytes", "h2o-norm"),
+    ],
+)  # fmt: skip
+def test_quality_is_measured_with_the_flags_of_the_speed(variant: str, flags: str, policy: str) -> None:
+    assert quality.flags_of(variant) == (flags.split(), policy)
+
+
+def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran, loss = [], {"kl": {"value": 0.5}, "flips": {"value": 0.25}, "kv_share": 0.2, "read_share": 0.2}
+
+    def cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
+        ran.append(command)
+        return "too few positions" if "--int8-compute" not in command else {"full": loss, "h2o": loss}
+
+    monkeypatch.setattr(quality, "_cells", cells)
+    systems = [system for system in systems_of("signed", CELL) if system.variant != "mix:kv-bytes=0.2"]
+    for _ in range(2):
+        quality.measure(tmp_path, CELL, systems, "opt-tiny", tmp_path)
+    # of both passes: H2O in bf16, which fails, and once what full-4bit-int8 and h2o-4bit-int8 share
+    assert len(ran) == 3 and capsys.readouterr().out.count("not measured, too few positions") == 2
+    found = quality.read(tmp_path)
+    assert [line["variant"] for line in found] == ["h2o-4bit-int8:kv-budget=0.2", "full-4bit-int8"]
+    assert page.lost(page.H2O_SMALL, CELL, found) == "0.5; 25%" and page.lost(page.H2O, CELL, found).endswith("yet")
+    assert page.lost("llamacpp-q8_0", CELL, found).startswith("not measured")
+    assert page.lost(PEER.name, CELL, []) == "0; 0%"
+
+
+def test_the_page_of_no_lines_says_so(tmp_path: Path) -> None:
+    of_page, of_readme, drawn = page.made(tmp_path)
+    assert "only begun" in of_page and "only begun" in of_readme and drawn == ""
+    assert of_page.count("not run yet") == len(SIGNED["signed"])
+
+
+def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "signed.jsonl"
+    sweep = Sweep(path, {OURS.name: 2.0, PEER.name: 4.0, "ours-mix:kv-bytes=0.2": 8.0})
+    mix = next(system for system in systems_of("signed", CELL) if system.name == page.MIX)
+    sweep.run(OURS, PEER, mix)
+    lines = list(sweep.store.lines)
+    for line in lines[:3]:
+        line["tokens_per_s"] *= 10  # a fast hour: of this round alone
+    found = page.found_of(CELL, lines)
+    assert found.ratios(page.FULL) == pytest.approx([0.5] * 3, rel=0.01)
+    assert found.ratios(page.MIX, "accelerate") == pytest.approx([2.0] * 3, rel=0.01) and not found.ratios(page.H2O)
+    assert len(page.where_we_lose([found])) == 1 and "`accelerate-disk`" in page.where_we_lose([found])[0]
+    failed = vars(rounds.key_of(CELL, System("deepspeed", "nvme", ()), 16, 0)) | {"status": FAILED, "reason": "a | b"}
+    sweep.store.add_all([failed])
+    of_page, of_readme, drawn = page.made(tmp_path)
+    assert "| `accelerate-disk` (best peer) | 8 | 4" in of_page and "failed: a / b" in of_page
+    assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "memory cgroup of it" in of_page
+    assert "; aim 3" in of_readme and "1 of " in of_readme
+    assert (
+        drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1 and drawn.count("not run yet") == len(SIGNED["signed"]) - 1
+    )
+
+
+def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    text = f"a\n{page.START}\nold\n{page.END}\nb\n"
+    for name in ("README.md", "docs/results.md"):
+        (tmp_path / name).write_text(text)
+    for _ in range(2):
+        page.write(tmp_path, tmp_path)
+    written = (tmp_path / "README.md").read_text()
+    assert written.startswith("a\n") and written.endswith("\nb\n") and "old" not in written and "begun" in written
+    with pytest.raises(UsageError, match="no <!--"):
+        page.replaced("a", "b")
+
+
+def test_bars_below_one_go_to_the_left() -> None:
+    drawn = draw([("x", [Bar(2, 1.5, 3), Bar(0.5, 0.4, 0.6), None]), ("y", [None] * 3)], ["a", "b", "c"])
+    assert drawn.count("#b5541c") == 2 and drawn.count("not run yet") == 1 and drawn.count("<path") == 2
+
+
+def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole door with systems that are none."""
+    monkeypatch.setattr(common, "commit", lambda: "abc")
+    monkeypatch.setattr(door, "can_limit", lambda: False)
+    monkeypatch.setattr(door, "machine_rates", lambda *_: STEADY)
+    monkeypatch.setattr(door.quality, "measure", lambda *args: measured.append(args[3]))
+    measured: list[str] = []
+
+    def run(setup: door.Setup, system: System, *_: object) -> Line:
+        return figures(5.0) | {"cgroup": setup.cgroup, "commit": "abc", "date": "2026-11-23"}
+
+    monkeypatch.setattr(door, "measure", run)
+    flags = ["--signed", "--cell", f"{OPT_TINY},8,4,none,8,8", "--systems", "ours-full", "ours-h2o:kv-budget=0.2"]
+    flags += ["--results", str(tmp_path), "--offload-dir", str(tmp_path / "o"), "--quiet-wait", "0"]
+    monkeypatch.setattr(sys, "argv", ["sweep", *flags])
+    for _ in range(2):
+        assert door.main() == 0
+    lines = Store(tmp_path / "signed.jsonl").lines
+    assert [line["repeat"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3] and {x["status"] for x in lines} == {OK}
+    assert measured == [quality.MODEL] * 2 and "opt-tiny, 8 + 4, in RAM" in (tmp_path / "signed.md").read_text()
+    assert all(is_of(Cell(str(OPT_TINY), 8, 4, "none", (8, 8)), line) for line in lines)
