@@ -21,7 +21,7 @@ class Bar:
 
 
 def draw(groups: Sequence[tuple[str, Sequence[Bar | None]]], legend: Sequence[str]) -> str:
-    """A group of bars for each (name, bars); None: no figure. A group of no figures says that it was not run."""
+    """A group of bars for each (name, bars), of two lines at most; None: no figure. A group of none was not run."""
     seen = [x for _, bars in groups for bar in bars if bar for x in (bar.low, bar.high)]
     low = max((tick for tick in TICKS if tick <= min([1.0, *seen]) / 1.1), default=TICKS[0])
     high = min((tick for tick in TICKS if tick >= max([1.0, *seen]) * 1.1), default=TICKS[-1])
@@ -32,14 +32,15 @@ def draw(groups: Sequence[tuple[str, Sequence[Bar | None]]], legend: Sequence[st
     y, body = TOP, list[str]()
     for name, bars in groups:
         real = [(bar, colour) for bar, colour in zip(bars, COLOURS, strict=True) if bar]
-        height = BAR * max(1, len(real))
-        body.append(_text(LEFT - 8, y + height / 2 + 3, name, "end", size=10))
+        lines = name.splitlines()
+        height = max(BAR * len(real), 12 * len(lines))
+        body += [_text(LEFT - 8, y + 9 + 12 * i, line, "end", size=10) for i, line in enumerate(lines)]
         if not real:
             body.append(_text(at(1) + 6, y + BAR - 2, "not run yet", colour=GREY, size=10))
         for bar, colour in real:
             body += _bar(bar, y, at, colour)
             y += BAR
-        y += GAP if real else BAR + GAP
+        y += height - BAR * len(real) + GAP
     grid = [
         f'<line x1="{at(tick):.1f}" y1="{TOP - 6}" x2="{at(tick):.1f}" y2="{y - GAP + 4}" stroke="'
         f'{"#333333" if tick == 1 else "#dddddd"}"/>' + _text(at(tick), y + 6, f"{tick:g}", "middle", GREY, 10)

@@ -169,7 +169,7 @@ def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
         return "not measured: its own bits" if LOSSY.search(variant) else "0; 0%"
     if variant == quality.EXACT:
         return "0; 0%"
-    line = quality.find(losses, variant, cell.prompt_len, cell.gen_len)
+    line = quality.find(losses, **quality.of_cell(cell, variant))
     return "not measured yet" if line is None else f"{line['kl']['value']:.3g}; {line['flips']['value']:.0%}"
 
 
@@ -212,7 +212,7 @@ def _loss(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Li
     variant = system.partition("-")[2]
     if variant == quality.EXACT:
         return {"kl": {"value": 0.0}, "flips": {"value": 0.0}}
-    return quality.find(losses, variant, cell.prompt_len, cell.gen_len)
+    return quality.find(losses, **quality.of_cell(cell, variant))
 
 
 def _losses(lines: Sequence[quality.Line]) -> str:
@@ -226,14 +226,16 @@ def _losses(lines: Sequence[quality.Line]) -> str:
 
 def where_we_lose(cells: Sequence[Found]) -> list[str]:
     """A line for each of ours that is slower than a peer of its cell."""
-    return [
-        wrapped(f"- {found.title}: `{name}` {spread(values)} of `{peer.system}`")
-        for found in cells
-        for name, entry in found.entries.items()
-        if name.startswith("ours-")
-        for peer in found.peers
-        if (values := entry.over(peer)) and statistics.median(values) < 1
-    ]
+    made = []
+    for found in cells:
+        for name in (name for name in found.entries if name.startswith("ours-")):
+            over = [(peer.system, found.entries[name].over(peer)) for peer in found.peers]
+            slower = [
+                f"{spread(values)} of `{peer}`" for peer, values in over if values and statistics.median(values) < 1
+            ]
+            if slower:
+                made.append(wrapped(f"- {found.title}: `{name}` {', '.join(slower)}"))
+    return made
 
 
 def bars(cells: Sequence[Found]) -> list[tuple[str, list[Bar | None]]]:
@@ -245,7 +247,7 @@ def bars(cells: Sequence[Found]) -> list[tuple[str, list[Bar | None]]]:
             values = found.ratios(name)
             group.append(Bar(statistics.median(values), min(values), max(values)) if values else None)
         best = found.best()
-        made.append((found.title + (f": {best.system}" if best else ""), group))
+        made.append((found.title + (f"\nover {best.system}" if best else ""), group))
     return made
 
 
@@ -268,6 +270,7 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
         )
         commits = ", ".join(f"`{name}`" for name in dict.fromkeys(line["commit"] for line in used))
         days = sorted({line["date"][:10] for line in used})
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         unsteady = {line["round"]["began"] for line in used if not line["round"]["steady"]}
         if unsteady:
             limit += (
@@ -276,7 +279,7 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
             )
         parts += [
             "![Generated tokens/s over the best peer of each cell](speed.svg)",
-            wrapped(f"Runs of {days[0]} to {days[-1]}, commits {commits}. Medians over rounds, ranges behind. {limit}"),
+            wrapped(f"Runs of {when}, commits {commits}. Medians over rounds, ranges behind. {limit}"),
             "### Ours over each peer", summary(cells, losses), "### Where we lose",
             "\n".join(where_we_lose(cells)) or "In no cell that has been run.", "### Every cell",
         ]  # fmt: skip

@@ -36,10 +36,14 @@ def read(folder: Path) -> list[Line]:
         raise UsageError(f"{path}: a line is not JSON ({error}); remove it") from error
 
 
-def find(lines: Iterable[Line], variant: str, prompt_len: int, gen_len: int) -> Line | None:
-    """The newest."""
-    wanted = (variant, prompt_len, gen_len)
-    return next((x for x in [*lines][::-1] if (x["variant"], x["prompt_len"], x["gen_len"]) == wanted), None)
+def find(lines: Iterable[Line], **wanted: object) -> Line | None:
+    """The newest with these values."""
+    return next((line for line in [*lines][::-1] if wanted.items() <= line.items()), None)
+
+
+def of_cell(cell: Cell, variant: str) -> Line:
+    """What a line says of itself."""
+    return {"variant": variant, "prompt_len": cell.prompt_len, "gen_len": cell.gen_len}
 
 
 def flags_of(variant: str) -> tuple[list[str], str]:
@@ -59,24 +63,25 @@ def flags_of(variant: str) -> tuple[list[str], str]:
 
 def measure(folder: Path, cell: Cell, systems: Iterable[System], model: str, offload_dir: Path) -> None:
     """Add the lines that are missing for the systems of ours; what fails is said, and the sweep goes on."""
-    lengths, lines = (cell.prompt_len, cell.gen_len), read(folder)
+    lines = read(folder)
     missing: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by flags: variants that one command compares
     for system in systems:
-        if system.ours and system.variant != EXACT and find(lines, system.variant, *lengths) is None:
+        wanted = of_cell(cell, system.variant) | {"model": model}
+        if system.ours and system.variant != EXACT and find(lines, **wanted) is None:
             flags, policy = flags_of(system.variant)
             missing.setdefault(tuple(flags), []).append((system.variant, policy))
     for some, variants in missing.items():
         command = [
             "-m", "flexgen_h2o.evaluate", "fidelity", "--model", model, "--dtype", "bfloat16", "--prompt-len",
-            str(lengths[0]), "--gen-len", str(lengths[1]), "--num-prompts", str(PROMPTS), "--recall-prompts", "0",
-            "--mass-steps", "0", "--gpu-batch-size", str(ROWS), "--device", "cpu", *some,
+            str(cell.prompt_len), "--gen-len", str(cell.gen_len), "--num-prompts", str(PROMPTS),
+            "--recall-prompts", "0", "--mass-steps", "0", "--gpu-batch-size", str(ROWS), "--device", "cpu", *some,
         ]  # fmt: skip
         cells = _cells(command, offload_dir)
         if isinstance(cells, str):
-            print(f"quality at {lengths[0]} + {lengths[1]} of {variants[0][0]}: not measured, {cells}", flush=True)
+            print(f"quality of {variants[0][0]} in {cell.name}: not measured, {cells}", flush=True)
             continue
         for variant, policy in variants:
-            line = {"variant": variant, "prompt_len": lengths[0], "gen_len": lengths[1], "model": model}
+            line = of_cell(cell, variant) | {"model": model}
             line |= {name: cells[policy][name] for name in ("kl", "flips", "kv_share", "read_share")}
             line |= {"prompts": PROMPTS, "command": command}
             line |= {name: common.machine_facts()[name] for name in ("date", "commit")}
