@@ -48,7 +48,8 @@ def draw(groups: Sequence[tuple[str, Sequence[Bar | None]]], legend: Sequence[st
         if low <= tick <= high
     ]
     y += 18
-    for text, colour in (*zip(legend, COLOURS, strict=True), ("slower than the peer", LOSES)):
+    outlined = f'#ffffff" stroke="{LOSES}" stroke-width="1.5'
+    for text, colour in (*zip(legend, COLOURS, strict=True), ("outlined: slower than the peer", outlined)):
         body.append(f'<rect x="{LEFT}" y="{y}" width="11" height="11" fill="{colour}"/>')
         body.append(_text(LEFT + 17, y + 10, text))
         y += 17
@@ -64,7 +65,7 @@ def draw(groups: Sequence[tuple[str, Sequence[Bar | None]]], legend: Sequence[st
 
 def _bar(bar: Bar, y: float, at: Callable[[float], float], colour: str) -> list[str]:
     x, one, middle = at(bar.value), at(1.0), y + (BAR - 2) / 2
-    shown = colour if bar.value >= 1 else LOSES
+    shown = colour if bar.value >= 1 else f'{colour}" stroke="{LOSES}" stroke-width="1.5'
     left, right = at(bar.low), at(bar.high)
     return [
         f'<rect x="{min(x, one):.1f}" y="{y}" width="{abs(x - one):.1f}" height="{BAR - 2}" fill="{shown}"/>',

@@ -101,7 +101,8 @@ class Found:
     def title(self) -> str:
         model, _, layers = self.cell.model.rpartition("/")[2].partition(":")
         shown = re.sub(r"^opt-([0-9.]+)b$", r"OPT-\1B", model).removeprefix("Meta-")
-        size = "in RAM" if self.cell.kind == IN_RAM else "a third of the weights"
+        sizes = {"none": "in RAM", "third": "a third of the weights"}
+        size = sizes.get(self.cell.budget, self.cell.budget)
         cut = f", first {layers} blocks" if layers else ""
         return f"{shown}{cut}, {self.cell.prompt_len} + {self.cell.gen_len}, {size}"
 

@@ -216,7 +216,7 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     sweep.store.add_all([failed])
     of_page, of_readme, drawn = page.made(tmp_path)
     assert "| `accelerate-disk` (best peer) | 8 | 4" in of_page and "failed: a / b" in of_page
-    assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "memory cgroup of it" in of_page
+    assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "ran in a memory cgroup" in of_page
     assert "; aim 3" in of_readme and "1 of " in of_readme
     assert (
         drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1 and drawn.count("not run yet") == len(SIGNED["signed"]) - 1
