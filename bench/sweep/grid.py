@@ -43,7 +43,7 @@ SYSTEMS = (
     System("ours", "h2o-int8:0.1", BOTH),
     System("ours", "full-4bit-int8", BOTH),
     System("ours", "h2o-4bit-int8:0.1", BOTH),
-    System("ours", "flexgen-like", BOTH),
+    System("ours", "paper-policy", BOTH),
     System("hf", "sdpa", (IN_RAM,)),
     System("hf", "eager", (IN_RAM,)),
     System("hf", "sdpa-static", (IN_RAM,)),
@@ -51,6 +51,7 @@ SYSTEMS = (
     System("hf", "sdpa-loop", (IN_RAM,)),
     System("accelerate", "cpu", (IN_RAM,)),
     System("accelerate", "disk", (OFFLOAD,)),
+    System("accelerate", "disk-eager", (OFFLOAD,)),
     System("deepspeed", "cpu", (IN_RAM,)),
     System("deepspeed", "nvme", (OFFLOAD,)),
     System("ctranslate2", "int8", (IN_RAM,)),
@@ -62,10 +63,12 @@ SYSTEMS = (
     System("llamacpp", "bf16-mmap", (OFFLOAD,)),
     System("llamacpp", "q4_0-mmap", (OFFLOAD,)),
     System("llamacpp", "q4_k-mmap", (OFFLOAD,)),
+    System("flexgen", "cpu", (IN_RAM,)),
+    System("flexgen", "disk", (OFFLOAD,)),
     System("flexgen", "published", BOTH),
 )
 # On a card: weights that do not fit it are in RAM.
-GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and s.variant != "flexgen-like") + tuple(
+GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and s.variant != "paper-policy") + tuple(
     s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu")
 )
 MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))

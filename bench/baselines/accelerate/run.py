@@ -1,4 +1,5 @@
-"""Hugging Face Accelerate. Variants: disk (as many layers in RAM as the budget holds), cpu (all weights in RAM).
+"""Hugging Face Accelerate. Variants: disk (as many layers in RAM as the budget holds), disk-eager (with the
+eager attention for sdpa), cpu (all weights in RAM).
 
 disk: `device_map` sends the other layers to "disk", which reads the safetensors files in place, buffered and when a
 module needs them. The kernel's cache of a layer is dropped after it, so that each sweep reads the disk again.
@@ -62,7 +63,7 @@ def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:
 
     card: bytes that it has. Raises DoesNotFitError where no weight may stay; RefusedError for a budget of RAM.
     """
-    if request.variant == "disk" or request.budget is not None:
+    if request.variant != "cpu" or request.budget is not None:
         raise RefusedError(
             f"--device cuda: only offload to all of RAM is measured there, not {request.variant} in a budget"
         )
@@ -102,7 +103,8 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(request.threads)
-    loading = {"dtype": torch_dtype(request), "attn_implementation": "sdpa"}
+    attention = "eager" if request.variant == "disk-eager" else "sdpa"
+    loading = {"dtype": torch_dtype(request), "attn_implementation": attention}
     if request.device == "cuda":
         memory = card_and_host_bytes(request, int(torch.cuda.get_device_properties(0).total_memory))
         model = AutoModelForCausalLM.from_pretrained(
@@ -149,4 +151,4 @@ def _device_map(request: Request, kept: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ("disk", "cpu"), ("torch", "transformers", "accelerate")))
+    sys.exit(main(measure, ("disk", "disk-eager", "cpu"), ("torch", "transformers", "accelerate")))

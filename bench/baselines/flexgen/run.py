@@ -1,6 +1,9 @@
-"""The original FlexGen on a CUDA card, under the published policy nearest to what is asked. Variant: published.
+"""The original FlexGen. Variants: cpu, disk (see cpu.py), published.
 
-Without CUDA its copy threads die and the run hangs for ever: refused. It runs in a process of its own, which nothing
+cpu: all in RAM. disk: KV in RAM, and of the weights the share that the budget holds. Both on a processor, where the
+package by itself hangs for ever, its copy threads dead; settings (--settings JSON): those of cpu.SETTINGS, which
+tune.py chooses.
+published: on a CUDA card, under the published policy nearest to what is asked, in a process of its own, which nothing
 but its policy holds to --device-mem: the policies are those published for a 16 GB card. It computes in fp16, with
 weights that are all ones (`--path _DUMMY_`): it converts no random checkpoint, and its speed does not depend on their
 values.
@@ -63,6 +66,14 @@ def flexgen_name(config: dict[str, Any]) -> str:
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    if (request.device == "cuda") != (request.variant == "published"):
+        raise RefusedError(
+            f"--variant {request.variant} --device {request.device}: published needs cuda, the others cpu"
+        )
+    if request.device == "cpu":
+        import cpu
+
+        return cpu.measure(request, meter)
     name = flexgen_name(request.config)
     flags = published_flags(request, sum(path.stat().st_size for path in request.weight_files) / 2)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,4 +98,4 @@ def memory_of_children(empty_bytes: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ("published",), ("torch", "flexgen"), devices=("cuda",)))
+    sys.exit(main(measure, ("cpu", "disk", "published"), ("torch", "flexgen")))

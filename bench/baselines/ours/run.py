@@ -3,7 +3,7 @@
 Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns) and h2o:kv-budget=R (--kv-budget R; 0.2
 keeps 20% of the columns of prompt and new tokens), each with -4bit (weights and KV in 4 bits) and -8bit, with -int8
 (weights and products in int8), and with -4bit-int8 (-4bit, products in int8); mix:kv-bytes=R (--kv-bytes R, which
-chooses columns, summaries and bits); flexgen-like (a published FlexGen policy, see `flexgen_flags`). All but the last
+chooses columns, summaries and bits); paper-policy (a published FlexGen policy, see `flexgen_flags`). All but the last
 run `--policy auto`, which plans rows a block and placement for the budget. Nothing is warmed up but what the package
 does itself.
 """
@@ -26,7 +26,7 @@ from contract import phases as rates
 
 VARIANTS = (
     "full", "h2o:0.1", "full-4bit", "h2o-4bit:0.1", "full-8bit", "full-int8", "h2o-int8:0.1", "full-4bit-int8",
-    "h2o-4bit-int8:0.1", "h2o:kv-budget=0.2", "mix:kv-bytes=0.2", "flexgen-like",
+    "h2o-4bit-int8:0.1", "h2o:kv-budget=0.2", "mix:kv-bytes=0.2", "paper-policy",
 )  # fmt: skip
 FORMS = ("", "4bit", "8bit", "int8", "4bit-int8")
 # Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the rest and all KV on
@@ -82,7 +82,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     torch.set_num_threads(request.threads)
     numba.set_num_threads(min(request.threads, numba.config.NUMBA_NUM_THREADS))
     weights = sum(path.stat().st_size for path in request.weight_files)
-    if request.variant == "flexgen-like":
+    if request.variant == "paper-policy":
         fits = request.budget is None or weights < request.budget
         choices = list(flexgen_flags(request.rows, fits))
     else:

@@ -260,6 +260,8 @@ def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     assert flexgen.flexgen_name({"hidden_size": 7168, "num_hidden_layers": 48}) == "facebook/opt-30b"
     with pytest.raises(flexgen.RefusedError, match="width 64 with 2 layers"):
         flexgen.flexgen_name({"hidden_size": 64, "num_hidden_layers": 2})
+    with pytest.raises(flexgen.RefusedError, match="published needs cuda"):
+        flexgen.measure(request(tmp_path, variant="published"), Meter(0))
     # All that a line of the sweep and its table read.
     whole = found | flexgen.memory_of_children(0) | {"status": OK, "others": 0.0}
     assert "2.00 tok/s" in describe(whole)
@@ -270,7 +272,7 @@ def test_ours_shows_the_face_of_a_system(tmp_path: Path) -> None:
     command = [
         sys.executable, str(ROOT / "bench/baselines/ours/run.py"), "--model-dir", str(OPT_TINY), "--prompt-len", "6",
         "--gen-len", "3", "--rows", "4", "--dtype", "fp32", "--offload-dir", str(tmp_path), "--json",
-        "--variant", "flexgen-like",
+        "--variant", "paper-policy",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -283,7 +285,7 @@ def test_ours_shows_the_face_of_a_system(tmp_path: Path) -> None:
     assert found["setting"]["policy"]["percent"] == [100, 0, 100, 0, 100, 0]
 
 
-def test_flexgen_like_spills_when_the_weights_do_not_fit() -> None:
+def test_the_papers_policy_spills_when_the_weights_do_not_fit() -> None:
     ours = load("ours/run.py")
     first, second = list(ours.flexgen_flags(20, fits=False))[:2]
     assert first[:4] == ["--gpu-batch-size", "3", "--num-gpu-batches", "8"]

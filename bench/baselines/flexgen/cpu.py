@@ -1,0 +1,230 @@
+"""FlexGen 0.1.8 on a processor: its own code, with RAM where it has a card, and a policy that fits the budget.
+
+One device, RAM, is both the card and the host of FlexGen, so that nothing is copied between the two. Of the package
+only this is replaced: streams, which do nothing; its 16-bit type, which is the request's dtype (bf16, whose bits lie in
+int16 files, or fp32); the copy threads, which go from file to RAM without a pinned buffer between; and `cuda` and
+`half` of tensors. Attention over the cache runs in fp32, as FlexGen's own branch for a processor has it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from contract import (
+    DTYPES,
+    WARM_UP_PROMPT,
+    DoesNotFitError,
+    Meter,
+    RefusedError,
+    Request,
+    drop_page_cache,
+    kv_and_work_bytes,
+)
+
+# FlexGen's flags and threads. micro_batches: --num-gpu-batches, all of which share one read of a layer's weights.
+# --overlap is on: without it FlexGen does not wait for what it reads from disk, and computes with anything.
+SETTINGS = {"micro_batches": 1, "sep_layer": 1, "copy_threads": 4}
+
+
+def layer_sizes(config: dict[str, Any]) -> list[list[int]]:
+    """Elements of each tensor by layer, in FlexGen's order: embedding, attention and MLP in turn, head.
+
+    Raises RefusedError for what FlexGen has no code for.
+    """
+    width, vocab = int(config["hidden_size"]), int(config["vocab_size"])
+    plain = config.get("do_layer_norm_before", True) and config.get("word_embed_proj_dim", width) == width
+    if config["model_type"] != "opt" or not plain or int(config["ffn_dim"]) != 4 * width:
+        raise RefusedError("FlexGen 0.1.8 has OPT only, not with the norms and projections of OPT-350m")
+    attention = [width * width, width] * 4 + [width, width]
+    mlp = [4 * width * width, 4 * width, 4 * width * width, width, width, width]
+    embedding = [vocab * width, (int(config["max_position_embeddings"]) + 2) * width]
+    return [embedding, *[attention, mlp] * int(config["num_hidden_layers"]), [width, width, vocab * width]]
+
+
+def weight_elements(layers: Sequence[Sequence[int]], percent: int) -> int:
+    """Elements in RAM at most with `percent` of each layer there: these, and the rest of two layers, read in turn.
+
+    FlexGen gives each tensor whole to the tier in whose share its middle lies, the disk's first. The head and the
+    embedding follow each other.
+    """
+    kept, read = 0, []
+    for sizes in layers:
+        ends, total = list(accumulate(sizes)), sum(sizes)
+        resident = sum(
+            size for size, end in zip(sizes, ends, strict=True) if (end - size / 2) * 100 >= (100 - percent) * total
+        )
+        kept += resident
+        read.append(total - resident)
+    return kept + max(a + b for a, b in zip(read, [*read[1:], read[0]], strict=True))
+
+
+def work_bytes(request: Request, micro_batches: int) -> int:
+    """Hidden states of all rows and the widest step of one micro-batch: attention, feed-forward or all its logits."""
+    config, size = request.config, 4 if request.dtype == "fp32" else 2
+    width, rows, length = int(config["hidden_size"]), request.rows // micro_batches, request.prompt_len
+    scores = 3 * int(config["num_attention_heads"]) * length * length
+    a_row = max(scores + 8 * length * width, 7 * length * width, length * (int(config["vocab_size"]) + 2 * width))
+    decode = 2 * (length + request.gen_len) * width * (size + 4)  # K and V of a layer, in rows of heads and in fp32
+    return request.rows * length * width * size + rows * max(a_row * size, decode)
+
+
+def choose(request: Request) -> dict[str, Any]:
+    """SETTINGS and --settings, with the weights' share in RAM that the budget allows, as `weights_in_ram` percent.
+
+    More micro-batches than asked only where nothing fits otherwise. Raises DoesNotFitError.
+    """
+    setting, layers = SETTINGS | request.settings, layer_sizes(request.config)
+    size = 4 if request.dtype == "fp32" else 2
+    asked = min(int(setting["micro_batches"]), request.rows)
+    for batches in (n for n in range(asked, request.rows + 1) if request.rows % n == 0):
+        beside = kv_and_work_bytes(request)[0] + work_bytes(request, batches)
+        for percent in range(100, -1, -1):
+            if request.budget is None or weight_elements(layers, percent) * size + beside <= request.budget:
+                free = request.budget is None and request.variant == "disk"
+                return setting | {"micro_batches": batches, "weights_in_ram": 0 if free else percent}
+    raise DoesNotFitError(f"{request.rows} rows and two layers of weights at a time exceed {request.budget} bytes")
+
+
+class _Torch:
+    """torch as FlexGen's modules see it. 16-bit integers of a file are the bits of bf16."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.cuda = SimpleNamespace(Stream=object, stream=lambda _: nullcontext(), synchronize=lambda: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def from_numpy(self, array: Any) -> Any:
+        found = self._torch.from_numpy(array)
+        return found.view(self._torch.bfloat16) if found.dtype == self._torch.int16 else found
+
+
+def _copy_worker(queue: Any, cuda_id: int) -> None:
+    """FlexGen's copy thread. The kernel forgets a file that was read: the next sweep reads the disk."""
+    from flexgen import pytorch_backend as backend
+
+    while (item := queue.get()) is not None:
+        target, target_indices, source, source_indices = item
+        try:
+            mapped = backend.map_to_torch_tensor(source, source_indices)
+            backend.map_to_torch_tensor(target, target_indices).copy_(mapped)
+            del mapped
+            if source.device.device_type == backend.DeviceType.DISK:
+                drop_page_cache(Path(source.data))
+        except BaseException:  # a thread that ends here leaves the others waiting for ever
+            traceback.print_exc()
+            os._exit(1)
+        queue.task_done()
+    queue.task_done()
+
+
+def _without_cuda(dtype: str) -> Any:
+    """Put RAM in CUDA's place in the package. Returns the device."""
+    import numpy as np
+    import torch
+    from flexgen import flex_opt, utils
+    from flexgen import pytorch_backend as backend
+
+    number = getattr(torch, DTYPES[dtype])
+    utils.np_dtype_to_torch_dtype[np.float16] = number
+    utils.torch_dtype_to_np_dtype.setdefault(number, np.float16)
+    utils.torch_dtype_to_num_bytes.setdefault(number, number.itemsize)
+    stand_in: Any = _Torch(torch)
+    backend.torch = flex_opt.torch = stand_in
+    backend.copy_worker_func = _copy_worker
+    tensor: Any = torch.Tensor
+    tensor.cuda, tensor.half = (lambda self: self), (lambda self: self.to(number))
+
+    class Ram(backend.TorchDevice):  # type: ignore[misc, name-defined]
+        def allocate(self, shape: Any, dtype: Any, pin_memory: Any = None, name: Any = None) -> Any:
+            return super().allocate(shape, dtype, pin_memory=False, name=name)
+
+    return Ram("cpu")
+
+
+def convert(request: Request, folder: Path) -> None:
+    """The weights as FlexGen's files, a .npy without its ending for each tensor."""
+    import numpy as np
+    import torch
+    from safetensors import safe_open
+
+    folder.mkdir(parents=True)
+    number = getattr(torch, DTYPES[request.dtype])
+    for path in request.weight_files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                found = file.get_tensor(name).to(number)
+                name = name.removeprefix("model.").replace("decoder.final_layer_norm", "decoder.layer_norm")
+                with (folder / name).open("wb") as out:
+                    np.save(out, (found.view(torch.int16) if number == torch.bfloat16 else found).numpy())
+
+
+def load(request: Request, setting: dict[str, Any], scratch: Path) -> Any:
+    """FlexGen's model, its weights where the setting has them. scratch: an empty folder for its files."""
+    ram = _without_cuda(request.dtype)
+    from flexgen.compression import CompressionConfig
+    from flexgen.flex_opt import ExecutionEnv, OptLM, Policy
+    from flexgen.opt_config import OptConfig
+    from flexgen.pytorch_backend import TorchDisk, TorchMixedDevice
+
+    given = request.config
+    width = int(given["hidden_size"])
+    config = OptConfig(
+        name="model", num_hidden_layers=int(given["num_hidden_layers"]), n_head=int(given["num_attention_heads"]),
+        max_seq_len=int(given["max_position_embeddings"]), hidden_size=width, input_dim=width, ffn_embed_dim=4 * width,
+        vocab_size=int(given["vocab_size"]),
+    )  # fmt: skip
+    convert(request, scratch / "model-np")
+    disk = TorchDisk(str(scratch / "disk"), num_copy_threads=int(setting["copy_threads"]))
+    unused = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
+    batches = int(setting["micro_batches"])
+    policy = Policy(
+        request.rows // batches, batches, setting["weights_in_ram"], 0, 100, 0, 100, 0, True,
+        bool(setting["sep_layer"]), False, False, 1.0, False, unused, False, unused,
+    )  # fmt: skip
+    env = ExecutionEnv(gpu=ram, cpu=ram, disk=disk, mixed=TorchMixedDevice([ram, ram, disk]))
+    model = OptLM(config, env, str(scratch), policy)
+    shutil.rmtree(scratch / "model-np")
+    return model
+
+
+def generate(request: Request, meter: Meter, setting: dict[str, Any]) -> Any:
+    """Warm up, then generate before the meter. Returns token ids, (rows, prompt_len + gen_len)."""
+    import torch
+    from flexgen.timer import timers
+
+    torch.set_num_threads(request.threads)
+    scratch = request.offload_dir / "flexgen"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    try:
+        model = load(request, setting, scratch)
+        try:
+            model.generate(request.prompts(length=WARM_UP_PROMPT), max_new_tokens=1)
+            for path in (scratch / "disk").iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                drop_page_cache(path)
+            timer = timers("generate")  # around each token of the batch
+            stop = timer.stop
+            timer.stop = lambda: (stop(), meter.mark())
+            meter.begin()
+            return model.generate(request.prompts(), max_new_tokens=request.gen_len)
+        finally:
+            model.env.close_copy_threads()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    setting = choose(request)
+    generate(request, meter, setting)
+    return meter.result(request.rows, request.gen_len) | {"setting": setting}

@@ -1,0 +1,73 @@
+"""FlexGen on a processor: its policy within a budget, and its tokens against transformers'."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, load, request
+
+VENV = Path(os.environ.get("FLEXGEN_PEERS", Path.home() / ".cache/flexgen_h2o/peers")) / "flexgen"
+GENERATE = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = ["bench/baselines", "bench/baselines/flexgen"]
+import cpu
+from contract import Meter, Request
+asked = Request("disk", Path(sys.argv[1]), 8, 6, 4, None, "fp32", Path(sys.argv[2]), 1)
+for changed in json.loads(sys.argv[3]):
+    print(json.dumps(cpu.generate(asked, Meter(0), cpu.choose(asked) | changed).tolist()))
+"""
+
+
+def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
+    cpu = load("flexgen/cpu.py")
+    layers = [[4], [3, 1], [3, 1], [4]]
+    # Head and embedding are read one after the other; with half of a layer its first tensor is on disk.
+    assert [cpu.weight_elements(layers, percent) for percent in (0, 50, 100)] == [8, 16, 16]
+    assert cpu.weight_elements(layers, 40) == 2 + 8
+    model = cpu.layer_sizes(request(tmp_path).config)
+    beside = cpu.work_bytes(request(tmp_path), 1) + cpu.kv_and_work_bytes(request(tmp_path))[0]
+
+    def chosen(room: int, rows: int = 4) -> tuple[int, int]:
+        found = cpu.choose(request(tmp_path, variant="disk", rows=rows, budget=beside + room))
+        return found["weights_in_ram"], found["micro_batches"]
+
+    whole, least = (4 * cpu.weight_elements(model, percent) for percent in (100, 0))
+    assert chosen(whole) == (100, 1) and chosen(least) == (0, 1)
+    assert 0 < chosen((whole + least) // 2)[0] < 100
+    assert chosen(least - 1)[1] == 2  # smaller steps where nothing fits otherwise
+    with pytest.raises(cpu.DoesNotFitError, match="4 rows"):
+        chosen(-beside)
+
+
+def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:
+    cpu = load("flexgen/cpu.py")
+    config = request(tmp_path).config
+    for changed in ({"model_type": "llama"}, {"do_layer_norm_before": False}, {"word_embed_proj_dim": 8}):
+        with pytest.raises(cpu.RefusedError, match="OPT only"):
+            cpu.layer_sizes(config | changed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (VENV / "installed.txt").exists(), reason="bash bench/baselines/flexgen/setup.sh")
+def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings = [{"weights_in_ram": 100}, {"weights_in_ram": 0}, {"weights_in_ram": 50, "micro_batches": 2}]
+    settings += [{"weights_in_ram": 30, "sep_layer": 0}]
+    command = [str(VENV / "bin/python"), "-c", GENERATE, str(OPT_TINY), str(tmp_path), json.dumps(settings)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(OPT_TINY, dtype=torch.float32)
+    asked = request(tmp_path, prompt_len=8)
+    ids = torch.tensor(asked.prompts())
+    want = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=1)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
+    assert len(lines) == len(settings)
+    assert all(json.loads(line) == want.tolist() for line in lines)
