@@ -29,8 +29,8 @@ RUN_LOCKED = (
     """
 import os, signal, sys, threading
 at, seen = int(sys.argv.pop(1)), 0
-def trace(frame, event, arg):
-    return count if frame.f_code is threading.Condition.__enter__.__code__ else None
+def trace(frame, event, arg, enter=threading.Condition.__enter__.__code__):  # also while modules are taken down
+    return count if frame.f_code is enter else None
 def count(frame, event, arg):
     global seen
     seen += event == "return"
