@@ -17,6 +17,14 @@ from typing import Any
 Found = Mapping[str, Any]  # what run.py prints
 
 
+# The columns of a peer whose weights are in RAM.
+RATES: dict[str, Callable[[Found], str]] = {
+    "prefill s": lambda found: f"{found['prefill_s']:.1f}",
+    "decode tok/s": lambda found: f"{found['decode_tokens_per_s']:.1f}",
+    "tok/s": lambda found: f"{found['tokens_per_s']:.1f}",
+}
+
+
 @dataclass(frozen=True)
 class Tuning:
     """What to tune of a peer.

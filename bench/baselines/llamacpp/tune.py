@@ -12,17 +12,13 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tuning import Tuning, main
+from tuning import RATES, Tuning, main
 
 TUNING = Tuning(
     run=Path(__file__).with_name("run.py"),
     knobs={"flash_attn": (1, 0), "kv_unified": (0, 1), "ubatch": (512, 128, 2048)},
     rate="tokens_per_s",
-    columns={
-        "prefill s": lambda found: f"{found['prefill_s']:.1f}",
-        "decode tok/s": lambda found: f"{found['decode_tokens_per_s']:.1f}",
-        "tok/s": lambda found: f"{found['tokens_per_s']:.1f}",
-    },
+    columns=RATES,
 )
 
 if __name__ == "__main__":

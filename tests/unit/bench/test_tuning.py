@@ -60,7 +60,7 @@ def test_settings_that_could_not_be_written_are_refused_before_anything_runs(tmp
     assert (done.returncode, done.stdout) == (2, "") and "none/best.json: name a file" in done.stderr
 
 
-@pytest.mark.parametrize("peer", ["deepspeed", "llamacpp"])
+@pytest.mark.parametrize("peer", ["deepspeed", "hf", "llamacpp", "openvino"])
 def test_each_peer_has_the_command(peer: str) -> None:
     tuning, run = load(f"{peer}/tune.py").TUNING, load(f"{peer}/run.py")
     assert tuning.run == BASELINES / peer / "run.py"

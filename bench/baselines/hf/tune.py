@@ -1,0 +1,25 @@
+"""Which settings of the compiled forward generate fastest here: run.py with one knob changed at a time.
+
+    <venv python> bench/baselines/hf/tune.py --output FILE --variant eager-static-compile [flags of run.py]
+
+Prints a markdown table and writes the best settings to FILE, which the sweep hands to run.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from tuning import RATES, Tuning, main
+
+TUNING = Tuning(
+    run=Path(__file__).with_name("run.py"),
+    knobs={"prefill": (0, 1), "freezing": (1, 0), "cpp_wrapper": (0, 1), "max_autotune": (0, 1)},
+    rate="tokens_per_s",
+    columns=RATES,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(TUNING, __doc__))

@@ -1,0 +1,71 @@
+"""OpenVINO, everything in RAM. Variants: int8 (int8 weights), bf16; products of both in bf16 where the CPU has them.
+
+The folder is converted once into the offload dir, by OpenVINO's torch frontend. Peak memory is over a process that has
+imported openvino: it does not need torch to run. Settings (bench/baselines/openvino/tune.py): kv_u8 (a KV cache in 8
+bits, its own default), group (of the activations' int8 scales in products with int8 weights; 0: not quantised).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, main
+
+SETTINGS: dict[str, int] = {"kv_u8": 1, "group": 32}
+VARIANTS = ("int8", "bf16")
+
+
+def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    import openvino
+
+    settings = SETTINGS | request.settings
+    told = {
+        "INFERENCE_NUM_THREADS": request.threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "bf16",
+        "PERFORMANCE_HINT": "LATENCY", "KV_CACHE_PRECISION": "u8" if settings["kv_u8"] else "bf16",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": settings["group"],
+    }  # fmt: skip
+    model = openvino.Core().compile_model(str(_converted(request)), "CPU", told).create_infer_request()
+    _generate(model, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, lambda: None)
+    prompts = request.prompts()
+    meter.begin()
+    _generate(model, prompts, request.gen_len, meter.mark)
+    return meter.result(request.rows, request.gen_len) | {"setting": settings}
+
+
+def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> list[list[int]]:
+    """One batch, greedy; `mark` is called when each prompt has its next token."""
+    import numpy as np
+
+    model.reset_state()
+    tokens, beams, out = np.array(prompts, np.int64), np.arange(len(prompts), dtype=np.int32), []
+    for _ in range(gen_len):
+        model.infer({"input_ids": tokens, "beam_idx": beams})
+        tokens = model.get_output_tensor(0).data.argmax(axis=-1)[:, None]
+        out.append(tokens)
+        mark()
+    chosen: list[list[int]] = np.concatenate(out, 1).tolist()
+    return chosen
+
+
+def _converted(request: Request) -> Path:
+    """The converted model, made in a process of its own so that the converter's memory is not counted."""
+    path = request.offload_dir / f"openvino-{request.model_dir.name}-{request.variant}.xml"
+    if not path.exists():
+        request.offload_dir.mkdir(parents=True, exist_ok=True)
+        convert = str(Path(__file__).with_name("convert.py"))
+        half = path.with_name(f"half-{path.name}")
+        subprocess.run(
+            [sys.executable, convert, request.model_dir, half, request.variant], check=True, stdout=sys.stderr
+        )
+        half.with_suffix(".bin").rename(path.with_suffix(".bin"))
+        half.rename(path)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, VARIANTS, ("openvino", "nncf"), framework="openvino", devices=("cpu",)))
