@@ -117,7 +117,7 @@ def _run(argv: list[str] | None) -> int:
         rows = args.rows or (ROWS if is_auto else policy.block_size)
         service = Service(llm, rows, length, args.max_queue, args.batch_share)
         service.open()
-        reader = RequestReader(llm.model, defaults)
+        reader = RequestReader(llm.model, defaults, llm.eviction)
         settings = settings_of(llm, policy, is_auto, defaults, llm.digests())
         with (
             contextlib.closing(Store(args.state_dir, parse_bytes(args.max_stored, "--max-stored"))) as store,
@@ -129,7 +129,8 @@ def _run(argv: list[str] | None) -> int:
             server = Server(service, batches, reader, limits)
             if other is not None:
                 most = Limits(COMPARED_QUEUE, other.length, llm.model.spec.max_positions)
-                server.other = Server(other, batches, RequestReader(other.llm.model, defaults), most)
+                others = RequestReader(other.llm.model, defaults, other.llm.eviction)
+                server.other = Server(other, batches, others, most)
             with _serving(server, pages, bounds, listener):
                 print(f"{llm.model.name} at {_address(listener)}/v1", flush=True)
                 service.run()

@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
 
             lines = _request_lines(args, llm.model, fields, {"articles": 0, "cut": 0, "skipped": 0})
             llm.eviction = cells[0].case.eviction
-            plan_lines(llm, (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1)), sampling_of(args))
+            requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))
+            plan_lines(llm, requests, sampling_of(args), args.input)
         facts = {**_prepare(args, llm, fields, cells[0].output), "articles_in_input": total}
         facts["compression"], column = compression_flags(policy), _column(llm, policy)
     return _run_cells(args, cells, facts, column, policy, is_auto)

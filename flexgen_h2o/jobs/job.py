@@ -56,13 +56,13 @@ def plan_job(
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.check_plan()
-        plan_lines(llm, read_lines(source), defaults)
+        plan_lines(llm, read_lines(source), defaults, source)
     return EXIT_DONE
 
 
-def plan_lines(llm: LLM, lines: Iterable[Line], defaults: SamplingParams) -> None:
+def plan_lines(llm: LLM, lines: Iterable[Line], defaults: SamplingParams, source: Path) -> None:
     """Plan for these requests in an `llm` that is opened for a dry run. UsageError where none of them can be run."""
-    reader, requests, errors = RequestReader(llm.model, defaults), list[Request](), list[str]()
+    reader, requests, errors = RequestReader(llm.model, defaults, llm.eviction), list[Request](), list[str]()
     for line in lines:
         try:
             requests.append(reader.read(line))
@@ -72,7 +72,7 @@ def plan_lines(llm: LLM, lines: Iterable[Line], defaults: SamplingParams) -> Non
         told = f"{len(errors)} of {len(errors) + len(requests)} requests would be error rows; the first: {errors[0]}"
         note("batch", told)
     if not requests:
-        raise UsageError(f"--input: no request in it that can be run{f' ({errors[0]})' if errors else ''}")
+        raise UsageError(f"--input {source}: no request in it that can be run{f' ({errors[0]})' if errors else ''}")
     llm.prepare(*prompts_and_params(requests))
 
 
@@ -95,7 +95,7 @@ def run(
             _say_rows(before)
             writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
             lines = read_cut(args.input, Cut(0, 1, 0, ~before.done))
-            job = Job(llm, RequestReader(llm.model, defaults), lines, writer, args.window, args.refill)
+            job = Job(llm, RequestReader(llm.model, defaults, llm.eviction), lines, writer, args.window, args.refill)
             with writing(args, output, writer):
                 job.run(len(before.done) - before.rows)
         else:

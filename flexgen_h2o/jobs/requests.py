@@ -18,8 +18,11 @@ from flexgen_h2o.engine.prompts import Completion, Prompt, make_prompt
 from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer, decode_text
 from flexgen_h2o.jobs.input import MOST_ID_CHARACTERS, Line
 from flexgen_h2o.jobs.output import to_line
+from flexgen_h2o.kvcache.eviction import Eviction, Full
+from flexgen_h2o.kvcache.eviction.policy import check_budgets
 from flexgen_h2o.models.load import Model
 
+FULL = Full()
 MOST_MESSAGE_CHARACTERS = 500  # of an error: it may quote the request, which may have any length
 # Of a record that is sent back: bytes besides its prompt, since a window keeps thousands, and levels of nesting.
 MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
@@ -92,10 +95,11 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes requests of lines. defaults: of the fields that a line does not have."""
+    """Makes requests of lines. defaults: of the fields that a line does not have. eviction: the run's."""
 
     model: Model
     defaults: SamplingParams
+    eviction: Eviction = FULL
 
     def read(self, line: Line) -> Request:
         """RowError for a line that cannot be run; its message names the field."""
@@ -123,6 +127,10 @@ class RequestReader:
         asked_model = _short_text(fields, "model")
         prompt = self._prompt(number, self._chat_ids(given) if kind == "chat" else given)
         prompt = Prompt(prompt.index, prompt.token_ids, prompt.text if echo else None)
+        try:
+            check_budgets(self.eviction, self.model.spec, len(prompt.token_ids), max(1, params.max_tokens))
+        except UsageError as error:
+            raise RowError("does_not_fit", str(error)) from error
         return Request(kind, custom_id, prompt, params, asked_model, record, row, echo)
 
     def _prompt(self, number: int, given: Any) -> Prompt:

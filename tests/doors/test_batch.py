@@ -357,6 +357,24 @@ def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(job: Callable[...,
     assert job().code == 0, "nothing was written: other settings mix nothing"
 
 
+@pytest.mark.parametrize(
+    ("flags", "bad", "good"),
+    [
+        (("--hh-size", 2, "--recent-size", 4, "--protect", 6), [5] * 8, [5] * 3),
+        (("--kv-bytes", 0.3, "--compress-cache", "--cache-window", 8), [5] * 2, [5, 6] * 12),
+    ],
+)
+def test_a_row_that_eviction_leaves_no_column_is_its_own_error(
+    job: Callable[..., Answer], tmp_path: Path, flags: tuple[object, ...], bad: list[int], good: list[int]
+) -> None:
+    named = [{"custom_id": name, "prompt": ids, "max_tokens": 2} for name, ids in (("bad", bad), ("good", good))]
+    lines(tmp_path / "in.jsonl", *named)
+    ended = job("--eviction", "h2o", *flags)
+    assert ended.code == 0, ended.err
+    found = rows(tmp_path / "out.jsonl")
+    assert found["bad"]["error"]["code"] == "does_not_fit" and found["good"]["error"] is None
+
+
 def test_input_and_output_must_be_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert batch.main(["--output", "x.jsonl"]) == 2 and "--input: is missing" in capfd.readouterr().err
     assert batch.main([]) == 2 and "--output: is missing" in capfd.readouterr().err

@@ -75,7 +75,7 @@ def test_lengths_of_requests_and_bad_ones_are_told(
     assert "run-batch: 1 of 3 requests would be error rows; the first: line 3: prompt" in said.err
     write_jsonl({"prompt": 7}, name="in.jsonl")
     said = command(f"run-batch -i in.jsonl --model {words_model} --dry-run")
-    assert said.code == 2 and "no request in it that can be run (line 1: prompt" in said.err
+    assert said.code == 2 and "--input in.jsonl: no request in it that can be run (line 1: prompt" in said.err
 
 
 def test_weights_need_not_be_there_nor_are_they_imported(

@@ -348,6 +348,13 @@ def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked:
     return max(1, bisect_left(range(1, asked + 1), True, key=is_too_much))
 
 
+def check_budgets(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: int) -> None:
+    """UsageError where the policy leaves a row of so few or so many tokens no column: it is that row's fault alone."""
+    new = most_new_tokens(eviction, spec, prompt_len, asked)
+    for block in range(spec.num_blocks):
+        eviction.budget(prompt_len, new, block, spec.num_blocks)
+
+
 @dataclass(frozen=True)
 class OfOther:
     """`policy`, but for how many columns it keeps in a transformer block."""
