@@ -219,7 +219,7 @@ def need_of(
     def columns(prompt: int, new: int, block: int = last) -> int:  # the first may be another matter
         return eviction.budget(prompt, new, block, num_blocks).columns
 
-    of_sequence = columns(prompt_len, most_new) != columns(prompt_len, 0)
+    of_sequence = columns(prompt_len, most_new) != columns(prompt_len, prompt_len + 2 * most_new)
     return WorkloadShape(
         rows=rows,
         prompt_len=prompt_len,

@@ -151,9 +151,11 @@ class Service:
 
     def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
         """Rows that the engine is opened for: one whose prompt is as long as may be, and usual ones. Each has a
-        beginning of its own, so that room for whole rows is planned."""
+        beginning of its own, so that room for whole rows is planned. Where columns are dropped, the log-probabilities
+        of a long prompt are taken in decode steps, and another one without them is fed whole."""
         vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
-        lengths = [self.length, *[usual] * (rows - 1)]
+        longest = [self.length] * (2 if self.llm.eviction.needs.record else 1)
+        lengths = [*longest, *[usual] * (rows - len(longest))]
         prompts = [Prompt(i, (i % vocab,) * length, None) for i, length in enumerate(lengths)]
         params = [
             SamplingParams(max_tokens=max(1, self.length - n + 1), prompt_logprobs=None if i else 0)
@@ -165,7 +167,7 @@ class Service:
         """Open the engine, if it is not. DoesNotFitError where the budgets are too small."""
         if not self.llm.peak_bytes:
             policy = self.llm.prepare(*self._template)
-            self.capacity = min(len(self._template[0]), policy.block_size)
+            self.capacity = min(self.capacity, policy.block_size)
             predicted = self.llm.foresee(*self._template)
             self.predicted = None if predicted is None else predicted.tokens_per_s
 
@@ -277,10 +279,14 @@ class Service:
         for take in (self._of_batches, self._of_tickets) if is_their_turn else (self._of_tickets, self._of_batches):
             while (found := take()) is not None:
                 owner, request = found
-                if self.llm.has_room([request.prompt], [request.params]):
-                    return self._enter(owner, request)
+                error = RowError("context_length_exceeded", "prompt: is too long for the engine as it is")
+                try:
+                    if self.llm.has_room([request.prompt], [request.params]):
+                        return self._enter(owner, request)
+                except FlexgenError as why:  # of this row alone: others run
+                    error = RowError("does_not_fit", str(why))
                 self.counts.failed += 1
-                owner.fail(request, RowError("context_length_exceeded", "prompt: is too long for the engine as it is"))
+                owner.fail(request, error)
         return None
 
     def _enter(self, owner: Owner, request: Request) -> tuple[Prompt, SamplingParams]:

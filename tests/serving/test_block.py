@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving.answers import Limits, Refused, read_asked
 from flexgen_h2o.serving.block import Service, Ticket
 
-PLACES, LENGTH = 4, 50
+PLACES, LENGTH, NO_COLUMN = 4, 50, 3
 
 
 class Over(Exception):
@@ -31,6 +32,7 @@ class StubLLM:
 
     def __init__(self) -> None:
         self.model, self.timeline = SimpleNamespace(spec=SimpleNamespace(vocab_size=100)), Timeline()
+        self.eviction = Full()
         self.entered: list[int] = []
         self.peak_bytes: dict[str, int] = {}
         self.after_sweep: Callable[[int], None] = lambda sweep: None
@@ -44,6 +46,8 @@ class StubLLM:
         return None
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
+        if len(prompts[0].token_ids) == NO_COLUMN:
+            raise UsageError("--kv-bytes 0.2: holds no column")
         return len(prompts[0].token_ids) <= LENGTH
 
     def run(
@@ -173,14 +177,15 @@ def test_a_batch_that_is_cancelled_ends_when_its_rows_have_left(service: Service
     assert batch.ended == [None] and not batch.done and len(llm.entered) == PLACES
 
 
-def test_rows_that_are_too_long_are_refused_and_others_go_on(service: Service, llm: StubLLM) -> None:
-    (long, told), (short, others) = ticket_of(10, 1, length=LENGTH + 1), ticket_of(20, 1)
-    batch = StubBatch([*rows_of(60, 1, length=LENGTH + 1), *rows_of(70, 1)])
+@pytest.mark.parametrize(("length", "code"), [(LENGTH + 1, "context_length_exceeded"), (NO_COLUMN, "does_not_fit")])
+def test_rows_without_room_are_refused_and_others_go_on(service: Service, llm: StubLLM, length: int, code: str) -> None:
+    (long, told), (short, others) = ticket_of(10, 1, length=length), ticket_of(20, 1)
+    batch = StubBatch([*rows_of(60, 1, length=length), *rows_of(70, 1)])
     service.submit(long)
     service.submit(short)
     service.add_batch(batch)
     run(service)
-    assert [event[0] for event in told] == ["error"] and told[0][1].status == 400
+    assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (400, code)
     assert [event[0] for event in others] == ["done"] and batch.done == [-60, 70] and batch.ended == [None]
 
 
