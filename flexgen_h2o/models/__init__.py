@@ -36,6 +36,7 @@ FAMILIES = {
 }
 
 MOST_POSITIONS = 2**30  # far beyond any model: a damaged config must not become sizes that no float holds
+MOST_QUOTED = 300  # characters of a message of transformers
 # Of classifiers; transformers makes a table of as many entries as the config says.
 _LABELS = ("num_labels", "id2label", "label2id")
 
@@ -165,5 +166,6 @@ def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def one_line(error: Exception) -> str:
-    """The first two lines of a message, where transformers says what is wrong."""
-    return " ".join(line.strip() for line in str(error).splitlines()[:2])
+    """The first two lines of a message, where transformers says what is wrong; it may quote a whole config."""
+    text = " ".join(line.strip() for line in str(error).splitlines()[:2])
+    return text if len(text) <= MOST_QUOTED else text[: MOST_QUOTED - 3] + "..."

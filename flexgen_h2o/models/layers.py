@@ -55,11 +55,12 @@ def read_common(config: Mapping[str, Any], name: str, ffn_field: str = "intermed
     fields = ("num_hidden_layers", "hidden_size", "num_attention_heads", ffn_field, "vocab_size")
     blocks, hidden, heads, ffn, vocab = read_sizes(config, fields)
     eos = config.get("eos_token_id")  # none, one or a list
+    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return {
         "name": name, "num_blocks": blocks, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads,
         "head_dim": hidden // heads, "ffn_size": ffn, "vocab_size": vocab,
         "max_positions": check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1),
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+        "eos_token_ids": tuple(check_int("eos_token_id", one, low=-1, high=2**31 - 1) for one in ends),
         "bos_token_id": config.get("bos_token_id"),
     }  # fmt: skip
 

@@ -163,6 +163,8 @@ class Server:
         except (MultiPartException, HTTPException) as error:
             what = getattr(error, "detail", None) or getattr(error, "message", "")
             raise Refused(400, f"file: not a form of fields and one file ({what})", "invalid_request") from error
+        except OSError as error:  # of the temporary file that a large one goes to
+            raise Refused(500, f"file: {error.strerror or error}", "storage_failed") from error
         try:
             file, purpose = form.get("file"), form.get("purpose")
             if purpose != "batch":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -15,6 +16,7 @@ import pytest
 from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.serving.app import Server
 from flexgen_h2o.serving.batches import Batch, Batches, Store
 
 BODY = {"endpoint": "/v1/completions", "completion_window": "24h"}
@@ -51,6 +53,24 @@ def test_a_file_without_a_record_leaves_nothing(store: Store, tmp_path: Path, mo
     with pytest.raises(Refused, match="No space left"):
         store.add_file(io.BytesIO(b"{}"), "a.jsonl")
     assert not store.files and not list((tmp_path / "files").iterdir())
+
+
+def test_a_temporary_folder_that_is_full_is_told_to_the_client() -> None:
+    async def form(**_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sent: Any = SimpleNamespace(headers={"content-type": "multipart/form-data; boundary=a"}, form=form)
+    with pytest.raises(Refused, match="No space left") as caught:
+        asyncio.run(Server.add_file(None, sent))  # type: ignore[arg-type]
+    assert (caught.value.status, caught.value.body["error"]["code"]) == (500, "storage_failed")
+
+
+def test_what_a_kill_left_goes_away_and_folders_stay(tmp_path: Path) -> None:
+    Store(tmp_path, 2**20).close()
+    (tmp_path / "files" / "a.part").write_text("x")
+    (tmp_path / "files" / "b.part").mkdir()
+    Store(tmp_path, 2**20).close()
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["b.part"]
 
 
 def test_a_cancellation_that_cannot_be_written_changes_nothing(

@@ -306,6 +306,8 @@ def test_a_parallel_block_is_one_layer(sep_layer: bool, tmp_path: Path) -> None:
         ("opt", {"max_position_embeddings": 10**400}, "max_position_embeddings: 10+ must be between"),
         ("opt", {"activation_function": "swish"}, "activation_function 'swish' is not one of"),
         ("opt", {"eos_token_id": "x"}, "eos_token_id"),
+        ("opt", {"eos_token_id": 10**30}, "eos_token_id: 10+ must be between"),
+        ("opt", {"activation_function": "x" * 10**4, "hidden_size": "y" * 10**4}, "hidden_size"),
         ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers: 1000000"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ("llama", {"head_dim": 7}, "head_dim.*7"),
@@ -345,6 +347,7 @@ def test_a_bad_config_is_refused_by_file_and_field(
     with pytest.raises(UsageError, match=says) as caught:
         read(tmp_path, base, **changes)
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
 
 
 @pytest.mark.parametrize(
