@@ -3,7 +3,7 @@
 nvme: every matrix comes through DeepSpeed's own aio (O_DIRECT) from its copy in the offload dir, for every sweep; it
 has no way to keep a share of them in RAM, so that a budget goes to its buffers, the KV cache and activations. cpu:
 weights in RAM, as DeepSpeed's own home for them; on a card (--device cuda) they are pinned and come over its link.
-Settings (--settings JSON): those of SETTINGS; tune.py chooses them.
+Settings (--settings JSON): those of SETTINGS, which tune.py found best on two cores; it chooses others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contract import DTYPES, DoesNotFitError, Meter, Request, kv_and_work_bytes,
 
 # aio: of one read; threads of one aio handle. buffers: matrices in flight. prefetch_matrices: largest matrices read
 # ahead and kept alive at most, besides the one in use.
-SETTINGS = {"block_mib": 1, "queue_depth": 8, "aio_threads": 1, "buffers": 5, "prefetch_matrices": 2}
+SETTINGS = {"block_mib": 8, "queue_depth": 8, "aio_threads": 2, "buffers": 5, "prefetch_matrices": 2}
 FEWEST_BUFFERS = 2
 PERSISTENT = 10**5  # elements: vectors stay in RAM, as in DeepSpeed's own example
 ENVIRONMENT = {

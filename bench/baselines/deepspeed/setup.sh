@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# DeepSpeed from its PyPI sdist, for the CPU, in an environment of its own (5 minutes: its aio op is compiled here).
+# DeepSpeed from its PyPI sdist, for the CPU, in an environment of its own (5 minutes: its ops are compiled here, since
+# within a memory limit the compiler would never end).
 # Needs g++ and libaio's headers: apt-get install g++ libaio-dev
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../venv.sh"
@@ -12,6 +13,7 @@ peer_venv deepspeed
 # Its setup.py looks at the torch that is installed: no isolated build.
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "${PIP[@]}" --no-build-isolation deepspeed==0.19.8
 PATH="$VENV/bin:$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$VENV/extensions" "$VENV/bin/python" -c '
-from deepspeed.ops.op_builder import AsyncIOBuilder
-AsyncIOBuilder().load(verbose=False)'
+from deepspeed.ops.op_builder.cpu import AsyncIOBuilder, ShareMemCommBuilder
+for builder in (AsyncIOBuilder, ShareMemCommBuilder):
+    builder().load(verbose=False)'
 peer_done

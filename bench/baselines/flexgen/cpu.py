@@ -30,8 +30,9 @@ from contract import (
 )
 
 # FlexGen's flags and threads. micro_batches: --num-gpu-batches, all of which share one read of a layer's weights.
-# --overlap is on: without it FlexGen does not wait for what it reads from disk, and computes with anything.
-SETTINGS = {"micro_batches": 1, "sep_layer": 1, "copy_threads": 4}
+# kv_on_disk: the KV cache in files, as in its policy for OPT-175B; also where it does not fit RAM. --overlap is on:
+# without it FlexGen does not wait for what it reads from disk, and computes with anything.
+SETTINGS = {"micro_batches": 1, "sep_layer": 0, "copy_threads": 4, "kv_on_disk": 0}
 
 
 def layer_sizes(config: dict[str, Any]) -> list[list[int]]:
@@ -79,17 +80,20 @@ def work_bytes(request: Request, micro_batches: int) -> int:
 def choose(request: Request) -> dict[str, Any]:
     """SETTINGS and --settings, with the weights' share in RAM that the budget allows, as `weights_in_ram` percent.
 
-    More micro-batches than asked only where nothing fits otherwise. Raises DoesNotFitError.
+    More micro-batches than asked, or KV on disk, only where nothing fits otherwise. Raises DoesNotFitError.
     """
     setting, layers = SETTINGS | request.settings, layer_sizes(request.config)
     size = 4 if request.dtype == "fp32" else 2
-    asked = min(int(setting["micro_batches"]), request.rows)
+    kv, least = kv_and_work_bytes(request)[0], 0 if request.budget is None and request.variant == "disk" else 100
+    asked, first = min(int(setting["micro_batches"]), request.rows), int(setting["kv_on_disk"])
     for batches in (n for n in range(asked, request.rows + 1) if request.rows % n == 0):
-        beside = kv_and_work_bytes(request)[0] + work_bytes(request, batches)
-        for percent in range(100, -1, -1):
-            if request.budget is None or weight_elements(layers, percent) * size + beside <= request.budget:
-                free = request.budget is None and request.variant == "disk"
-                return setting | {"micro_batches": batches, "weights_in_ram": 0 if free else percent}
+        # From disk comes a layer's KV of a micro-batch while that of the one before is in use.
+        read = 2 * kv // (int(request.config["num_hidden_layers"]) * batches)
+        for on_disk in range(first, first + 1 if request.budget is None else 2):
+            beside = (read if on_disk else kv) + work_bytes(request, batches)
+            for percent in range(least, -1, -1):
+                if request.budget is None or weight_elements(layers, percent) * size + beside <= request.budget:
+                    return setting | {"micro_batches": batches, "weights_in_ram": percent, "kv_on_disk": on_disk}
     raise DoesNotFitError(f"{request.rows} rows and two layers of weights at a time exceed {request.budget} bytes")
 
 
@@ -187,8 +191,9 @@ def load(request: Request, setting: dict[str, Any], scratch: Path) -> Any:
     disk = TorchDisk(str(scratch / "disk"), num_copy_threads=int(setting["copy_threads"]))
     unused = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
     batches = int(setting["micro_batches"])
+    kv = 0 if setting["kv_on_disk"] else 100
     policy = Policy(
-        request.rows // batches, batches, setting["weights_in_ram"], 0, 100, 0, 100, 0, True,
+        request.rows // batches, batches, setting["weights_in_ram"], 0, kv, 0, 100, 0, True,
         bool(setting["sep_layer"]), False, False, 1.0, False, unused, False, unused,
     )  # fmt: skip
     env = ExecutionEnv(gpu=ram, cpu=ram, disk=disk, mixed=TorchMixedDevice([ram, ram, disk]))

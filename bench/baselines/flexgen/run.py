@@ -1,8 +1,8 @@
 """The original FlexGen. Variants: cpu, disk (see cpu.py), published.
 
-cpu: all in RAM. disk: KV in RAM, and of the weights the share that the budget holds. Both on a processor, where the
-package by itself hangs for ever, its copy threads dead; settings (--settings JSON): those of cpu.SETTINGS, which
-tune.py chooses.
+cpu: all in RAM. disk: KV in RAM, where it fits, and of the weights the share that the budget holds. Both on a
+processor, where the package by itself hangs for ever, its copy threads dead; settings (--settings JSON): those of
+cpu.SETTINGS, which tune.py chooses.
 published: on a CUDA card, under the published policy nearest to what is asked, in a process of its own, which nothing
 but its policy holds to --device-mem: the policies are those published for a 16 GB card. It computes in fp16, with
 weights that are all ones (`--path _DUMMY_`): it converts no random checkpoint, and its speed does not depend on their

@@ -16,7 +16,7 @@ from tuning import Tuning, main
 
 TUNING = Tuning(
     run=Path(__file__).with_name("run.py"),
-    knobs={"micro_batches": (1, 2, 4), "sep_layer": (1, 0), "copy_threads": (4, 2, 1)},
+    knobs={"micro_batches": (1, 2, 4), "sep_layer": (0, 1), "copy_threads": (4, 2, 1), "kv_on_disk": (0, 1)},
     rate="tokens_per_s",
     columns={
         "tok/s": lambda found: f"{found['tokens_per_s']:.2f}",

@@ -34,14 +34,16 @@ def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
     model = cpu.layer_sizes(request(tmp_path).config)
     beside = cpu.work_bytes(request(tmp_path), 1) + cpu.kv_and_work_bytes(request(tmp_path))[0]
 
-    def chosen(room: int, rows: int = 4) -> tuple[int, int]:
-        found = cpu.choose(request(tmp_path, variant="disk", rows=rows, budget=beside + room))
-        return found["weights_in_ram"], found["micro_batches"]
+    def chosen(room: int) -> tuple[int, int, int]:
+        found = cpu.choose(request(tmp_path, variant="disk", rows=4, budget=beside + room))
+        return found["weights_in_ram"], found["micro_batches"], found["kv_on_disk"]
 
     whole, least = (4 * cpu.weight_elements(model, percent) for percent in (100, 0))
-    assert chosen(whole) == (100, 1) and chosen(least) == (0, 1)
+    assert chosen(whole) == (100, 1, 0) and chosen(least) == (0, 1, 0)
     assert 0 < chosen((whole + least) // 2)[0] < 100
-    assert chosen(least - 1)[1] == 2  # smaller steps where nothing fits otherwise
+    # KV on disk and smaller steps where nothing fits otherwise
+    kv = cpu.kv_and_work_bytes(request(tmp_path))[0]
+    assert chosen(least - 1)[1:] == (1, 1) and chosen(least - kv)[1] > 1
     with pytest.raises(cpu.DoesNotFitError, match="4 rows"):
         chosen(-beside)
 
@@ -60,7 +62,8 @@ def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     settings = [{"weights_in_ram": 100}, {"weights_in_ram": 0}, {"weights_in_ram": 50, "micro_batches": 2}]
-    settings += [{"weights_in_ram": 30, "sep_layer": 0}]
+    settings += [{"weights_in_ram": 30, "sep_layer": 0}, {"weights_in_ram": 0, "kv_on_disk": 1}]
+    settings += [{"weights_in_ram": 0, "kv_on_disk": 1, "micro_batches": 2}]
     command = [str(VENV / "bin/python"), "-c", GENERATE, str(OPT_TINY), str(tmp_path), json.dumps(settings)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
