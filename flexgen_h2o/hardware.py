@@ -92,7 +92,7 @@ def _shown(args: argparse.Namespace) -> HardwareProfile:
 
     found = cached_profile(args.device, args.offload_dir)
     if found is None:
-        raise UsageError("--show: no profile of this machine is kept; measure one: python -m flexgen_h2o.hardware")
+        raise UsageError("--show: no profile of this machine is kept; measure one: flexgen-h2o hardware")
     return found
 
 

@@ -275,7 +275,7 @@ def _with_details(answer: Answer) -> Answer:
 def _text(args: argparse.Namespace, answer: Answer, plan: Plan) -> str:
     """The tables, with the benchmark of the plan's block as a command."""
     flags = " ".join(filter(None, [as_flags(plan.policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
-    command = _with_policy("python -m flexgen_h2o.flex_opt", f"--prompt-len {args.prompt_len}", args, answer)
+    command = _with_policy("flexgen-h2o flex-opt", f"--prompt-len {args.prompt_len}", args, answer)
     return to_text(answer, plan, flags, command)
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from flexgen_h2o.engine.requests import RequestTable, Scheduler
     from flexgen_h2o.engine.resources import Engine
 
-MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
-NOT_MEASURED = "this machine was not measured (python -m flexgen_h2o.hardware: 1 to 2 minutes)"
+MEASURED_BUSY = "profile measured on a busy machine: measure again with flexgen-h2o hardware"
+NOT_MEASURED = "this machine was not measured (flexgen-h2o hardware: 1 to 2 minutes)"
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 KV_FACTS = ("slots", "bytes", "full_bytes")
 PREDICTIONS = ("prefill_s", "decode_s")

@@ -103,8 +103,8 @@ def test_printed_flags_are_flex_opt_s(plan: Door) -> None:
     assert policy_of(flex_opt._parser().parse_args(words)) == (policy, False)
     assert " ".join(words) == as_flags(policy)
     command = shlex.split(lines[lines.index("run it:") + 1])
-    assert command[:3] == ["python", "-m", "flexgen_h2o.flex_opt"]
-    args = flex_opt._parser().parse_args(command[3:])
+    assert command[:2] == ["flexgen-h2o", "flex-opt"]
+    args = flex_opt._parser().parse_args(command[2:])
     assert policy_of(args) == (policy, False)
     assert (args.model, args.prompt_len, args.gen_len) == ("facebook/opt-125m", 32, 8)
     assert (args.host_mem, args.dtype) == ("4GiB", "bfloat16")
@@ -118,7 +118,7 @@ def test_eviction_counts_and_is_printed(plan: Door) -> None:
     assert kept["predicted"]["peak_bytes"]["disk"] < full["predicted"]["peak_bytes"]["disk"] / 2
     assert kept["details"]["workload"]["eviction"]["name"] == "h2o-norm"
     lines = plan(f"{asked} {flags}").out.splitlines()
-    args = flex_opt._parser().parse_args(shlex.split(lines[lines.index("run it:") + 1])[3:])
+    args = flex_opt._parser().parse_args(shlex.split(lines[lines.index("run it:") + 1])[2:])
     assert (args.hh_ratio, args.hh_all, args.eviction) == (0.1, False, "h2o-norm:decay=0.9")
 
 
@@ -135,7 +135,7 @@ def test_small_losses_are_the_fastest_way_to_have_all_columns(plan: Door) -> Non
         assert policy.attn_sparsity == 1 or hardware == "host"
     lines = plan(f"{asked} --kv-loss small", "host").out.splitlines()
     assert lines[1].startswith("quality: KL ") or policy == Policy(**none["policy"])
-    args = flex_opt._parser().parse_args(shlex.split(lines[lines.index("run it:") + 1])[3:])
+    args = flex_opt._parser().parse_args(shlex.split(lines[lines.index("run it:") + 1])[2:])
     assert policy_of(args)[0].cache_bits == policy.cache_bits
 
 
@@ -144,7 +144,7 @@ def test_a_share_of_prompt_and_new_tokens_is_planned_and_run(plan: Door, capfd: 
     asked = "--model opt-tiny --prompt-len 20 --gen-len 12"
     lines = plan(f"{asked} --num-prompts 3 --kv-budget 0.25 --output p.json", "host").out.splitlines()
     assert "h2o, 9 KV slots a row" in lines[0]
-    command = shlex.split(lines[lines.index("run it:") + 1])[3:]
+    command = shlex.split(lines[lines.index("run it:") + 1])[2:]
     assert command[command.index("--kv-budget") + 1] == "0.25"
     assert (read_policy(Path("p.json")).workload or {})["eviction"] == {
         "name": "h2o", "kv_budget": 0.25, "layer_schedule": "uniform", "while_decoding": True,

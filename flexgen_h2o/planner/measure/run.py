@@ -51,7 +51,7 @@ from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_mem
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
-SOURCE = f"measured by python -m flexgen_h2o.hardware, torch {torch.__version__}"
+SOURCE = f"measured by flexgen-h2o hardware, torch {torch.__version__}"
 QUIET_S = 0.5  # that the machine must be quiet before anything is measured again
 AGAIN_S = 5.0  # of a run's start, for what a busy machine disturbed
 DISTURBED, DISTURBED_DISK = 0.05, 50 * MIB  # share of all cores, bytes a second
