@@ -30,7 +30,7 @@ import torch
 from bench import common
 from bench.sweep import page, quality
 from bench.sweep.cut_model import cut_model
-from bench.sweep.grid import GRIDS, SIGNED, SYSTEMS, Cell, System, systems_of
+from bench.sweep.grid import GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
 from bench.sweep.plots import draw_all
 from bench.sweep.rounds import Rates, Rounds, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure
@@ -72,12 +72,15 @@ class Sweep:
         folder = _model_folder(cell.model, self.setup)
         chosen = []
         for system in ready:
+            if self.signed is not None and system.ours:  # plans its blocks itself, of as many rows as there are
+                chosen.append((system, cell.rows[1]))
+                continue
             lines = search(lambda rows, s=system: self._measure(s, cell, folder, rows, 0), *cell.rows)
             rows = best_rows(lines)
             if rows is not None:
                 chosen.append((system, rows))
         if self.signed is not None:
-            self._signed(cell, folder, chosen)
+            self._signed(cell, folder, self._fastest(cell, chosen))
             quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup.offload_dir)
             return
         for repeat in range(1, self.repeats + 1):
@@ -94,6 +97,19 @@ class Sweep:
         line = self.store.add(key, measure(self.setup, system, cell, folder, rows))
         print(f"{what}: {describe(line)}", flush=True)
         return line
+
+    def _fastest(self, cell: Cell, chosen: list[tuple[System, int]]) -> list[tuple[System, int]]:
+        """Of a peer's settings the one that was fastest in the search."""
+
+        def speed(pair: tuple[System, int]) -> float:
+            line = self.store.find(key_of(cell, *pair, 0))
+            return 0.0 if line is None else float(line["tokens_per_s"])
+
+        best: dict[str, tuple[System, int]] = {}
+        for pair in chosen:
+            name = system_of(pair[0].name)
+            best[name] = max(best.get(name, pair), pair, key=speed)
+        return list(best.values())
 
     def _signed(self, cell: Cell, folder: Path, chosen: list[tuple[System, int]]) -> None:
         """Rounds, each between looks at the machine on quiet cores."""
@@ -234,7 +250,8 @@ def _check_signed(args: argparse.Namespace) -> None:
 
 def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
     cells = [(cell, systems_of(grid, cell)) for grid in args.grid for cell in GRIDS[grid]]
-    cells += [(cell, systems_of("", cell)) for cell in map(_read_cell, args.cell)]
+    grid = page.NAME if args.signed else ""
+    cells += [(cell, systems_of(grid, cell)) for cell in map(_read_cell, args.cell)]
     if args.systems is None:
         return cells
     chosen = tuple(_read_system(name) for name in args.systems)

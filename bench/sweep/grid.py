@@ -127,30 +127,35 @@ def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell,
 
 
 # The signed grid: cells and systems chosen on this day, before any of them was run; all are shown, whatever they say.
+# Rows and blocks are fewer, for everybody, so that no cell takes longer than about three hours of two cores.
 SIGNED_ON = "2026-11-23"
-LENGTHS = ((512, 32), (128, 128), (64, 256), (512, 512))
 LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
-# Where all blocks would take a cell far longer than three hours, everybody runs the first 12 of 32.
-LONG_6_7B = dict.fromkeys(LENGTHS[2:], ":12")
+Lengths = dict[tuple[int, int], tuple[str, tuple[int, int]]]  # prompt and new tokens: the cut of the model, rows
+LENGTHS_1_3B: Lengths = {
+    (512, 32): ("", (16, 64)), (128, 128): ("", (32, 128)), (64, 256): (":12", (32, 128)), (512, 512): (":12", (8, 32)),
+}  # fmt: skip
+LENGTHS_6_7B: Lengths = {
+    (512, 32): (":8", (8, 32)), (128, 128): (":8", (16, 64)), (64, 256): (":8", (16, 64)), (512, 512): (":8", (4, 16)),
+}  # fmt: skip
 
 
-def _signed(size: str, budget: str, rows: tuple[int, int], cut: dict[tuple[int, int], str]) -> tuple[Cell, ...]:
-    return tuple(Cell(OPT[size] + cut.get(lengths, ""), *lengths, budget, rows) for lengths in LENGTHS)
+def _signed(size: str, budget: str, lengths: Lengths) -> tuple[Cell, ...]:
+    return tuple(Cell(OPT[size] + cut, *both, budget, rows) for both, (cut, rows) in lengths.items())
 
 
 SIGNED: dict[str, tuple[Cell, ...]] = {
-    "signed-opt-1.3b-third": _signed("1.3b", "third", (16, 256), {}),
-    "signed-opt-1.3b-none": _signed("1.3b", "none", (16, 256), {}),
-    "signed-opt-6.7b-third": _signed("6.7b", "third", (8, 128), LONG_6_7B),
-    "signed-opt-6.7b-none": _signed("6.7b", "none", (8, 128), LONG_6_7B),
-    # All blocks for what reads the checkpoint in place; 12 of 48 for all, with those that write a copy.
-    "signed-opt-30b": tuple(Cell(OPT["30b"] + cut, 512, 32, "third", (8, 64)) for cut in ("", ":12")),
+    "signed-opt-1.3b-third": _signed("1.3b", "third", LENGTHS_1_3B),
+    "signed-opt-1.3b-none": _signed("1.3b", "none", LENGTHS_1_3B),
+    "signed-opt-6.7b-third": _signed("6.7b", "third", LENGTHS_6_7B),
+    "signed-opt-6.7b-none": _signed("6.7b", "none", LENGTHS_6_7B),
+    # All blocks for what reads the checkpoint in place; 6 of 48 for all, with those that write a copy.
+    "signed-opt-30b": (Cell(OPT["30b"], 512, 32, "third", (4, 8)), Cell(f"{OPT['30b']}:6", 512, 32, "third", (8, 32))),
     "signed-llama-3-8b": (
-        Cell(LLAMA_8B, 512, 32, "third", (8, 128)), Cell(LLAMA_8B, 128, 128, "third", (8, 128)),
-        Cell(LLAMA_8B, 128, 128, "none", (8, 128)),
+        Cell(LLAMA_8B, 512, 32, "third", (8, 16)), Cell(f"{LLAMA_8B}:16", 128, 128, "third", (8, 32)),
+        Cell(f"{LLAMA_8B}:16", 128, 128, "none", (8, 32)),
     ),
     "signed-experts": (
-        Cell(f"{QWEN_30B}:12", 128, 128, "third", (8, 128)), Cell(OLMOE, 128, 128, "none", (8, 128)),
+        Cell(f"{QWEN_30B}:6", 128, 128, "third", (16, 128)), Cell(OLMOE, 128, 128, "none", (16, 64)),
     ),
 }  # fmt: skip
 SIGNED["signed"] = tuple(cell for cells in list(SIGNED.values()) for cell in cells)
@@ -202,8 +207,8 @@ def systems_of(grid: str, cell: Cell) -> tuple[System, ...]:
 SIGNED_OURS = tuple(
     System("ours", variant, kinds)
     for variant, kinds in (
-        ("full", BOTH), ("h2o:kv-budget=0.2", BOTH), ("h2o-4bit-int8:kv-budget=0.2", BOTH), ("full-4bit-int8", BOTH),
-        ("full-int8", (IN_RAM,)), ("mix:kv-bytes=0.2", BOTH),
+        ("full", BOTH), ("h2o:kv-budget=0.2", BOTH), ("h2o-4bit-int8:kv-budget=0.2", BOTH), ("full-int8", (IN_RAM,)),
+        ("mix:kv-bytes=0.2", (OFFLOAD,)),
     )
 )  # fmt: skip
 # Peers that a signed cell leaves out: of a card; offloading to RAM, which moves nothing without one; other precisions
@@ -211,6 +216,8 @@ SIGNED_OURS = tuple(
 UNSIGNED = (
     "flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_0", "llamacpp-q4_k",
 )  # fmt: skip
+# Peers whose variants are settings of one system in one precision: the fastest in the search goes round.
+SETTINGS = ("hf-", "accelerate-disk")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 
 
@@ -222,3 +229,8 @@ def _systems_of_signed(cell: Cell) -> tuple[System, ...]:
     if cell.model.partition(":")[0] not in (QWEN_30B, OLMOE):  # without experts it is the same as without `-loop`
         peers = [system for system in peers if not system.variant.endswith("-loop")]
     return tuple(system for system in (*SIGNED_OURS, *peers) if cell.kind in system.kinds)
+
+
+def system_of(name: str) -> str:
+    """What a system is a setting of: the names of one system in one precision are the same."""
+    return next((begins for begins in SETTINGS if name.startswith(begins)), name)

@@ -23,7 +23,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.models.load import Model
 
-MOVED, MOST_EXTRA = 0.15, 2
+MOVED, MOST_EXTRA = 0.15, 1
 PRODUCTS, MEMORY, DISK = "bf16_flops_per_s", "memory_bytes_per_s", "disk_bytes_per_s"
 PROBES = 5
 READ_BYTES, READ_SWEEPS = 2 * GIB, 64  # of the weights file, whichever ends first

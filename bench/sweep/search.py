@@ -62,7 +62,13 @@ def _hopeless(line: Line) -> bool:
     return line["status"] not in (DOES_NOT_FIT, TIMEOUT)
 
 
-def best_rows(lines: list[Line]) -> int | None:
-    """Rows of the highest throughput. One that is over budget counts only where nothing is within it."""
+def best_line(lines: list[Line]) -> Line | None:
+    """That of the highest throughput. One that is over budget counts only where nothing is within it."""
     measured = [x for x in lines if x["status"] == OK] or [x for x in lines if x["status"] in MEASURED]
-    return max(measured, key=lambda x: x["tokens_per_s"])["rows"] if measured else None
+    return max(measured, key=lambda x: x["tokens_per_s"]) if measured else None
+
+
+def best_rows(lines: list[Line]) -> int | None:
+    """Rows of the highest throughput."""
+    best = best_line(lines)
+    return None if best is None else best["rows"]

@@ -182,13 +182,14 @@ def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
         return "too few positions" if "--int8-compute" not in command else {"full": loss, "h2o": loss}
 
     monkeypatch.setattr(quality, "_cells", cells)
-    systems = [system for system in systems_of("signed", CELL) if system.variant != "mix:kv-bytes=0.2"]
+    systems = [System("ours", name, ("offload",)) for name in ("full", "h2o:kv-budget=0.2", "full-4bit-int8")]
+    systems.append(System("ours", "h2o-4bit-int8:kv-budget=0.2", ("offload",)))
     for _ in range(2):
         quality.measure(tmp_path, CELL, systems, "opt-tiny", tmp_path)
     # of both passes: H2O in bf16, which fails, and once what full-4bit-int8 and h2o-4bit-int8 share
     assert len(ran) == 3 and capsys.readouterr().out.count("not measured, too few positions") == 2
     found = quality.read(tmp_path)
-    assert [line["variant"] for line in found] == ["h2o-4bit-int8:kv-budget=0.2", "full-4bit-int8"]
+    assert [line["variant"] for line in found] == ["full-4bit-int8", "h2o-4bit-int8:kv-budget=0.2"]
     assert page.lost(page.H2O_SMALL, CELL, found) == "0.5; 25%" and page.lost(page.H2O, CELL, found).endswith("yet")
     assert page.lost("llamacpp-q8_0", CELL, found).startswith("not measured")
     assert page.lost(PEER.name, CELL, []) == "0; 0%"
@@ -252,15 +253,20 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     measured: list[str] = []
 
     def run(setup: door.Setup, system: System, *_: object) -> Line:
-        return figures(5.0) | {"cgroup": setup.cgroup, "commit": "abc", "date": "2026-11-23"}
+        speed = 4.0 if system.name == "hf-sdpa" else 5.0
+        return figures(speed) | {"cgroup": setup.cgroup, "commit": "abc", "date": "2026-11-23", "budget_bytes": None}
 
     monkeypatch.setattr(door, "measure", run)
-    flags = ["--signed", "--cell", f"{OPT_TINY},8,4,none,8,8", "--systems", "ours-full", "ours-h2o:kv-budget=0.2"]
+    monkeypatch.setattr(door.Setup, "missing", lambda *_: None)
+    flags = ["--signed", "--cell", f"{OPT_TINY},8,4,none,8,8", "--systems", "ours-full", "hf-sdpa", "hf-eager"]
     flags += ["--results", str(tmp_path), "--offload-dir", str(tmp_path / "o"), "--quiet-wait", "0"]
     monkeypatch.setattr(sys, "argv", ["sweep", *flags])
     for _ in range(2):
         assert door.main() == 0
     lines = Store(tmp_path / "signed.jsonl").lines
     assert [line["repeat"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3] and {x["status"] for x in lines} == {OK}
-    assert measured == [quality.MODEL] * 2 and "opt-tiny, 8 + 4, in RAM" in (tmp_path / "signed.md").read_text()
+    assert [line["system"] for line in lines[:4]] == ["hf-sdpa", "hf-eager", "ours-full", "hf-eager"]
+    written = (tmp_path / "signed.md").read_text()
+    assert measured == [quality.MODEL] * 2 and "opt-tiny, 8 + 4, in RAM" in written
+    assert "in the search only: 4 with 8 rows; `hf-eager` was faster there" in written
     assert all(is_of(Cell(str(OPT_TINY), 8, 4, "none", (8, 8)), line) for line in lines)
