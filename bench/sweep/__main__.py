@@ -33,7 +33,7 @@ from bench.sweep.cut_model import cut_model
 from bench.sweep.grid import GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
 from bench.sweep.plots import draw_all
 from bench.sweep.rounds import Rates, Rounds, key_of, machine_rates
-from bench.sweep.runner import Setup, can_limit, describe, measure
+from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
 from bench.sweep.search import best_rows, search
 from bench.sweep.store import REFUSED, TIMEOUT, Line, Store, claimed
 from bench.sweep.summary import markdown
@@ -124,7 +124,9 @@ class Sweep:
             model = _model_of(cell.model, self.setup.offload_dir)
             return machine_rates(cell, model, self.setup.offload_dir)
 
-        rounds = Rounds(self.store, once, rates, lambda: common.machine_facts()["date"])
+        rounds = Rounds(
+            self.store, once, rates, lambda: common.machine_facts()["date"], lambda: measure_profile(self.setup)
+        )  # fmt: skip
         rounds.run(cell, chosen, self.repeats)
 
     def _has_more_time(self, line: Line) -> bool:

@@ -21,7 +21,7 @@ class Bar:
 
 
 def draw(groups: Sequence[tuple[str, Sequence[Bar | None]]], legend: Sequence[str]) -> str:
-    """A group of bars for each (name, bars), of two lines at most; None: no figure. A group of none was not run."""
+    """A group of bars for each (name, bars), of two lines at most; None: no figure."""
     seen = [x for _, bars in groups for bar in bars if bar for x in (bar.low, bar.high)]
     low = max((tick for tick in TICKS if tick <= min([1.0, *seen]) / 1.1), default=TICKS[0])
     high = min((tick for tick in TICKS if tick >= max([1.0, *seen]) * 1.1), default=TICKS[-1])
@@ -36,7 +36,7 @@ def draw(groups: Sequence[tuple[str, Sequence[Bar | None]]], legend: Sequence[st
         height = max(BAR * len(real), 12 * len(lines))
         body += [_text(LEFT - 8, y + 9 + 12 * i, line, "end", size=10) for i, line in enumerate(lines)]
         if not real:
-            body.append(_text(at(1) + 6, y + BAR - 2, "not run yet", colour=GREY, size=10))
+            body.append(_text(at(1) + 6, y + BAR - 2, "no figure", colour=GREY, size=10))
         for bar, colour in real:
             body += _bar(bar, y, at, colour)
             y += BAR

@@ -53,9 +53,10 @@ AIMS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
 BARS = (FULL, H2O, H2O_SMALL)
 LOSSY = re.compile(r"int8|int4|q\d|\dbit")  # of a peer's variant: its products or weights are not bf16
 HEAD = (
-    "cell", "system", "rows", "tokens/s", "over the best peer", "over each peer", "KL, nats; flips",
+    "cell", "system", "rows", "tokens/s", "over the best peer", "over the others", "KL, nats; flips",
     "columns; bytes of KV kept", "read, GB", "peak, GB",
 )  # fmt: skip
+PHASES = ("prefill_s", "decode_s")
 START, END = "<!-- made by python -m bench.sweep.page -->", "<!-- end of what it makes -->"
 
 
@@ -135,8 +136,33 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
-    rows = [row for found in cells for row in _rows(found, losses)]
-    return "\n".join(markdown_table(HEAD, rows))
+    """A row a system of a cell; then the cells that have none, in a sentence."""
+    rows = [row for found in cells if found.entries for row in _rows(found, losses)]
+    waiting = "; ".join(found.title for found in cells if not found.entries)
+    parts = ["\n".join(markdown_table(HEAD, rows))] if rows else []
+    return "\n\n".join([*parts, wrapped(f"Not run yet: {waiting}.")] if waiting else parts)
+
+
+def predictions(cells: Sequence[Found]) -> str:
+    """What the planner said before each run of ours, over what was measured: a row a system of a cell."""
+    head = ("predicted over measured", "system", "prefill", "decode", "both")
+    rows = []
+    for found in cells:
+        title = found.title
+        for entry in (entry for name, entry in found.entries.items() if name.startswith("ours-")):
+            said = [(line, line["setting"]["predicted"]) for line in entry.lines.values() if _is_predicted(line)]
+            if said:
+                parts = [
+                    [sum(plan[x] for x in phases) / sum(line[x] for x in phases) for line, plan in said]
+                    for phases in (PHASES[:1], PHASES[1:], PHASES)
+                ]
+                rows.append([title, f"`{entry.system}`", *map(spread, parts)])
+                title = ""
+    return "\n".join(markdown_table(head, rows))
+
+
+def _is_predicted(line: Line) -> bool:
+    return bool(line.get("setting", {}).get("predicted"))
 
 
 def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
@@ -148,25 +174,24 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
         lines = list(entry.lines.values())
         mark = "" if all(line["round"]["steady"] for line in lines) else " †"
         mark += ", over the budget" if any(line["status"] == OVER for line in lines) else ""
-        is_ours, each = entry in ours, [(peer.system, entry.over(peer)) for peer in found.peers]
+        is_ours, each = entry in ours, [(peer.system, entry.over(peer)) for peer in found.peers[1:]]
         yield [
             title, f"`{entry.system}`" + (" (best peer)" if entry is best else ""),
             "/".join(map(str, sorted({line["rows"] for line in lines}))),
             spread([line["tokens_per_s"] for line in lines]) + mark,
             spread(entry.over(best)) if is_ours and best else "",
-            "; ".join(f"{name} {spread(values)}" for name, values in each if values) if is_ours else "",
+            "; ".join(f"{name} {statistics.median(values):.3g}" for name, values in each if values) if is_ours else "",
             lost(entry.system, found.cell, losses), kept(found.cell, lines[-1]),
             f"{entry.median('read_bytes') / common.GB:.3g}", f"{entry.median('peak_rss_bytes') / common.GB:.3g}",
         ]  # fmt: skip
         title = ""
-    for name, why in found.reasons.items():
-        yield [title, f"`{name}`", "", why, *blank[2:]]
+    for why in dict.fromkeys(found.reasons.values()):
+        alike = [f"`{name}`" for name, other in found.reasons.items() if other == why]
+        yield [title, ", ".join(alike), "", why, *blank[2:]]
         title = ""
     waiting = [f"`{name}`" for name in names if name not in found.entries and name not in found.reasons]
-    if not found.entries:
-        yield [title, "not run yet", *blank]
-    elif waiting:
-        yield ["", f"not run yet: {', '.join(waiting)}", *blank]
+    if waiting:
+        yield [title, f"not run yet: {', '.join(waiting)}", *blank]
 
 
 def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
@@ -189,8 +214,8 @@ def kept(cell: Cell, line: Line) -> str:
     return f"{columns:.0%}; {kv['bytes'] / kv['full_bytes']:.0%}"
 
 
-def summary(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
-    """Ours over each peer: the median of the cells' medians, the worst cell, the aim."""
+def summary(cells: Sequence[Found], losses: Sequence[quality.Line], is_short: bool = False) -> str:
+    """Ours over each peer: the median of the cells' medians, the worst cell, the aim; short: no cell is named."""
     columns, rows = (FULL, H2O, H2O_SMALL, FULL_INT8), []
     for begins, words, kind, aims in AIMS:
         row, count = list[str](), 0
@@ -204,7 +229,8 @@ def summary(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
             count = max(count, len(medians))
             worst = min(medians, default=(0.0, ""))
             middle = statistics.median(value for value, _ in medians) if medians else 0.0
-            row.append(f"**{middle:.3g}**, worst {worst[0]:.3g} ({worst[1]}){aim}" if medians else "")
+            lowest = f"{worst[0]:.3g}" if is_short else f"{worst[0]:.3g} ({worst[1]})"
+            row.append(f"**{middle:.3g}**, worst {lowest}{aim}" if medians else "")
         if count:
             rows.append([words, str(count), *row])
     shown = [
@@ -246,9 +272,9 @@ def where_we_lose(cells: Sequence[Found]) -> list[str]:
 
 
 def bars(cells: Sequence[Found]) -> list[tuple[str, list[Bar | None]]]:
-    """Ratios over the best peer of each cell: a group a cell."""
+    """Ratios over the best peer of each cell: a group for each that was run."""
     made = []
-    for found in cells:
+    for found in (found for found in cells if found.entries):
         group: list[Bar | None] = []
         for name in BARS:
             values = found.ratios(name)
@@ -290,7 +316,17 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
             "### Ours over each peer", summary(cells, losses), "### Where we lose",
             "\n".join(where_we_lose(cells)) or "In no cell that has been run.", "### Every cell",
         ]  # fmt: skip
-    return "\n\n".join([*parts, table(cells, losses)]) + "\n"
+    parts.append(table(cells, losses))
+    if used:
+        parts += [
+            "### What the planner said",
+            wrapped(
+                "Seconds predicted before the run, by a profile of the machine, over seconds measured: median and "
+                "range over rounds. Below 1 the planner was too hopeful."
+            ),
+            predictions(cells),
+        ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
 
 
 def wrapped(text: str) -> str:
@@ -313,7 +349,7 @@ def readme(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
         return f"{wrapped(state(cells))}\n"
     words = "Generated tokens/s over those of others, each at its best batch: medians over cells, and the worst cell. "
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
-    return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses)}\n"
+    return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, is_short=True)}\n"
 
 
 def replaced(text: str, made: str) -> str:

@@ -77,17 +77,22 @@ def counted(lines: list[Line]) -> list[list[Line]]:
 @dataclass(frozen=True)
 class Rounds:
     """measure: a line of one run of a system with so many rows. rates: the machine's own, now. clock: the time, which
-    names an attempt."""
+    names an attempt. prepare: before the first of the rounds that are missing."""
 
     store: Store
     measure: Callable[[System, int], Line]
     rates: Callable[[], Rates]
     clock: Callable[[], str]
+    prepare: Callable[[], None] = lambda: None
 
     def run(self, cell: Cell, chosen: Chosen, count: int) -> None:
         """Do what is missing of `count` rounds."""
+        is_ready = False
         for number in range(1, count + 1):
             while not self._done(cell, chosen, number):
+                if not is_ready:
+                    self.prepare()
+                is_ready = True
                 self._round(cell, chosen, number)
 
     def _done(self, cell: Cell, chosen: Chosen, number: int) -> bool:

@@ -130,6 +130,11 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
+def counted(count: int, what: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple

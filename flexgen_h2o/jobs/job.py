@@ -13,7 +13,7 @@ from flexgen_h2o.cli_common import note, say
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.interrupts import Interrupted
-from flexgen_h2o.core.units import format_seconds
+from flexgen_h2o.core.units import counted, format_seconds
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import PLACEMENT, open_llm, place_of, say_idle_flags
 from flexgen_h2o.jobs.input import Cut, Line, begins_as, read_cut, read_lines, scan_input
@@ -161,7 +161,7 @@ def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any
 
 
 def _say_rows(before: Before) -> None:
-    print(f"{len(before.done)} rows, {before.rows} of them done before", flush=True)
+    print(f"{counted(len(before.done), 'row')}, {before.rows} of them done before", flush=True)
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: st
         did = "nothing was left to do"
     if status.spared_tokens:
         did += f"; {spared_text(status)}"
-    print(f"{status.done} rows in {args.output}, {status.errors} of them errors; {did}")
+    print(f"{counted(status.done, 'row')} in {args.output}, {status.errors} of them errors; {did}")
     if status.errors:
         print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
     if notes.other_models:

@@ -198,8 +198,10 @@ def status_lines(status: Status) -> list[str]:
     lines = [
         f"state: {status.state}" + (f" (process {status.pid})" if status.state == RUNNING else ""),
         f"rows: {status.done} of {status.rows} done, {status.errors} of them errors, {left} to do",
-        f"speed: {status.tokens_per_s:.1f} new tokens/s, {status.tokens} in {format_seconds(status.seconds)}",
     ]
+    if status.tokens:
+        done = f"{status.tokens} in {format_seconds(status.seconds)}"
+        lines.append(f"speed: {status.tokens_per_s:.1f} new tokens/s, {done}")
     if status.spared_tokens:
         lines.append(spared_text(status))
     if status.eta_s is not None and left:

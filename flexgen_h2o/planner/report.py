@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
-from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
+from flexgen_h2o.core.units import aligned, counted, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes, prices_of
 from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
 from flexgen_h2o.planner.costs import LANES
@@ -148,8 +148,8 @@ def _about(answer: Answer) -> Iterator[str]:
     most = "" if answer.is_even else "at most "
     kept = f"{answer.eviction['name']}, {max(need.slots)} KV slots a row" if need.record else "full KV cache"
     yield (
-        f"{answer.space.spec.name} in {machine.dtype}: {_counted(need.rows, 'prompt')} of "
-        f"{most}{_counted(need.prompt_len, 'token')}, {most}{_counted(need.gen_len, 'new token')} each, {kept}"
+        f"{answer.space.spec.name} in {machine.dtype}: {counted(need.rows, 'prompt')} of "
+        f"{most}{counted(need.prompt_len, 'token')}, {most}{counted(need.gen_len, 'new token')} each, {kept}"
     )
     where = "device and host are one tier" if machine.device_is_host else "device, host and disk"
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
@@ -192,7 +192,7 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
     yield from (f"{row}  {names}".rstrip() for row, names in zip(aligned(rows, right=True), largest, strict=True))
     depths = {"weight": memory.depth.weights, "cache": memory.depth.cache, "hidden": memory.depth.hidden}
     units = {"weight": "weight unit", "cache": "KV unit", "hidden": "hidden state"}
-    rings = [_counted(depth, units[kind]) for kind, depth in depths.items() if memory.size(f"{kind} ring")]
+    rings = [counted(depth, units[kind]) for kind, depth in depths.items() if memory.size(f"{kind} ring")]
     if rings:
         yield f"loaded ahead: {', '.join(rings)}"
     if answer.disk_read_bytes:
@@ -200,7 +200,7 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
         need = answer.space.need
         blocks = -(-need.rows // plan.policy.block_size)
         each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
-        walked = f"{each} a sweep ({_counted(blocks, 'block')}, {_counted(need.gen_len, 'sweep')} each)"
+        walked = f"{each} a sweep ({counted(blocks, 'block')}, {counted(need.gen_len, 'sweep')} each)"
         most = "" if answer.is_even else "at most "
         yield f"disk reads in all: {most}{format_bytes(answer.disk_read_bytes)}, {walked}{more}"
 
@@ -275,7 +275,3 @@ def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
         percent = f"{share:.2%}" if share < SMALL_GAIN else f"{share:.1%}"
         said.append(f"{tier} {'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({percent})'}")
     yield f"1 GiB more would save: {', '.join(said)} (with these batch sizes, by the linear program)"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

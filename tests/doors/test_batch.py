@@ -257,7 +257,7 @@ def test_a_finished_job_says_that_nothing_was_left(job: Callable[..., Answer], t
     again = job()
     assert again.code == 0
     assert again.out.splitlines() == [
-        "1 rows, 1 of them done before", "1 rows in out.jsonl, 0 of them errors; nothing was left to do"
+        "1 row, 1 of them done before", "1 row in out.jsonl, 0 of them errors; nothing was left to do"
     ]  # fmt: skip
 
 

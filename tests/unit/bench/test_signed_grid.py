@@ -32,7 +32,11 @@ class Sweep:
     def __init__(self, path: Path, speeds: dict[str, float], rates: list[Rates] | None = None) -> None:
         self.store, self.speeds, self.ran = Store(path), speeds, list[str]()
         seen, clock = itertools.chain(rates or [], itertools.repeat(STEADY)), itertools.count(len(self.store.lines))
-        self.rounds = Rounds(self.store, self.measure, lambda: next(seen), lambda: str(next(clock)))
+        self.prepared = 0
+        self.rounds = Rounds(self.store, self.measure, lambda: next(seen), lambda: str(next(clock)), self.prepare)
+
+    def prepare(self) -> None:
+        self.prepared += 1
 
     def measure(self, system: System, rows: int) -> Line:
         self.ran.append(system.name)
@@ -48,12 +52,14 @@ class Sweep:
 
 def test_a_round_is_each_system_once_in_turn(tmp_path: Path) -> None:
     path = tmp_path / "signed.jsonl"
-    ran = Sweep(path, {OURS.name: 6.0, PEER.name: 2.0}).run(OURS, PEER)
-    assert ran == [OURS.name, PEER.name, PEER.name, OURS.name, OURS.name, PEER.name]
+    sweep = Sweep(path, {OURS.name: 6.0, PEER.name: 2.0})
+    ran = sweep.run(OURS, PEER)
+    assert sweep.prepared == 1 and ran == [OURS.name, PEER.name, PEER.name, OURS.name, OURS.name, PEER.name]
     lines = Store(path).lines
     assert [line["repeat"] for line in lines] == [1, 1, 2, 2, 3, 3]
     assert all(line["round"]["before"] == line["round"]["after"] == STEADY for line in lines)
-    assert Sweep(path, {}).run(OURS, PEER) == []  # nothing is left to do
+    sweep = Sweep(path, {})
+    assert sweep.run(OURS, PEER) == [] and not sweep.prepared  # nothing is left to do
     assert len(Sweep(path, {OURS.name: 1.0, PEER.name: 1.0}).run(OURS, PEER, count=4)) == 2
 
 
@@ -198,7 +204,7 @@ def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
 def test_the_page_of_no_lines_says_so(tmp_path: Path) -> None:
     of_page, of_readme, drawn = page.made(tmp_path)
     assert "only begun" in of_page and "only begun" in of_readme and drawn == ""
-    assert of_page.count("not run yet") == len(SIGNED["signed"])
+    assert "Not run yet: OPT-1.3B" in of_page and of_page.count("OPT-6.7B") == 8 and "What the planner" not in of_page
 
 
 def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
@@ -219,9 +225,18 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     assert "| `accelerate-disk` (best peer) | 8 | 4" in of_page and "failed: a / b" in of_page
     assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "ran in a memory cgroup" in of_page
     assert "; aim 3" in of_readme and "1 of " in of_readme
-    assert (
-        drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1 and drawn.count("not run yet") == len(SIGNED["signed"]) - 1
-    )
+    assert "OPT-1.3B" not in of_readme and drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 4.0})
+    sweep.run(OURS, PEER, count=3)
+    for line, share in zip((line for line in sweep.store.lines if line["system"] == OURS.name), (1, 2, 4), strict=True):
+        line["setting"] = {"predicted": {"prefill_s": line["prefill_s"] * share, "decode_s": line["decode_s"] / 2}}
+    found = page.found_of(CELL, sweep.store.lines)
+    head, _, row = page.predictions([found]).splitlines()
+    assert head.count("|") == row.count("|") and "| `ours-full` | 2 (1 - 4) | 0.5 (0.5 - 0.5) |" in row
+    assert PEER.name not in row and "What the planner said" in page.page([found], [])
 
 
 def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
@@ -239,7 +254,7 @@ def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
 
 def test_bars_below_one_go_to_the_left() -> None:
     drawn = draw([("x", [Bar(2, 1.5, 3), Bar(0.5, 0.4, 0.6), None]), ("y", [None] * 3)], ["a", "b", "c"])
-    assert drawn.count("#b5541c") == 2 and drawn.count("not run yet") == 1 and drawn.count("<path") == 2
+    assert drawn.count("#b5541c") == 2 and drawn.count("no figure") == 1 and drawn.count("<path") == 2
 
 
 def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
@@ -257,6 +272,7 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
         return figures(speed) | {"cgroup": setup.cgroup, "commit": "abc", "date": "2026-11-23", "budget_bytes": None}
 
     monkeypatch.setattr(door, "measure", run)
+    monkeypatch.setattr(door, "measure_profile", lambda setup: measured.append("profile"))
     monkeypatch.setattr(door.Setup, "missing", lambda *_: None)
     flags = ["--signed", "--cell", f"{OPT_TINY},8,4,none,8,8", "--systems", "ours-full", "hf-sdpa", "hf-eager"]
     flags += ["--results", str(tmp_path), "--offload-dir", str(tmp_path / "o"), "--quiet-wait", "0"]
@@ -267,6 +283,6 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     assert [line["repeat"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3] and {x["status"] for x in lines} == {OK}
     assert [line["system"] for line in lines[:4]] == ["hf-sdpa", "hf-eager", "ours-full", "hf-eager"]
     written = (tmp_path / "signed.md").read_text()
-    assert measured == [quality.MODEL] * 2 and "opt-tiny, 8 + 4, in RAM" in written
+    assert measured == ["profile", *[quality.MODEL] * 2] and "opt-tiny, 8 + 4, in RAM" in written
     assert "in the search only: 4 with 8 rows; `hf-eager` was faster there" in written
     assert all(is_of(Cell(str(OPT_TINY), 8, 4, "none", (8, 8)), line) for line in lines)
