@@ -330,7 +330,13 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
 
 
 def wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, subsequent_indent="  " * text.startswith("- "), break_on_hyphens=False)
+    """In lines, none of which begins with a plus: that would be a list."""
+    return textwrap.fill(
+        text.replace(" + ", "\u00a0+\u00a0"),
+        120,
+        subsequent_indent="  " * text.startswith("- "),
+        break_on_hyphens=False,
+    )
 
 
 def state(cells: Sequence[Found]) -> str:

@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
 from flexgen_h2o.engine.generation import Callbacks, KnownTokens, MicroBatch, Row, SweepInput
-from flexgen_h2o.engine.sampling import Sampler, Tokenizer, decode_text, not_finite, token_logprobs
+from flexgen_h2o.engine.sampling import NotFiniteError, Sampler, Tokenizer, decode_text, token_logprobs
 from flexgen_h2o.kvcache.prefixes import row_places
 
 # Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
@@ -114,12 +114,25 @@ class Decoding:
     known_tokens: KnownTokens = given_tokens
 
     def sample(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
-        """The next token of each row; keeps log-probabilities for the rows that ask for them."""
+        """The next token of each row; keeps log-probabilities for the rows that ask for them.
+
+        NotFiniteError as of `Callbacks.spares_rows`.
+        """
         rows = micro_batch.rows
         indices = [r.prompt.index for r in rows]
         if self.watches.logits is not None:
             self.watches.logits(indices, logits)
-        tokens = self.sampler.sample(logits, indices, [max(0, len(r.token_ids) - len(r.given)) for r in rows])
+        steps = [max(0, len(r.token_ids) - len(r.given)) for r in rows]
+        try:
+            tokens = self.sampler.sample(logits, indices, steps)
+        except NotFiniteError as error:
+            is_damaged = 1 < len(rows) == len(error.places) and not any(r.token_ids for r in rows)
+            if is_damaged or not self.watches.spares_rows:
+                raise
+            for i in error.places:
+                rows[i].error = rows[i].error or error.reason
+            logits[list(error.places)] = 0
+            tokens = self.sampler.sample(logits, indices, steps)
         for i, row in enumerate(rows):
             if len(row.token_ids) < len(row.given):
                 tokens[i] = row.given[len(row.token_ids)]
@@ -153,10 +166,12 @@ def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]
     return sorted(found, key=lambda one: one.place)
 
 
-def score_prompts(wanted: Sequence[ScoredToken], logits_at: Callable[[list[int]], torch.Tensor]) -> None:
+def score_prompts(
+    wanted: Sequence[ScoredToken], logits_at: Callable[[list[int]], torch.Tensor], spares_rows: bool = False
+) -> None:
     """Add to the rows' `prompt_logprobs`. logits_at: (places, vocab) of at most SCORED_CHUNK places.
 
-    FlexgenError where logits are not finite.
+    NotFiniteError where logits are not; with spares_rows such a row has an error, and others go on.
     """
     places = list(dict.fromkeys(one.place for one in wanted))
     number = {place: i for i, place in enumerate(places)}
@@ -170,5 +185,8 @@ def score_prompts(wanted: Sequence[ScoredToken], logits_at: Callable[[list[int]]
             tops = [one.row.top_prompt_logprobs for one in few]
             for one, found in zip(few, token_logprobs(own, [one.token for one in few], tops), strict=True):
                 if math.isnan(found.logprob):
-                    raise not_finite(one.row.prompt.index, "in its prompt")
+                    error = NotFiniteError(one.row.prompt.index, "in its prompt")
+                    if not spares_rows:
+                        raise error
+                    one.row.error = error.reason
                 one.row.prompt_logprobs.append(found)

@@ -314,7 +314,8 @@ class Executor:
         def logits_at(places: torch.Tensor) -> torch.Tensor:
             return self._family.head(self._engine.spec, w, x.index_select(0, upload(places, x.device)), self._workspace)
 
-        score_prompts(scored_tokens(batch, fed), lambda places: logits_at(torch.tensor(places)))
+        scored = scored_tokens(batch, fed)
+        score_prompts(scored, lambda places: logits_at(torch.tensor(places)), self._decoding.watches.spares_rows)
         finished, moves = list[Row](), list[Move]()
         for step in range(fed.steps):
             assert not finished  # what was fed of the steps to come is taken

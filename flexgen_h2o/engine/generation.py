@@ -44,7 +44,7 @@ class Row:
     max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before. given: the first
     tokens that it takes, whatever the logits. scored: last tokens of the prompt whose log-probabilities get into
     `prompt_logprobs`, each with `top_prompt_logprobs` of the likeliest. budget_of: (prompt tokens, new tokens) that its
-    KV budget is of; None: its own.
+    KV budget is of; None: its own. error: why it has no answer, where others go on (`Callbacks.spares_rows`).
     """
 
     prompt: Prompt
@@ -60,6 +60,7 @@ class Row:
     top_prompt_logprobs: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     budget_of: tuple[int, int] | None = None
+    error: str | None = None
 
     @property
     def length(self) -> int:
@@ -74,6 +75,11 @@ class Row:
     def own_ids(self) -> list[int]:
         """The tokens that it was not given."""
         return self.token_ids[len(self.given) :]
+
+    @property
+    def answered(self) -> int:
+        """Its tokens that were asked for."""
+        return 0 if self.error is not None else min(len(self.own_ids), self.asked)
 
 
 def make_blocks(
@@ -276,7 +282,9 @@ class Callbacks:
     bar. prompts: the attention of prompts, (prompt indices, transformer block, attention), where the policy scores
     prompts. Layers with windows are not shown: they hold what they attend to. goes_on:
     asked about a row after each of its own tokens that does not end it; where it says no, the row ends there, as of
-    length.
+    length. spares_rows: a row whose logits are not finite ends with an error, and others go on; but for a micro-batch
+    all of whose first logits are so, which is a damaged model. Otherwise the run ends with NotFiniteError. Not in a
+    pipeline, whose ranks see no logits but the last.
     """
 
     logits: LogitsWatch | None = None
@@ -284,6 +292,7 @@ class Callbacks:
     listener: Listener | None = None
     prompts: PromptsWatch | None = None
     goes_on: Callable[[Row], bool] | None = None
+    spares_rows: bool = False
 
 
 @dataclass

@@ -47,7 +47,8 @@ class Completion:
     """What was generated for the prompt at `index`.
 
     text: None without a tokenizer. finish_reason: stop or length. logprobs: one for each of token_ids, if asked for.
-    prompt_logprobs: one for each token of the prompt, None for the first, if asked for.
+    prompt_logprobs: one for each token of the prompt, None for the first, if asked for. error: why it has no answer,
+    in runs that go on beside such rows; finish_reason is then error.
     """
 
     index: int
@@ -57,6 +58,7 @@ class Completion:
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
 
     @property
     def logprob(self) -> float:
@@ -76,7 +78,7 @@ class Completion:
         return found
 
     def __post_init__(self) -> None:
-        if self.finish_reason not in ("stop", "length"):
+        if self.finish_reason not in ("stop", "length", "error"):
             raise ValueError(f"finish_reason: {self.finish_reason!r}")
 
 

@@ -177,6 +177,8 @@ class RequestTable:
         goes_on = callbacks.goes_on
 
         def end(row: Row) -> str | None:
+            if row.error is not None:  # a row takes all the tokens that it is given
+                return "error" if len(row.token_ids) >= len(row.given) else None
             reason = self._criteria_of(row)(row)
             if reason is None and goes_on is not None and len(row.token_ids) >= len(row.given) and not goes_on(row):
                 reason = "length"
@@ -199,6 +201,8 @@ class RequestTable:
         return found
 
     def _completion(self, row: Row) -> Completion:
+        if row.error is not None:
+            return Completion(row.prompt.index, row.prompt.text, None, [], "error", error=row.error)
         params, before, behind = self._params[row.prompt.index], row.prompt_logprobs, list(row.logprobs)
         token_ids, logprobs = list(row.token_ids), None if row.top_logprobs is None else behind
         of_prompt: list[TokenLogprobs | None] | None = None

@@ -58,7 +58,7 @@ class Sampler:
 
         logits: [b, V], any float dtype and device; -inf forbids a token. rows: the rows' indices in the run; steps:
         tokens each has generated already. Both have b non-negative entries and, with the seed, fix the random number.
-        Raises FlexgenError when a row holds NaN, +inf or nothing finite; ValueError when the lengths differ.
+        Raises NotFiniteError when a row holds NaN, +inf or nothing finite; ValueError when the lengths differ.
         """
         if logits.dim() != 2 or logits.shape[0] != len(rows) or len(rows) != len(steps):
             raise ValueError(f"logits {tuple(logits.shape)} for {len(rows)} rows and {len(steps)} steps")
@@ -67,7 +67,7 @@ class Sampler:
         best, tokens = logits.max(dim=-1)
         bad = (~torch.isfinite(best)).nonzero().flatten().tolist()
         if bad:
-            raise not_finite(rows[bad[0]], f"at step {steps[bad[0]]}")
+            raise NotFiniteError(rows[bad[0]], f"at step {steps[bad[0]]}", bad)
         chosen: list[int] = tokens.tolist()
         for params, places in self._drawing(rows).items():
             alike = isinstance(self._params, SamplingParams)
@@ -88,11 +88,13 @@ class Sampler:
         return {self._of(rows[places[0]]): places for places in alike.values()}
 
 
-def not_finite(row: int, where: str) -> FlexgenError:
-    return FlexgenError(
-        f"logits of row {row} {where} are not finite: "
-        "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
-    )
+class NotFiniteError(FlexgenError):
+    """Logits of a row that are not finite. reason: without the row. places: of all such rows among those sampled."""
+
+    def __init__(self, row: int, where: str, places: Sequence[int] = ()) -> None:
+        why = "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
+        self.reason, self.places = f"logits {where} are not finite: {why}", tuple(places)
+        super().__init__(f"logits of row {row} {where} are not finite: {why}")
 
 
 def _draw(logits: Tensor, places: Sequence[int], params: SamplingParams, drawn: Sequence[float]) -> list[int]:

@@ -158,7 +158,7 @@ class JobWriter(Silent):
 
     def finish(self, rows: Sequence[Row]) -> None:
         """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
-        self.status.tokens -= sum(len(row.token_ids) - min(len(row.own_ids), row.asked) for row in rows)
+        self.status.tokens -= sum(len(row.token_ids) - row.answered for row in rows)
 
     def end(self, state: str) -> None:
         """state: of the status file, for good."""
@@ -200,7 +200,7 @@ class JobRows:
             try:
                 request = reader.read(line)
             except RowError as error:
-                self._fail(line.row, error_row(line.custom_id, line.number, error))
+                self.sink.write([_failed(line.row, error_row(line.custom_id, line.number, error))])
                 continue
             if request.asked_model not in (None, model):
                 notes.other_models += 1
@@ -211,15 +211,20 @@ class JobRows:
         """Write rows as they finish."""
         answers = []
         for request, one in done:
+            if one.error is not None:
+                error = RowError("not_finite", one.error)
+                answers.append(_failed(request.row, error_row(request.custom_id, request.prompt.index, error)))
+                continue
             line = to_line(success_row(request, one, self._model))
             answers.append(Answer(request.row, line, len(one.token_ids)))
         self.sink.write(answers)
 
     def fail(self, request: Request, error: RowError) -> None:
-        self._fail(request.row, error_row(request.custom_id, request.prompt.index, error))
+        self.sink.write([_failed(request.row, error_row(request.custom_id, request.prompt.index, error))])
 
-    def _fail(self, row: int, body: dict[str, Any]) -> None:
-        self.sink.write([Answer(row, to_line(body), error=body["error"]["code"])])
+
+def _failed(row: int, body: dict[str, Any]) -> Answer:
+    return Answer(row, to_line(body), error=body["error"]["code"])
 
 
 class Job:
@@ -284,7 +289,8 @@ class Job:
         self._has_run = True
         prompts, params = prompts_and_params(requests)
         report = self._llm.run(
-            prompts, params, self._finish, Callbacks(listener=self._sink), refill=self._refill, more=more
+            prompts, params, self._finish, Callbacks(listener=self._sink, spares_rows=True), refill=self._refill,
+            more=more,
         )  # fmt: skip
         self._sink.notes.prompt_tokens += report.prefill.tokens
         self._sink.notes.spared_tokens += report.spared_tokens

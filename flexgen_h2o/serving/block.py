@@ -75,7 +75,7 @@ class Ticket:
         self.tell(("done", request, done))
 
     def fail(self, request: Request, error: RowError) -> None:
-        self.tell(("error", Refused(400, str(error), error.code)))
+        self.tell(("error", Refused(500 if error.code == "not_finite" else 400, str(error), error.code)))
 
     def end(self, error: FlexgenError | None = None) -> None:
         if error is not None:
@@ -248,8 +248,8 @@ class Service:
             self._ends.append(time.perf_counter())
             try:
                 self.llm.run(
-                    [first[0]], [first[1]], self._finish, Callbacks(listener=self, goes_on=self._goes_on), refill=True,
-                    more=self._more,
+                    [first[0]], [first[1]], self._finish,
+                    Callbacks(listener=self, goes_on=self._goes_on, spares_rows=True), refill=True, more=self._more,
                 )  # fmt: skip
             except FlexgenError as error:
                 interrupts.check()  # the error may be its consequence
@@ -342,6 +342,9 @@ class Service:
                 owner = one.owner
                 if owner.is_gone:
                     self.counts.given_up += 1
+                elif completion.error is not None:
+                    self.counts.failed += 1
+                    owner.fail(one.request, RowError("not_finite", completion.error))
                 else:
                     self.counts.rows += 1
                     if isinstance(owner, Ticket):
@@ -384,4 +387,4 @@ class Service:
 
     def finish(self, rows: Sequence[Row]) -> None:
         """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
-        self.counts.tokens -= sum(len(row.token_ids) - min(len(row.own_ids), row.asked) for row in rows)
+        self.counts.tokens -= sum(len(row.token_ids) - row.answered for row in rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, batch
@@ -303,6 +304,51 @@ def test_when_every_row_fails_the_exit_code_is_4(job: Callable[..., Answer], tmp
     for done in (0, 2):
         ended = job()
         assert ended.code == 4 and f"2 rows, {done} of them done before" in ended.out
+
+
+def broken(model: Path, token: int, folder: Path) -> Path:
+    """A copy of `model` whose embedding of `token` is NaN."""
+    shutil.copytree(model, folder)
+    state = load_file(folder / "model.safetensors")
+    state["model.embed_tokens.weight"][token] = torch.nan
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--gpu-batch-size 3",
+        "--gpu-batch-size 2 --num-gpu-batches 2 --refill --percent 0 50 0 50 0 50",
+        "--gpu-batch-size 2 --num-gpu-batches 2 --eviction h2o --kv-budget 0.5 --percent 0 100 0 0 0 100",
+        "--gpu-batch-size 3 --kv-bytes 0.5 --percent 0 0 0 0 0 0",
+        "--gpu-batch-size 3 --compress-cache --percent 0 100 0 100 0 100",
+    ],
+)
+def test_a_row_that_is_not_finite_fails_alone(
+    flags: str, job: Callable[..., Answer], tmp_path: Path, rotary: Path
+) -> None:
+    """Others, of its micro-batch too, get what they get of a whole model."""
+    bad = 9
+    asked = [{"prompt": [20 + i, *range(30, 36 + 5 * i)], "max_tokens": 3 + i % 4} for i in range(7)]
+    asked[2] |= {"prompt": [5, bad, 6, 7, 8, 10, 11], "echo": True, "logprobs": 2}
+    asked[4]["prompt"] = [*range(40, 60), bad]
+    lines(tmp_path / "in.jsonl", *({"ignore_eos": True, **one} for one in asked))
+    assert job(*flags.split(), model=rotary).code == 0
+    whole = choices(tmp_path / "out.jsonl")
+    for path in tmp_path.glob("out.jsonl*"):
+        path.unlink()
+    ended = job(*flags.split(), model=broken(rotary, bad, tmp_path / "broken"))
+    assert ended.code == 0 and ended.out.splitlines()[-1] == "errors: 2 not_finite", ended.err
+    found = rows(tmp_path / "out.jsonl")
+    for name, row in found.items():
+        if name in ("line-3", "line-5"):
+            assert row["response"] is None and "logits" in row["error"]["message"], row
+        else:
+            assert row["response"]["body"]["choices"] == whole[name]
+    lines(tmp_path / "in.jsonl", *([{"prompt": [bad, i]} for i in range(5, 8)]))
+    ended = job(*flags.split(), "--output", "bad.jsonl", model=tmp_path / "broken")
+    assert ended.code == 1 and "are not finite" in ended.err and len(ended.err.splitlines()) == 1
 
 
 def test_an_output_of_unknown_origin_needs_force(job: Callable[..., Answer], tmp_path: Path) -> None:

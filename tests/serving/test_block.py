@@ -20,7 +20,7 @@ from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving.answers import Limits, Refused, read_asked
 from flexgen_h2o.serving.block import Service, Ticket
 
-PLACES, LENGTH, NO_COLUMN = 4, 50, 3
+PLACES, LENGTH, NO_COLUMN, NAN = 4, 50, 3, 99
 
 
 class Over(Exception):
@@ -64,11 +64,16 @@ class StubLLM:
             self.after_sweep(sweep)
             ended = [r for r in running if len(r.token_ids) >= r.max_new or not callbacks.goes_on(r)]
             running = [r for r in running if r not in ended]
-            on_finished([Completion(r.prompt.index, None, None, r.token_ids, "length") for r in ended])
+            on_finished([self._completion(row) for row in ended])
             while len(running) < PLACES and (found := more()) is not None:
                 running.append(Row(found[0][0], found[1][0].max_tokens))
             sweep += 1
         raise Over
+
+    def _completion(self, row: Row) -> Completion:
+        if row.prompt.token_ids[0] == NAN:
+            return Completion(row.prompt.index, None, None, [], "error", error="logits are not finite")
+        return Completion(row.prompt.index, None, None, row.token_ids, "length")
 
 
 class StubBatch:
@@ -187,6 +192,22 @@ def test_rows_without_room_are_refused_and_others_go_on(service: Service, llm: S
     run(service)
     assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (400, code)
     assert [event[0] for event in others] == ["done"] and batch.done == [-60, 70] and batch.ended == [None]
+
+
+def test_a_row_that_is_not_finite_fails_alone(service: Service) -> None:
+    (bad, told), (good, others), batch = (
+        ticket_of(NAN, 1),
+        ticket_of(20, 2),
+        StubBatch([*rows_of(NAN, 1), *rows_of(70, 1)]),
+    )
+    service.submit(bad)
+    service.submit(good)
+    service.add_batch(batch)
+    run(service)
+    assert [event[0] for event in told] == ["error"] and (told[0][1].status, told[0][1].code) == (500, "not_finite")
+    assert [event[0] for event in others] == ["done"] * 2
+    assert sorted(batch.done) == [-NAN, 70] and batch.ended == [None]
+    assert (service.counts.failed, service.counts.rows) == (2, 3)
 
 
 def test_an_engine_that_fails_ends_its_rows_only(service: Service, llm: StubLLM) -> None:

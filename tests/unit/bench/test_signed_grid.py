@@ -205,6 +205,7 @@ def test_the_page_of_no_lines_says_so(tmp_path: Path) -> None:
     of_page, of_readme, drawn = page.made(tmp_path)
     assert "only begun" in of_page and "only begun" in of_readme and drawn == ""
     assert "Not run yet: OPT-1.3B" in of_page and of_page.count("OPT-6.7B") == 8 and "What the planner" not in of_page
+    assert "\n+" not in of_page
 
 
 def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
