@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.rows import RowBudgets, StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, split_views
+from flexgen_h2o.models import Attention, Hidden, Queries, end_attention
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,28 @@ class CacheStep:
     def slots_to_store(self) -> Sequence[torch.Tensor] | None:
         """The only slots that have changed; None where more has."""
         return self.new[0].slots if len(self.new) == 1 and not self.store_whole else None
+
+
+class JoinedAttention:
+    """An attention layer of neighbouring micro-batches, whose queries and outputs are computed for all of them at once.
+
+    run: the micro-batches; hidden: of them all. out: (their tokens, heads x d), for what they attend to. They attend
+    one after the other, each to its own KV unit.
+    """
+
+    def __init__(self, run: tuple[int, ...], hidden: Hidden, out: torch.Tensor, attention: Attention) -> None:
+        self.run, self.hidden, self._out, self._attention = run, hidden, out, attention
+        self._queries, self._done = next(attention), 0
+
+    def attend(self, tokens: int, attend: Callable[[torch.Tensor, Queries], None]) -> None:
+        """The next micro-batch, of so many tokens."""
+        here, (q, k, v, sinks) = slice(self._done, self._done + tokens), self._queries
+        attend(self._out[here], Queries(q[here], k[here], v[here], sinks))
+        self._done = here.stop
+
+    def end(self) -> None:
+        """All have attended."""
+        end_attention(self._attention, self._out)
 
 
 class UnitAttention:
@@ -100,15 +123,10 @@ class UnitAttention:
             self._numbers[budgets] = made
         return made[2]
 
-    def attend(
-        self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """q: (tokens, heads, d); k, v: (tokens, kv_heads, d), packed; changed in place. out: (tokens, heads x d).
-
-        sinks: as of KVRows.
-        """
-        first, qkv = fed.decoding * fed.steps, (q, k, v)
+    def attend(self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, queries: Queries) -> None:
+        """Of a micro-batch; queries, keys and values, packed, are changed in place. out: (tokens, heads x d)."""
+        *qkv, sinks = queries
+        first = fed.decoding * fed.steps
         rows, entering = (
             of if of is None or sinks is None else replace(of, sinks=sinks) for of in (cache.decoding, cache.entering)
         )
@@ -121,7 +139,6 @@ class UnitAttention:
         if entering is not None:
             behind = [t[first:] for t in qkv]
             self._attend_prompts(fed.positions[first:], fed.groups, entering, out[first:], behind)
-        return out
 
     def _attend_prompts(
         self, positions: torch.Tensor, groups: Sequence[PromptGroup], rows: KVRows, out: torch.Tensor,

@@ -16,11 +16,11 @@ import torch
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.model import Layer
-from flexgen_h2o.engine.attention import CacheStep, UnitAttention
+from flexgen_h2o.engine.attention import CacheStep, JoinedAttention, UnitAttention
 from flexgen_h2o.engine.decoding import Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in, waits_for_router
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
@@ -57,16 +57,16 @@ class Executor:
         self._layers: tuple[Layer, ...] = engine.layers.layers
         self._wire = engine.wire
         self._max_sweeps = max_sweeps
-        self._waits = self._skips and waits_for_router(engine.spec, engine.policy)
+        self._waits = self._in_step and waits_for_router(engine.spec, engine.policy)
         self._weights = self._weight_stream()
         self._where, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
         copies = engine.common_prefix(common) if common else None
         self._attention = UnitAttention(engine.spec, eviction, sparsity, self._where, copies)
 
     @property
-    def _skips(self) -> bool:
-        """Are groups of experts left out that no token goes to? Not in a pipeline, whose micro-batches are at different
-        layers."""
+    def _in_step(self) -> bool:
+        """Are all micro-batches at one layer? Not in a pipeline: there each is computed alone, and so are all groups of
+        experts."""
         return self._engine.wire is None
 
     def _weight_stream(self) -> WeightStream:
@@ -130,7 +130,8 @@ class Executor:
         engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches], is_open)
         engine.hidden.begin_block([self._most_tokens(b) for b in self._batches], is_open)
         self._inputs: dict[int, SweepInput] = {}
-        self._joined: dict[int, tuple[int, ...]] = {}  # HiddenStore.joined, at the last router
+        self._joined: dict[str, dict[int, tuple[int, ...]]] = {}  # HiddenStore.joined in this sweep, by kind of layer
+        self._attending: JoinedAttention | None = None
         self._chosen: dict[int, frozenset[int]] = {}  # experts that tokens of the micro-batches joined to one go to
         for k in range(count):
             self._begin_sweep(k)
@@ -175,22 +176,24 @@ class Executor:
             self._sweep.prompts += fed.prompt_tokens
             self._stats.fed_tokens += fed.prompt_tokens
         layer = self._layers[step.layer]
-        together = self._together(layer, k)
+        together = (k,) if layer.kind in ATTENTION_KINDS else self._opened(layer, k)
         if not together:  # computed with an earlier one
             return None
-        if layer.kind == "experts" and self._skips and self._chosen[k].isdisjoint(layer.experts):
+        if layer.kind == "experts" and self._in_step and self._chosen[k].isdisjoint(layer.experts):
             self._engine.hidden.skip((step.sweep, step.layer, k))
             return None
         phases = {self._inputs[j].phase for j in together}
         return phases.pop() if len(phases) == 1 else "mixed"
 
-    def _together(self, layer: Layer, k: int) -> tuple[int, ...]:
-        """Micro-batches that the layer computes in the step of micro-batch `k`."""
-        return self._joined.get(k, ()) if layer.kind == "experts" and self._skips else (k,)
+    def _opened(self, layer: Layer, k: int) -> tuple[int, ...]:
+        """Micro-batches whose hidden states the layer opens with those of `k`, the first of them; none where an earlier
+        one has opened them."""
+        return self._joined[layer.kind].get(k, ()) if layer.kind in self._joined else (k,)
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
-        last = self._together(self._layers[key[1]], key[2])[-1]
-        self._hidden = self._engine.hidden.open(key, region, last)
+        opened = self._opened(self._layers[key[1]], key[2])
+        if opened:
+            self._hidden = self._engine.hidden.open(key, region, opened[-1])
 
     def open_cache(self, key: UnitKey, region: Region | None) -> None:
         _, block, k = key
@@ -201,35 +204,56 @@ class Executor:
 
     def compute(self, step: Step) -> None:
         layer, k, w, hidden = self._layers[step.layer], step.micro_batch, self._weights.opened, self._hidden
-        spec, family, ws, fed, x = self._engine.spec, self._family, self._workspace, self._inputs[k], hidden.x
+        spec, family, ws = self._engine.spec, self._family, self._workspace
         if layer.kind == "experts":
             family.experts(spec, w, layer.experts, hidden, ws)
-        elif hidden.mixed is not None and self._layers[step.layer - 1].kind == "experts":
-            x.add_(hidden.mixed)
+        elif hidden.mixed is not None and self._layers[step.layer - 1].kind == "experts" and self._attending is None:
+            hidden.x.add_(hidden.mixed)
         if layer.kind == "receive" and self._wire is not None:
-            self._wire.recv_hidden(k, x)
+            self._wire.recv_hidden(k, hidden.x)
         if layer.kind == "embedding":
-            family.embed(spec, w, fed.ids, fed.positions, x, ws)
+            fed = self._inputs[k]
+            family.embed(spec, w, fed.ids, fed.positions, hidden.x, ws)
         if layer.kind in ATTENTION_KINDS:
-            out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
-            family.attention(spec, w, x, partial(self._attention.attend, fed, self._cache, out), ws)
-        if spec.experts_of(layer.block) and layer.kind == "attention":
-            self._route(k, w, hidden)
+            attended = self._attend(layer, k, w)
+            if attended is None:
+                return
+            hidden = attended.hidden
+            if layer.kind == "attention" and spec.experts_of(layer.block):
+                self._route(attended.run, w, hidden)
         if layer.kind in ("mlp", "block") and spec.mlp[layer.block]:
-            family.mlp(spec, w, x, ws)
+            family.mlp(spec, w, hidden.x, ws)
         if layer.kind == "head":
-            self._head(k, w, x)
+            self._head(k, w, hidden.x)
         if layer.kind == "send" and self._wire is not None:
             self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
-            self._wire.send_hidden(k, len(self._batches[k].rows), x)
+            self._wire.send_hidden(k, len(self._batches[k].rows), hidden.x)
 
-    def _route(self, k: int, w: Weights, hidden: Hidden) -> None:
-        """Choose the experts of a micro-batch's tokens."""
+    def _attend(self, layer: Layer, k: int, w: Weights) -> JoinedAttention | None:
+        """A micro-batch's step of an attention layer: the first one's has the queries of all that are joined with it,
+        the last one's their outputs. Returns the layer with that; None where others are to come."""
+        if self._attending is None:
+            spec, ws, hidden = self._engine.spec, self._workspace, self._hidden
+            out = ws.get("mixed", len(hidden.x), spec.num_heads * spec.head_dim)
+            attention = self._family.attention(spec, w, hidden.x, ws)
+            self._attending = JoinedAttention(self._opened(layer, k), hidden, out, attention)
+        attending, fed = self._attending, self._inputs[k]
+        attending.attend(len(fed.ids), partial(self._attention.attend, fed, self._cache))
+        if k != attending.run[-1]:
+            return None
+        attending.end()
+        self._attending = None
+        return attending
+
+    def _route(self, run: tuple[int, ...], w: Weights, hidden: Hidden) -> None:
+        """Choose the experts of the tokens of micro-batches."""
         assert hidden.mixed is not None and hidden.chosen is not None
         self._family.route(self._engine.spec, w, hidden, self._workspace)
         hidden.mixed.zero_()
-        if self._skips:
-            self._chosen[k] = frozenset(hidden.chosen.unique().tolist())
+        if self._in_step:
+            tokens = [len(self._inputs[k].ids) for k in run]
+            for k, chosen in zip(run, hidden.chosen.split(tokens), strict=True):
+                self._chosen[k] = frozenset(chosen.unique().tolist())
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
@@ -251,11 +275,14 @@ class Executor:
         self._stats.end_layer(now - self._layer_start)
         self._layer_start = now
         layer = self._layers[step.layer]
-        if self._skips and layer.kind == "attention" and self._engine.spec.experts_of(layer.block):
-            self._joined = self._engine.hidden.joined()
-            for first, together in self._joined.items():
-                self._chosen[first] = frozenset().union(*(self._chosen[k] for k in together))
-            self._weights.choose(layer.block, chain.from_iterable(self._chosen[first] for first in self._joined))
+        if self._in_step and step.layer == 0:
+            shape, hidden = self._engine.plan.shape, self._engine.hidden
+            self._joined = {kind: hidden.joined(shape.most_joined(kind)) for kind in JOINED_KINDS}
+        if self._in_step and layer.kind == "attention" and self._engine.spec.experts_of(layer.block):
+            runs = self._joined["experts"]
+            for first, run in runs.items():
+                self._chosen[first] = frozenset().union(*(self._chosen[k] for k in run))
+            self._weights.choose(layer.block, chain.from_iterable(self._chosen[first] for first in runs))
         if step.layer < len(self._layers) - 1:
             return False
         if self._sweep.fed:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from itertools import count, tee
 from typing import Any, Generic, Protocol, TypeVar
 
-from flexgen_h2o.core.model import Layer
-from flexgen_h2o.core.units import JOINED_TOKENS
+from flexgen_h2o.core.model import Layer, LayerKind
 from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
 
 ATTENTION_KINDS = ("attention", "block")
+JOINED_KINDS: tuple[LayerKind, ...] = ("attention", "block", "mlp", "experts")  # several micro-batches as one
 UnitKey = tuple[int, int, int]  # sweep; transformer block of KV, layer of hidden states; micro-batch
 WeightKey = tuple[int, int]  # how often the unit has been named up to now, and the unit
 
@@ -57,19 +57,19 @@ def zigzag(
                     yield Step(sweep, layer, micro_batch)
 
 
-def joined(tokens: Sequence[int], together: bool = True) -> dict[int, tuple[int, ...]]:
-    """Neighbouring micro-batches that a group of experts computes together, by the first of them: an expert's matrices
-    are then brought from memory once for the rows of all.
+def joined(tokens: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
+    """Neighbouring micro-batches that a layer computes together, by the first of them: its matrices are then brought
+    from memory once for the rows of all, and products of more rows are faster.
 
-    tokens: of each micro-batch in this sweep; those without any are left out. JOINED_TOKENS at most, or one
-    micro-batch; not together: each alone.
+    tokens: of each micro-batch in this sweep; those without any are left out. most: tokens together at most, or one
+    micro-batch (BlockShape.most_joined); 0: each alone.
     """
     found: list[list[int]] = []
     room = 0
     for k, fed in enumerate(tokens):
-        if fed > room or not together:
+        if fed > room or not most:
             found.append([])
-            room = JOINED_TOKENS
+            room = most
         if fed:
             found[-1].append(k)
             room -= fed
@@ -224,7 +224,7 @@ class Runner(Protocol):
     def begin_step(self, step: Step) -> str | None:
         """The phase of the step's rows (prefill, decode or mixed); None where the layer has nothing to do for the
         micro-batch: it has no rows, its tokens chose no expert of the group, or an earlier step has computed them
-        (`joined`)."""
+        (`joined`). Each micro-batch has a step of attention: KV units come one after the other."""
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
         """Hidden states are loaded, into the region or where they live."""

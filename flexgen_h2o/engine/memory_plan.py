@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.model import WAITS_BELOW, LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.core.model import WAITS_BELOW, LayerKind, LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.packing import KVPacking, KVPrices
 from flexgen_h2o.core.units import (
     ALIGN,
@@ -66,9 +66,14 @@ class BlockShape:
         """Of a micro-batch in any sweep."""
         return max(self.tokens, self.rows)
 
+    def most_joined(self, kind: LayerKind) -> int:
+        """Tokens of several micro-batches that a layer of a kind computes together at most (loop.joined). But for
+        experts no more than the buffers of a step have room for anyway: decode steps are joined, prompts seldom."""
+        return JOINED_TOKENS if kind == "experts" else self.most_tokens
+
     @property
     def joined(self) -> int:
-        """Tokens that a group of experts computes together at most (loop.joined)."""
+        """Tokens that a group of experts computes together at most."""
         return max(self.most_tokens, min(JOINED_TOKENS, self.micro_batches * self.most_tokens))
 
     @property

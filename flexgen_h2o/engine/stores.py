@@ -354,9 +354,9 @@ class HiddenStore:
         """A layer leaves the micro-batch as it is, and does not open it."""
         self._closed[key[2]] = key[:2]
 
-    def joined(self) -> dict[int, tuple[int, ...]]:
+    def joined(self, most: int) -> dict[int, tuple[int, ...]]:
         """Micro-batches that a layer may open together, by the first of them (loop.joined)."""
-        return joined(self._now, not self._streamed)
+        return joined(self._now, 0 if self._streamed else most)
 
     # Source of a Stream[UnitKey]
 

@@ -5,7 +5,8 @@ are the same network share one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
@@ -57,20 +58,34 @@ class Hidden(NamedTuple):
     weights: torch.Tensor | None = None
 
 
-class Attend(Protocol):
-    """q, k, v, each (tokens, heads, d), before any rotary embedding -> (tokens, heads x d)."""
+class Queries(NamedTuple):
+    """What tokens attend with: q, k, v, each (tokens, heads, d), before any rotary embedding.
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """sinks: (heads,), learned logits, each of which joins the softmax of its head's queries and has no value."""
+    sinks: (heads,), learned logits, each of which joins the softmax of its head's queries and has no value.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None = None
+
+
+Attention = Generator[Queries, torch.Tensor, None]
+
+
+def end_attention(attention: Attention, attended: torch.Tensor) -> None:
+    """Send what the queries have attended to, (tokens, heads x d): the layer goes on to its end."""
+    with suppress(StopIteration):
+        attention.send(attended)
 
 
 class Family(Protocol):
     """What a file in this folder offers. All functions are pure but for the tensors they are told to fill.
 
     Weights map a TensorSpec's role to the row parts of that tensor (a vector has one part). `x` is (tokens, width),
-    the residual stream, changed in place. `attention` computes the whole of a block that has no tensors for `mlp`.
+    the residual stream, changed in place. `attention` computes the whole of a block that has no tensors for `mlp`; it
+    yields its queries and is sent what they have attended to (`end_attention`), so that several micro-batches, each
+    with KV of its own, may be computed as one.
     A block with experts has `route` after `attention`, with the same tensors, and then `experts` for each group.
     """
 
@@ -82,7 +97,7 @@ class Family(Protocol):
         self, spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
     ) -> None: ...
 
-    def attention(self, spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None: ...
+    def attention(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention: ...
 
     def mlp(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None: ...
 

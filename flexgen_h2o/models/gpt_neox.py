@@ -15,7 +15,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.kernels.linear import add_linear, linear, lookup
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Attend, Weights
+from flexgen_h2o.models import Attention, Queries, Weights
 from flexgen_h2o.models.layers import (
     activated,
     bias_of,
@@ -107,8 +107,8 @@ def embed(
     lookup(ids, w["embed_in.weight"], x)
 
 
-def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
-    """x += dense(attend(q, k, v)) of the normed x; with a parallel residual also the MLP of x as it was.
+def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention:
+    """x += dense(attended(q, k, v)) of the normed x; with a parallel residual also the MLP of x as it was.
 
     x: (tokens, hidden). Rows of the fused matrix are (heads, 3, d): q, k and v of a head side by side.
     """
@@ -119,7 +119,7 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
         linear(_norm(spec, w, "input_norm", x[a:b]), w["query_key_value.weight"], bias_of(w, "query_key_value"), fused)
         for out, part in zip(qkv, fused.view(b - a, heads, 3, width).unbind(2), strict=True):
             out[a:b] = part
-    attn_out = attend(*qkv)
+    attn_out = yield Queries(*qkv)
     for a, b in token_chunks(tokens):
         before = _norm(spec, w, "mlp_norm", x[a:b]) if spec.option("parallel") else None
         add_linear(x[a:b], attn_out[a:b], w["dense.weight"], bias_of(w, "dense"))

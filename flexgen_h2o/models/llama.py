@@ -17,7 +17,7 @@ from flexgen_h2o.core.model import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.kernels.elementwise import rms_norm
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Attend, Weights
+from flexgen_h2o.models import Attention, Queries, Weights
 from flexgen_h2o.models.layers import (
     bias_of,
     check_activation,
@@ -194,8 +194,8 @@ def embed(
     lookup(ids, w["embed_tokens.weight"], x)
 
 
-def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
-    """x += o_proj(attend(q, k, v)) of the normed x, with q and k normed too where they are, with `sinks` where there
+def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention:
+    """x += o_proj(attended(q, k, v)) of the normed x, with q and k normed too where they are, with `sinks` where there
     are any. x: (tokens, hidden)."""
     tokens, width = len(x), spec.head_dim
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
@@ -208,7 +208,7 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
         for name in ("q", "k"):
             norm_heads(spec, w, f"{name}_norm", qkv[name][a:b])
     q, k, v = (out.view(tokens, heads[name], width) for name, out in qkv.items())
-    attn_out = attend(q, k, v, sinks=optional_vector(w, "sinks"))
+    attn_out = yield Queries(q, k, v, optional_vector(w, "sinks"))
     for a, b in token_chunks(tokens):
         add_linear(x[a:b], attn_out[a:b], w["o_proj.weight"], bias_of(w, "o_proj"))
 

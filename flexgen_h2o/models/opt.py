@@ -16,7 +16,7 @@ from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Attend, Weights
+from flexgen_h2o.models import Attention, Queries, Weights
 from flexgen_h2o.models.layers import (
     activated,
     bias_of,
@@ -131,8 +131,8 @@ def embed(
         x[a:b].add_(added)
 
 
-def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
-    """x += out_proj(attend(q, k, v)); the norm stands before it, or after the sum (350m). x: (tokens, hidden)."""
+def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention:
+    """x += out_proj(attended(q, k, v)); the norm stands before it, or after the sum (350m). x: (tokens, hidden)."""
     tokens, heads, width = len(x), spec.num_heads, spec.head_dim
     pre_norm = spec.option("pre_norm")
     q, k, v = (ws.get(name, tokens, spec.hidden_size) for name in ("q", "k", "v"))
@@ -140,7 +140,7 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
         inputs = _norm(w, "self_attn_layer_norm", x[a:b]) if pre_norm else x[a:b]
         outs = ((q, "q_proj"), (k, "k_proj"), (v, "v_proj"))
         linear_each(inputs, [(w[f"{name}.weight"], bias_of(w, name), out[a:b]) for out, name in outs])
-    attn_out = attend(*(t.view(tokens, heads, width) for t in (q, k, v)))
+    attn_out = yield Queries(*(t.view(tokens, heads, width) for t in (q, k, v)))
     for a, b in token_chunks(tokens):
         add_linear(x[a:b], attn_out[a:b], w["out_proj.weight"], bias_of(w, "out_proj"))
         if not pre_norm:

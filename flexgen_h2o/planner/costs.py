@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of
-from flexgen_h2o.core.model import Layer, LayerPlan, ModelSpec
+from flexgen_h2o.core.model import LayerKind, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, joined
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
 from flexgen_h2o.engine.memory_plan import layer_plan, layer_steps, waits_for_router
-from flexgen_h2o.engine.workload import Batch
+from flexgen_h2o.engine.workload import Batch, shape_of
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -60,7 +60,7 @@ class TransferCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """One (layer, micro-batch) step; of experts, one of the micro-batches that are joined. Seconds; issue_s: of the
+    """One (layer, micro-batch) step, which may compute for micro-batches that are joined. Seconds; issue_s: of the
     thread that issues it, beside its kernels."""
 
     device_s: float
@@ -102,7 +102,7 @@ class Costs:
         return _loaded_kinds(self.at.spec, self._steps, self.kinds)
 
     @cached_property
-    def _step_costs(self) -> dict[tuple[int, Batch, int], StepCost]:
+    def _step_costs(self) -> dict[tuple[int, Batch, int, int | None], StepCost]:
         return {}
 
     @cached_property
@@ -153,15 +153,16 @@ class Costs:
             self._dequantised[kind] = nbytes / (rates.device_dequantise_bytes_per_s * faster)
         return self._dequantised[kind]
 
-    def step(self, layer_index: int, batch: Batch, sweep: int) -> StepCost:
-        key = (self.kinds[layer_index], batch, sweep)
+    def step(self, layer_index: int, batch: Batch, sweep: int, tokens: int | None = None) -> StepCost:
+        """tokens: as of `layer_work`."""
+        key = (self.kinds[layer_index], batch, sweep, tokens)
         if key not in self._step_costs:
-            self._step_costs[key] = self._step(self.layers.layers[layer_index], layer_index, batch, sweep)
+            self._step_costs[key] = self._step(layer_index, batch, sweep, tokens)
         return self._step_costs[key]
 
-    def _step(self, layer: Layer, index: int, batch: Batch, sweep: int) -> StepCost:
-        at, p = self.at, self.profile
-        work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep)
+    def _step(self, index: int, batch: Batch, sweep: int, tokens: int | None) -> StepCost:
+        at, p, layer = self.at, self.profile, self.layers.layers[index]
+        work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep, tokens)
         device_s, host_s = self.compute_seconds(work)
         evicts = bool(at.need.record) and at.spec.window(layer.block) is None
         share = needed_share(at, layer, tokens_of(batch, sweep))  # the step is left out where no token needs it
@@ -180,12 +181,23 @@ class Costs:
         hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
         return StepCost(device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, *hidden)))
 
-    def joined(self, block: Sequence[Batch], sweep: int) -> dict[int, Batch]:
-        """What a group of experts computes as one, by the first of its micro-batches (loop.joined). {}: no experts."""
-        if self.at.spec.experts is None:
-            return {}
-        runs = joined([tokens_of(batch, sweep) for batch in block], not hidden_is_brought(self.at))
-        return {first: Batch.joined([block[k] for k in run]) for first, run in runs.items()}
+    @cached_property
+    def _most_joined(self) -> dict[str, int]:
+        shape = shape_of(self.at.policy, self.at.need)
+        return {} if hidden_is_brought(self.at) else {kind: shape.most_joined(kind) for kind in JOINED_KINDS}
+
+    def steps_of(self, kind: LayerKind, block: Sequence[Batch], sweep: int) -> dict[int, tuple[Batch, int]]:
+        """The steps of a layer of a kind, by micro-batch: what each is of, and tokens that it computes besides
+        attention: those of all that are joined with the first of them (loop.joined)."""
+        tokens = [tokens_of(batch, sweep) for batch in block]
+        most = self._most_joined.get(kind, 0)
+        if not most or len(block) == 1:
+            return dict(enumerate(zip(block, tokens, strict=True)))
+        runs = joined(tokens, most)
+        computed = {first: sum(tokens[k] for k in run) for first, run in runs.items()}
+        if kind in ATTENTION_KINDS:
+            return {k: (batch, computed.get(k, 0)) for k, batch in enumerate(block)}
+        return {first: (Batch.joined([block[k] for k in run]), computed[first]) for first, run in runs.items()}
 
     def compute_seconds(self, work: Work) -> tuple[float, float]:
         """Seconds of the device, and of the host while the device waits."""
@@ -290,11 +302,12 @@ class Costs:
         self, block: Sequence[Batch], sweep: int
     ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
         """The transfers and the steps of a sweep, each with how often."""
-        batches, of_experts = Counter(block), Counter(self.joined(block, sweep).values())
+        kinds = {index: self.layers.layers[index].kind for index in self.kinds}
+        of_kinds = {kind: Counter(self.steps_of(kind, block, sweep).values()) for kind in set(kinds.values())}
         steps = [
-            (self.step(index, batch, sweep), layers * count)
+            (self.step(index, batch, sweep, tokens), layers * count)
             for index, layers in Counter(self.kinds).items()
-            for batch, count in (of_experts if self.layers.layers[index].kind == "experts" else batches).items()
+            for (batch, tokens), count in of_kinds[kinds[index]].items()
         ]
         moved = [
             (load, count)

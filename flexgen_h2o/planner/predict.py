@@ -236,17 +236,17 @@ class _Space:
 
 
 class _StepCosts(dict[UnitKey, StepCost]):
-    """Of (sweep, layer, micro-batch), the sweep counted among those that are walked."""
+    """Of (sweep, layer, micro-batch), the sweep counted among those that are walked. of: by layer and phase."""
 
     def __init__(self, costs: tuple[Costs, Costs], block: Sequence[Batch], sweeps: Sequence[int]) -> None:
-        self._of = costs, block, sweeps
-        self.joined = [costs[0].joined(block, sweep) for sweep in (0, 1)]
+        layers, self._costs, self._sweeps = costs[0].layers.layers, costs, sweeps
+        made = {kind: [costs[0].steps_of(kind, block, sweep) for sweep in (0, 1)] for kind in {x.kind for x in layers}}
+        self.of = [made[layer.kind] for layer in layers]
 
     def __missing__(self, key: UnitKey) -> StepCost:
-        (costs, block, sweeps), (sweep, layer, k) = self._of, key
-        batch = self.joined[sweep > 0][k] if costs[0].layers.layers[layer].kind == "experts" else block[k]
-        found = self[key] = costs[sweep > 0].step(layer, batch, sweeps[sweep])
-        return found
+        sweep, layer, k = key
+        batch, tokens = self.of[layer][sweep > 0][k]
+        return self.setdefault(key, self._costs[sweep > 0].step(layer, batch, self._sweeps[sweep], tokens))
 
 
 class _Simulation:
@@ -328,7 +328,7 @@ class _Simulation:
 
     def begin_step(self, step: Step) -> str | None:
         self.costs_now, self.tokens_now = self.costs[step.sweep > 0], self._tokens[step.sweep > 0]
-        if self._layers[step.layer].kind == "experts" and step.micro_batch not in self._steps.joined[step.sweep > 0]:
+        if step.micro_batch not in self._steps.of[step.layer][step.sweep > 0]:  # computed with an earlier one
             return None
         return "decode" if step.sweep else "prefill"
 

@@ -278,9 +278,11 @@ def tokens_of(batch: Batch, sweep: int) -> int:
     return batch.rows if sweep else batch.fed
 
 
-def layer_work(at: CostContext, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int) -> Work:
-    """One (layer, micro-batch) step."""
-    tokens = tokens_of(batch, sweep)
+def layer_work(
+    at: CostContext, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int, tokens: int | None = None
+) -> Work:
+    """One (layer, micro-batch) step. tokens: that it computes besides attention, where not those of the batch."""
+    tokens = tokens_of(batch, sweep) if tokens is None else tokens
     if layer.kind == "embedding":
         return Work(elementwise=3.0 * tokens * at.spec.hidden_size * at.itemsize)
     if layer.kind == "head":

@@ -17,7 +17,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.kernels import select
 from flexgen_h2o.kernels.linear import DenseRows, vector
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Attend, Weights, llama
+from flexgen_h2o.models import Attention, Weights, llama
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, generate, wanted
@@ -50,9 +50,9 @@ class WithSinks(PlainLlama):
 def _engine_has_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     own = llama.attention
 
-    def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
+    def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention:
         sinks = sinks_of(vector(w["input_norm.weight"]), spec.num_heads)
-        own(spec, {**w, "sinks": (DenseRows(sinks),)}, x, attend, ws)
+        return own(spec, {**w, "sinks": (DenseRows(sinks),)}, x, ws)
 
     monkeypatch.setattr(llama, "attention", attention)
     monkeypatch.setattr(select, "LEAST_PROMPT", 1)

@@ -14,7 +14,7 @@ import torch
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import Experts, TensorSpec
 from flexgen_h2o.core.units import TOKEN_CHUNK
-from flexgen_h2o.engine import loop
+from flexgen_h2o.engine import memory_plan
 from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, moe
@@ -96,7 +96,7 @@ def test_the_micro_batches_of_a_block_are_computed_together(
     """Once for each group of experts, in decode sweeps too; each alone where hidden states are brought to a device."""
     known, rows, experts = reference("qwen3_moe"), list[int](), moe.experts
     if most is not None:
-        monkeypatch.setattr(loop, "JOINED_TOKENS", most)
+        monkeypatch.setattr(memory_plan, "JOINED_TOKENS", most)
     monkeypatch.setattr(moe, "experts", lambda spec, w, group, hidden, ws: (rows.append(len(hidden.x)), experts(spec, w, group, hidden, ws)))  # fmt: skip # noqa: E501
     policy, budget = Policy(2, 3, (0, 100, 0, 100, 0, 100), expert_group=8), MemoryBudget("64MiB" if stand_in else None)
     out = run(known.folder, known.prompts, policy, tmp_path, SamplingParams(max_tokens=3), budget)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import JOINED_TOKENS, PAGE
+from flexgen_h2o.core.units import PAGE
 from flexgen_h2o.engine.loop import joined
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes
 from flexgen_h2o.engine.stores import HiddenStore
@@ -57,7 +57,7 @@ def test_micro_batches_in_place_are_side_by_side(mover: Mover) -> None:
         for k in (k for k, tokens in enumerate(counts) if tokens):
             for field in store.open((sweep, 0, k), None)[:2]:
                 field.fill_(k + 1)
-        assert store.joined() == {0: tuple(k for k, tokens in enumerate(counts) if tokens)}
+        assert store.joined(11) == {0: tuple(k for k, tokens in enumerate(counts) if tokens)}
         want = [k + 1 for k, tokens in enumerate(counts) for _ in range(tokens)]
         for layer in range(1, LAYERS):
             both = store.open((sweep, layer, 0), None, last=2)[:2]
@@ -66,10 +66,9 @@ def test_micro_batches_in_place_are_side_by_side(mover: Mover) -> None:
 
 
 def test_micro_batches_are_joined_up_to_a_bound() -> None:
-    most = JOINED_TOKENS
-    assert joined([most - 2, 0, 2, 1, most + 5, 1, 0]) == {0: (0, 2), 3: (3,), 4: (4,), 5: (5,)}
-    assert joined([0, 3, 0, 4]) == {1: (1, 3)} and joined([0, 0]) == {}
-    assert joined([0, 3, 0, 4], together=False) == {1: (1,), 3: (3,)}
+    assert joined([8, 0, 2, 1, 15, 1, 0], 10) == {0: (0, 2), 3: (3,), 4: (4,), 5: (5,)}
+    assert joined([0, 3, 0, 4], 10) == {1: (1, 3)} and joined([0, 0], 10) == {}
+    assert joined([0, 3, 0, 4], 0) == {1: (1,), 3: (3,)}
 
 
 @pytest.mark.parametrize("shares", [(0.33, 0.33, 0.34), (0.99, 0.0, 0.01), (0.25, 0.5, 0.25)], ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -20,7 +19,7 @@ from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.linear import DenseRows, InputRows, RowParts, vector
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, with_sinks
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Hidden, family_of, llama, spec_from_config
+from flexgen_h2o.models import Hidden, Queries, end_attention, family_of, llama, spec_from_config
 from tests.parity.cases import FAMILY_SHAPES
 from tests.parity.reference import random_model, stored_tensors
 
@@ -62,7 +61,8 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
         parts = split(value if t.index is None else value[t.index])
         return tuple(InputRows(vector((part,))) for part in parts) if t.transposed else parts
 
-    def attend(window: int | None, *qkv: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(window: int | None, queries: Queries) -> torch.Tensor:
+        *qkv, sinks = queries
         if spec.rotary is not None:
             rotation = Rotation(torch.tensor(spec.rotary.frequencies), spec.rotary.scaling)
             rotation.rotate(qkv[:2], torch.arange(n))
@@ -75,7 +75,8 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
     x = torch.empty(n, spec.hidden_size)
     family.embed(spec, roles(spec.embedding), ids, torch.arange(n), x, ws)
     for i, (attention, mlp) in enumerate(zip(spec.attention, spec.mlp, strict=True)):
-        family.attention(spec, roles(attention), x, partial(attend, spec.window(i)), ws)
+        layer = family.attention(spec, roles(attention), x, ws)
+        end_attention(layer, attend(spec.window(i), next(layer)))
         if mlp:
             family.mlp(spec, roles(mlp), x, ws)
         elif spec.experts_of(i):

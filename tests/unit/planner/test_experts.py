@@ -115,7 +115,8 @@ def test_experts_are_priced_for_the_rows_of_a_block(hidden: tuple[int, int]) -> 
         whole, parts = (at.machine.costs(SPEC, policy, at.need) for policy in policies)
         index = next(i for i, layer in enumerate(parts.layers.layers) if layer.kind == "experts")
         batches = at.need.block((8, 8, 8))
-        seconds = [parts.step(index, batch, 1).device_s for batch in parts.joined(batches, 1).values()]
+        steps = parts.steps_of("experts", batches, 1).values()
+        seconds = [parts.step(index, batch, 1, tokens).device_s for batch, tokens in steps]
         in_place = hidden == (100, 0) or (is_host and hidden == (0, 100))
         if in_place:
             assert seconds == [whole.step(index, at.need.block((24,))[0], 1).device_s]

@@ -53,7 +53,11 @@ def walk(
 
 def steps_of(costs: Costs, block: Block, sweep: int) -> list[tuple[float, float, float]]:
     """(device, host, issue) seconds of each step of a sweep."""
-    found = [costs.step(i, b, sweep) for i in range(len(costs.layers.layers)) for b in block]
+    found = [
+        costs.step(i, batch, sweep, tokens)
+        for i, layer in enumerate(costs.layers.layers)
+        for batch, tokens in costs.steps_of(layer.kind, block, sweep).values()
+    ]
     return [(step.device_s, step.host_s, step.issue_s) for step in found]
 
 
@@ -103,6 +107,25 @@ def test_without_overlap_transfers_and_compute_add_up() -> None:
         moved = sum(m.seconds for step in hidden for m in (*step.hidden_load, *step.hidden_store))
         assert moved > 0
         assert seconds == pytest.approx(sum(loads_of(costs)) + moved + compute_s(costs, block, sweep))
+
+
+def test_decode_products_are_those_of_one_micro_batch() -> None:
+    """Of all rows of a block together; attention is each micro-batch's own."""
+    where = machine(True)
+    whole, parts = (costs_of(Policy(gbs, 24 // gbs), NEED, where) for gbs in (24, 8))
+    for i, layer in enumerate(whole.layers.layers):
+        found = [
+            sum(
+                costs.step(i, batch, 1, tokens).device_s
+                for batch, tokens in costs.steps_of(layer.kind, even_blocks(costs.at.policy, NEED)[0][0], 1).values()
+            )
+            for costs in (whole, parts)
+        ]
+        if layer.kind == "mlp":
+            assert found[0] == found[1]
+        if layer.kind == "attention":
+            alone = 3 * parts.step(i, NEED.block((8,))[0], 1).device_s
+            assert found[0] <= found[1] < alone
 
 
 def test_micro_batches_share_each_weight_load() -> None:
