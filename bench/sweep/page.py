@@ -26,6 +26,7 @@ from bench.sweep.store import MEASURED, OVER, Line, Store
 from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_whole
+from flexgen_h2o.core.units import counted as counted_words
 from flexgen_h2o.core.units import markdown_table
 
 NAME = "signed"  # of the file of lines
@@ -254,7 +255,8 @@ def _losses(lines: Sequence[quality.Line]) -> str:
     kl, flips = ([line[name]["value"] for line in lines] for name in ("kl", "flips"))
     if not max(kl):
         return "**0; 0%**"
-    return f"**{min(kl):.2g} to {max(kl):.2g}; {min(flips):.0%} to {max(flips):.0%}**"
+    ends = [[f"{x:.2g}" for x in (min(kl), max(kl))], [f"{x:.0%}" for x in (min(flips), max(flips))]]
+    return f"**{'; '.join(' to '.join(dict.fromkeys(both)) for both in ends)}**"
 
 
 def where_we_lose(cells: Sequence[Found]) -> list[str]:
@@ -307,8 +309,8 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
         unsteady = {line["round"]["began"] for line in used if not line["round"]["steady"]}
         if unsteady:
             limit += (
-                f" †: with {len(unsteady)} rounds in which the machine's own rates moved by more than {MOVED:.0%} even "
-                f"after being repeated."
+                f" †: with {counted_words(len(unsteady), 'round')} in which a rate of the machine's own moved by more "
+                f"than {MOVED:.0%}; there is no steadier one."
             )
         parts += [
             "![Generated tokens/s over the best peer of each cell](speed.svg)",
