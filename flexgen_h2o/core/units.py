@@ -135,6 +135,11 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
+def shortened(text: str, most: int) -> str:
+    """At most so many characters of a text; dots stand for the rest."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple

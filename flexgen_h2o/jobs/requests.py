@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from flexgen_h2o.core.errors import TooLongError, UsageError, json_reason
+from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.prompts import Completion, Prompt, make_prompt
 from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer, decode_text
 from flexgen_h2o.jobs.input import MOST_ID_CHARACTERS, Line
@@ -23,6 +24,7 @@ from flexgen_h2o.kvcache.eviction.policy import check_budgets
 from flexgen_h2o.models.load import Model
 
 FULL = Full()
+NOT_FINITE = "not_finite"  # the code of a row whose logits are not finite, which is none of its request's faults
 MOST_MESSAGE_CHARACTERS = 500  # of an error: it may quote the request, which may have any length
 # Of a record that is sent back: bytes besides its prompt, since a window keeps thousands, and levels of nesting.
 MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
@@ -62,8 +64,7 @@ class RowError(Exception):
     """A request that cannot be run: its row says why, and the job goes on. code: one of docs/reference/jobs.md."""
 
     def __init__(self, code: str, message: str) -> None:
-        is_long = len(message) > MOST_MESSAGE_CHARACTERS
-        super().__init__(message[: MOST_MESSAGE_CHARACTERS - 3] + "..." if is_long else message)
+        super().__init__(shortened(message, MOST_MESSAGE_CHARACTERS))
         self.code = code
 
 
@@ -251,8 +252,7 @@ def _same(value: Any, allowed: Any) -> bool:
 
 
 def _quoted(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(repr(value), 60)
 
 
 def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:

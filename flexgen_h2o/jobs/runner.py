@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Digests, Line, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, error_row, success_row
+from flexgen_h2o.jobs.requests import NOT_FINITE, Request, RequestReader, RowError, error_row, success_row
 from flexgen_h2o.jobs.sidecar import Status, tiers_text
 from flexgen_h2o.llm import LLM
 
@@ -200,7 +200,7 @@ class JobRows:
             try:
                 request = reader.read(line)
             except RowError as error:
-                self.sink.write([_failed(line.row, error_row(line.custom_id, line.number, error))])
+                self.sink.write([_failed(line.row, line.custom_id, line.number, error)])
                 continue
             if request.asked_model not in (None, model):
                 notes.other_models += 1
@@ -209,22 +209,21 @@ class JobRows:
 
     def finish(self, done: Iterable[tuple[Request, Completion]]) -> None:
         """Write rows as they finish."""
-        answers = []
-        for request, one in done:
-            if one.error is not None:
-                error = RowError("not_finite", one.error)
-                answers.append(_failed(request.row, error_row(request.custom_id, request.prompt.index, error)))
-                continue
-            line = to_line(success_row(request, one, self._model))
-            answers.append(Answer(request.row, line, len(one.token_ids)))
-        self.sink.write(answers)
+        self.sink.write([self._answer(*one) for one in done])
 
     def fail(self, request: Request, error: RowError) -> None:
-        self.sink.write([_failed(request.row, error_row(request.custom_id, request.prompt.index, error))])
+        self.sink.write([_failed(request.row, request.custom_id, request.prompt.index, error)])
+
+    def _answer(self, request: Request, done: Completion) -> Answer:
+        if done.error is not None:
+            error = RowError(NOT_FINITE, done.error)
+            return _failed(request.row, request.custom_id, request.prompt.index, error)
+        return Answer(request.row, to_line(success_row(request, done, self._model)), len(done.token_ids))
 
 
-def _failed(row: int, body: dict[str, Any]) -> Answer:
-    return Answer(row, to_line(body), error=body["error"]["code"])
+def _failed(row: int, custom_id: str, number: int, error: RowError) -> Answer:
+    """number: of the line."""
+    return Answer(row, to_line(error_row(custom_id, number, error)), error=error.code)
 
 
 class Job:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import read_json, write_whole
-from flexgen_h2o.core.units import format_bytes, format_seconds
+from flexgen_h2o.core.units import format_bytes, format_seconds, shortened
 from flexgen_h2o.jobs.input import Scan
 from flexgen_h2o.jobs.output import count_rows, is_locked
 
@@ -99,8 +99,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(json.dumps(value), 60)
 
 
 @dataclass

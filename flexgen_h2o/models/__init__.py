@@ -19,7 +19,7 @@ from flexgen_h2o.checkpoint.formats import check_quantization
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import check_int
+from flexgen_h2o.core.units import check_int, shortened
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 
@@ -182,5 +182,4 @@ def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def one_line(error: Exception) -> str:
     """The first two lines of a message, where transformers says what is wrong; it may quote a whole config."""
-    text = " ".join(line.strip() for line in str(error).splitlines()[:2])
-    return text if len(text) <= MOST_QUOTED else text[: MOST_QUOTED - 3] + "..."
+    return shortened(" ".join(line.strip() for line in str(error).splitlines()[:2]), MOST_QUOTED)
