@@ -310,7 +310,7 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
         if unsteady:
             limit += (
                 f" †: with {counted_words(len(unsteady), 'round')} in which a rate of the machine's own moved by more "
-                f"than {MOVED:.0%}; there is no steadier one."
+                f"than {MOVED:.0%}; no steady attempt was made."
             )
         parts += [
             "![Generated tokens/s over the best peer of each cell](speed.svg)",

@@ -87,12 +87,11 @@ class Rounds:
 
     def run(self, cell: Cell, chosen: Chosen, count: int) -> None:
         """Do what is missing of `count` rounds."""
-        is_ready = False
-        for number in range(1, count + 1):
+        missing = [number for number in range(1, count + 1) if not self._done(cell, chosen, number)]
+        if missing:
+            self.prepare()
+        for number in missing:
             while not self._done(cell, chosen, number):
-                if not is_ready:
-                    self.prepare()
-                is_ready = True
                 self._round(cell, chosen, number)
 
     def _done(self, cell: Cell, chosen: Chosen, number: int) -> bool:
