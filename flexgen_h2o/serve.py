@@ -238,8 +238,9 @@ def _listening(args: argparse.Namespace) -> Iterator[socket.socket]:
     if args.port > 65535:
         raise UsageError(f"--port {args.port}: is above 65535")
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    port = 0 if args.dry_run else args.port  # which another server, the one that is planned anew, may have
     try:
-        listener = socket.create_server((args.host, args.port), family=family, backlog=args.max_connections)
+        listener = socket.create_server((args.host, port), family=family, backlog=args.max_connections)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--host {args.host[:60]} --port {args.port}: cannot listen there ({reason})") from error

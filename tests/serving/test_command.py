@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from flexgen_h2o import serve
-from flexgen_h2o.core.errors import EXIT_USAGE
+from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE
 from tests.serving.conftest import Start
 
 
@@ -43,10 +43,13 @@ def test_what_is_refused(
 
 
 def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A dry run, which says what another server would need, does not need it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         assert serve.main(["--port", port, "--state-dir", str(tmp_path)]) == EXIT_USAGE
-    assert f"--port {port}: cannot listen there" in capfd.readouterr().err
+        assert f"--port {port}: cannot listen there" in capfd.readouterr().err
+        assert serve.main(["--port", port, "--state-dir", str(tmp_path), "--dry-run"]) == EXIT_DONE
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +89,7 @@ def events(answer: httpx2.Response) -> list[str]:
 
 
 def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head() -> None:
-    args = argparse.Namespace(host="127.0.0.1", port=0, max_connections=1)
+    args = argparse.Namespace(host="127.0.0.1", port=0, max_connections=1, dry_run=False)
     with serve._listening(args) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
