@@ -133,7 +133,8 @@ SIGNED_ON = "2026-11-23"
 LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
 Lengths = dict[tuple[int, int], tuple[str, tuple[int, int]]]  # prompt and new tokens: the cut of the model, rows
 LENGTHS_1_3B: Lengths = {
-    (512, 32): ("", (16, 64)), (128, 128): (":12", (32, 64)), (64, 256): (":12", (32, 128)), (512, 512): (":12", (8, 32)),
+    (512, 32): ("", (16, 64)), (128, 128): (":12", (32, 64)), (64, 256): (":12", (32, 128)),
+    (512, 512): (":12", (8, 32)),
 }  # fmt: skip
 LENGTHS_6_7B: Lengths = {
     (512, 32): (":8", (8, 32)), (128, 128): (":8", (16, 64)), (64, 256): (":8", (16, 64)), (512, 512): (":8", (4, 16)),

@@ -20,14 +20,13 @@ from bench import common
 from bench.sweep import quality
 from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, system_of, systems_of
-from bench.sweep.rounds import MOVED, counted, is_of
+from bench.sweep.rounds import MOVED, is_of, valid_rounds
 from bench.sweep.search import best_line, best_rows
 from bench.sweep.store import MEASURED, OVER, Line, Store
 from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_whole
-from flexgen_h2o.core.units import counted as counted_words
-from flexgen_h2o.core.units import markdown_table
+from flexgen_h2o.core.units import counted, markdown_table
 
 NAME = "signed"  # of the file of lines
 RESULTS = common.ROOT / "bench" / "results" / "build-2core"
@@ -116,7 +115,7 @@ def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
         tried = [line for line in mine if line["system"] == name]
         if best_rows(tried) is None:
             reasons[name] = f"{tried[-1]['status']}: {tried[-1].get('reason', '')}".replace("|", "/")
-    for some in counted(mine):
+    for some in valid_rounds(mine):
         for line in some:
             if line["status"] in MEASURED:
                 entries.setdefault(line["system"], Entry(line["system"], {})).lines[line["repeat"]] = line
@@ -309,7 +308,7 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
         unsteady = {line["round"]["began"] for line in used if not line["round"]["steady"]}
         if unsteady:
             limit += (
-                f" †: with {counted_words(len(unsteady), 'round')} in which a rate of the machine's own moved by more "
+                f" †: with {counted(len(unsteady), 'round')} in which a rate of the machine's own moved by more "
                 f"than {MOVED:.0%}; no steady attempt was made."
             )
         parts += [

@@ -68,7 +68,7 @@ def rounds_of(lines: list[Line]) -> dict[int, list[list[Line]]]:
     }
 
 
-def counted(lines: list[Line]) -> list[list[Line]]:
+def valid_rounds(lines: list[Line]) -> list[list[Line]]:
     """Of each round of a cell the attempt that counts: of those with most systems the last."""
     attempts = rounds_of(lines).values()
     return [max(enumerate(some), key=lambda pair: (len(pair[1]), pair[0]))[1] for some in attempts]

@@ -15,7 +15,7 @@ from bench.sweep import __main__ as door
 from bench.sweep import page, quality, rounds
 from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, SIGNED, Cell, System, systems_of
-from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, counted, is_of, rounds_of
+from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
 from bench.sweep.store import FAILED, OK, Line, Store
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.models.load import find_model
@@ -71,7 +71,7 @@ def test_a_round_that_was_killed_is_done_again(tmp_path: Path) -> None:
     Sweep(path, {OURS.name: 6.0, PEER.name: 2.0}).run(OURS, PEER, count=1)
     half = path.read_text().splitlines()[0] + "\n"
     path.write_text(half)  # a write that was cut off
-    assert rounds_of(Store(path).lines) == {} and counted(Store(path).lines) == []
+    assert rounds_of(Store(path).lines) == {} and valid_rounds(Store(path).lines) == []
     assert Sweep(path, {OURS.name: 6.0, PEER.name: 2.0}).run(OURS, PEER, count=1) == [OURS.name, PEER.name]
 
 
@@ -79,11 +79,11 @@ def test_a_round_is_repeated_while_the_machine_moves_but_not_for_ever(tmp_path: 
     slow = STEADY | {DISK: 1e9}
     sweep = Sweep(tmp_path / "once.jsonl", {OURS.name: 6.0}, [STEADY, slow, slow, slow])
     assert len(sweep.run(OURS, count=1)) == 2
-    (some,) = counted(sweep.store.lines)
+    (some,) = valid_rounds(sweep.store.lines)
     assert [line["round"]["steady"] for line in some] == [True]
     never = Sweep(tmp_path / "never.jsonl", {OURS.name: 6.0}, [STEADY, slow] * 3)
     assert len(never.run(OURS, count=1)) == 1 + rounds.MOST_EXTRA
-    (some,) = counted(never.store.lines)
+    (some,) = valid_rounds(never.store.lines)
     assert some == [never.store.lines[-1]] and not some[0]["round"]["steady"]
     assert some[0]["round"]["moved"] == pytest.approx(1.0)
 
@@ -92,7 +92,7 @@ def test_a_peer_that_comes_later_gets_rounds_with_all(tmp_path: Path) -> None:
     path, speeds = tmp_path / "signed.jsonl", {OURS.name: 6.0, PEER.name: 2.0}
     Sweep(path, speeds).run(OURS, count=1)
     assert Sweep(path, speeds).run(OURS, PEER, count=1) == [OURS.name, PEER.name]
-    (some,) = counted(Store(path).lines)
+    (some,) = valid_rounds(Store(path).lines)
     assert len(some) == 2
 
 
