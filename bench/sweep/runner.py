@@ -117,7 +117,7 @@ def measure_profile(setup: Setup) -> None:
     """Measure the profile of this hour, by which our planner chooses and predicts. UsageError where that fails."""
     common.wait_for_quiet(setup.quiet_wait)
     command = [sys.executable, "-m", "flexgen_h2o.hardware", "--offload-dir", str(setup.offload_dir)]
-    code, _, said = common.run_limited(command, common.environment() | {"OMP_WAIT_POLICY": "PASSIVE"}, setup.limit_s)
+    code, _, said = common.run_limited(command, common.environment(), setup.limit_s)
     if code != 0:
         why = f"not done after {setup.limit_s:.0f} s" if code is None else _reason(said) or f"exit code {code}"
         raise UsageError(f"the machine's profile was not measured: {why}")
