@@ -50,7 +50,8 @@ class DoesNotFitError(RefusedError):
 class Request:
     """What to measure. budget: bytes of RAM, None when the whole machine is free to use; device_mem: of the device.
 
-    On a CPU only ours gets a device_mem: it makes a device tier of RAM.
+    On a CPU only ours gets a device_mem: it makes a device tier of RAM. room: most bytes that a run may take,
+    in a memory cgroup more than the budget, by which a peer places weights. It tries, at its leanest, all that fits it.
     """
 
     variant: str
@@ -65,6 +66,12 @@ class Request:
     settings: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     device_mem: int | None = None
+    room: int | None = None
+
+    def fits(self, nbytes: int) -> bool:
+        """May a run take so much besides an empty process?"""
+        allowed = [most for most in (self.budget, self.room) if most is not None]
+        return not allowed or nbytes <= max(allowed)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -206,6 +213,7 @@ def _parse(variants: Sequence[str]) -> Request:
     add("--gen-len", type=int, required=True)
     add("--rows", type=int, required=True, help="prompts, as one batch where the system does not choose its own")
     add("--budget", type=int, metavar="BYTES", help="of RAM (the whole machine)")
+    add("--room", type=int, metavar="BYTES", help="a run may take, where that is more (the budget)")
     add("--device", choices=DEVICES, default="cpu")
     add("--device-mem", type=int, metavar="BYTES", help="of the device tier (the whole card; on a CPU none)")
     add("--dtype", choices=sorted(DTYPES), default="bf16")

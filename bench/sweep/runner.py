@@ -171,7 +171,12 @@ def _command(
     if settings.exists():
         command += ["--settings", settings.read_text().strip()]
     share = budget if system.ours else setup.ram(budget)
-    return command if share is None else [*command, "--budget", str(share)]
+    if share is None:
+        return command
+    command += ["--budget", str(share)]
+    if setup.cgroup and not system.ours:
+        command += ["--room", str(share + OVER_BUDGET)]
+    return command
 
 
 def _environment(setup: Setup, system: System) -> tuple[dict[str, str], str]:

@@ -47,15 +47,17 @@ LAYERS_IN_FLIGHT = 1
 def resident_layers(request: Request, layers: list[list[StoredTensor]], outside: int) -> int:
     """Layers that stay in RAM: what the budget leaves after embedding, KV cache, activations and a layer in flight.
 
-    outside: bytes of all other weights, which stay in RAM.
+    outside: bytes of all other weights, which stay in RAM. None stays where the rest alone is more than the budget, and
+    DoesNotFitError where it is more than a run may take.
     """
     if request.budget is None:
         return 0  # all from disk: how fast it is without help from RAM
     layer = max(map(_bytes, layers))
-    free = request.budget - outside - sum(kv_and_work_bytes(request)) - LAYERS_IN_FLIGHT * layer
-    if free < 0:
+    needed = outside + sum(kv_and_work_bytes(request)) + LAYERS_IN_FLIGHT * layer
+    free = request.budget - needed
+    if not request.fits(needed):
         raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the budget with every layer on disk")
-    return min(len(layers), free // layer)
+    return min(len(layers), max(free, 0) // layer)
 
 
 def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:

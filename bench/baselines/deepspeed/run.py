@@ -32,19 +32,20 @@ ENVIRONMENT = {
 def choose_settings(request: Request, largest: int) -> dict[str, Any]:
     """SETTINGS and --settings, with no more buffers than the budget holds beside KV cache and activations.
 
-    largest: elements of the largest matrix, which a buffer holds. Raises DoesNotFitError below FEWEST_BUFFERS.
+    largest: elements of the largest matrix, which a buffer holds. FEWEST_BUFFERS at least; DoesNotFitError where these
+    are more than a run may take.
     """
     setting = SETTINGS | request.settings
     if request.variant != "nvme" or request.budget is None:
         return setting
     buffer = largest * (4 if request.dtype == "fp32" else 2)
-    fitting = (request.budget - sum(kv_and_work_bytes(request))) // buffer
-    if fitting < FEWEST_BUFFERS:
+    beside = sum(kv_and_work_bytes(request))
+    if not request.fits(beside + FEWEST_BUFFERS * buffer):
         raise DoesNotFitError(
             f"{request.rows} rows beside {FEWEST_BUFFERS} buffers of the largest matrix, {buffer} bytes each, "
             f"exceed the budget of {request.budget} bytes"
         )
-    buffers = min(setting["buffers"], fitting)
+    buffers = min(setting["buffers"], max((request.budget - beside) // buffer, FEWEST_BUFFERS))
     return setting | {"buffers": buffers, "prefetch_matrices": min(setting["prefetch_matrices"], buffers - 1)}
 
 

@@ -80,7 +80,8 @@ def work_bytes(request: Request, micro_batches: int) -> int:
 def choose(request: Request) -> dict[str, Any]:
     """SETTINGS and --settings, with the weights' share in RAM that the budget allows, as `weights_in_ram` percent.
 
-    More micro-batches than asked, or KV on disk, only where nothing fits otherwise. Raises DoesNotFitError.
+    More micro-batches than asked, or KV on disk, only where nothing fits otherwise. Where nothing does at all, all on
+    disk and a row a micro-batch; DoesNotFitError where that is more than a run may take.
     """
     setting, layers = SETTINGS | request.settings, layer_sizes(request.config)
     size = 4 if request.dtype == "fp32" else 2
@@ -94,6 +95,8 @@ def choose(request: Request) -> dict[str, Any]:
             for percent in range(least, -1, -1):
                 if request.budget is None or weight_elements(layers, percent) * size + beside <= request.budget:
                     return setting | {"micro_batches": batches, "weights_in_ram": percent, "kv_on_disk": on_disk}
+    if request.fits(weight_elements(layers, 0) * size + beside):
+        return setting | {"micro_batches": request.rows, "weights_in_ram": 0, "kv_on_disk": 1}
     raise DoesNotFitError(f"{request.rows} rows and two layers of weights at a time exceed {request.budget} bytes")
 
 

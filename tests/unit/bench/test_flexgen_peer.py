@@ -34,8 +34,8 @@ def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
     model = cpu.layer_sizes(request(tmp_path).config)
     beside = cpu.work_bytes(request(tmp_path), 1) + cpu.kv_and_work_bytes(request(tmp_path))[0]
 
-    def chosen(room: int) -> tuple[int, int, int]:
-        found = cpu.choose(request(tmp_path, variant="disk", rows=4, budget=beside + room))
+    def chosen(free: int, room: int = 0) -> tuple[int, int, int]:
+        found = cpu.choose(request(tmp_path, variant="disk", rows=4, budget=beside + free, room=room))
         return found["weights_in_ram"], found["micro_batches"], found["kv_on_disk"]
 
     whole, least = (4 * cpu.weight_elements(model, percent) for percent in (100, 0))
@@ -46,6 +46,7 @@ def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
     assert chosen(least - 1)[1:] == (1, 1) and chosen(least - kv)[1] > 1
     with pytest.raises(cpu.DoesNotFitError, match="4 rows"):
         chosen(-beside)
+    assert chosen(-beside, beside + least) == (0, 4, 1)
 
 
 def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:

@@ -190,8 +190,10 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
     budget = outside + 2 * layer + sum(kv_and_work_bytes(request(tmp_path)))
     kept = [accelerate.resident_layers(request(tmp_path, budget=budget, rows=rows), layers, outside) for rows in (4, 3)]
     assert kept[0] == 1 and kept[1] >= 1
+    little = {"budget": budget - 2 * layer}
     with pytest.raises(accelerate.DoesNotFitError, match="4 rows"):
-        accelerate.resident_layers(request(tmp_path, budget=budget - 2 * layer), layers, outside)
+        accelerate.resident_layers(request(tmp_path, **little), layers, outside)
+    assert accelerate.resident_layers(request(tmp_path, room=budget, **little), layers, outside) == 0
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt_neox"])
@@ -240,13 +242,14 @@ def test_deepspeed_takes_as_many_buffers_as_fit(tmp_path: Path) -> None:
     deepspeed = load("deepspeed/run.py")
     beside = sum(kv_and_work_bytes(request(tmp_path)))
 
-    def buffers(room: int) -> int:
-        asked = request(tmp_path, variant="nvme", budget=beside + room)
+    def buffers(free: int, room: int = 0) -> int:
+        asked = request(tmp_path, variant="nvme", budget=beside + free, room=room)
         return int(deepspeed.choose_settings(asked, largest=1000)["buffers"])
 
     assert [buffers(12_000), buffers(40_000)] == [3, deepspeed.SETTINGS["buffers"]]
     with pytest.raises(deepspeed.DoesNotFitError, match="4 rows"):
         buffers(7_999)
+    assert buffers(7_999, beside + 8_000) == buffers(-beside, beside + 8_000) == deepspeed.FEWEST_BUFFERS
 
 
 def test_flexgen_flags_and_log(tmp_path: Path) -> None:
