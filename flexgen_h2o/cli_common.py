@@ -28,6 +28,7 @@ from flexgen_h2o.core.errors import (
     UsageError,
 )
 from flexgen_h2o.core.files import check_writable, usable_path, write_result
+from flexgen_h2o.core.units import shortened
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -90,7 +91,7 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         for word in sorted(self._words, key=len, reverse=True):
             for quoted in (word, repr(word)[1:-1]):
-                message = message.replace(quoted, f"{quoted[:_MOST_QUOTED]}...")
+                message = message.replace(quoted, shortened(quoted, _MOST_QUOTED))
         raise UsageError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import importlib
@@ -345,7 +346,7 @@ def _quiet() -> Iterator[None]:
 def _load_tokenizer(folder: Path) -> Any | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    for name in (*TOKENIZER_FILES, *_TOKENIZER_EXTRAS, *_OTHER_TOKENIZER_FILES):
+    for name in ("config.json", *TOKENIZER_FILES, *_TOKENIZER_EXTRAS, *_OTHER_TOKENIZER_FILES):
         _check_tokenizer_file(folder / name)
     from transformers import AutoTokenizer
 
@@ -359,11 +360,14 @@ def _load_tokenizer(folder: Path) -> Any | None:
 
 
 def _check_tokenizer_file(path: Path) -> None:
-    """UsageError for what transformers must not read: no regular file, or too large a one."""
+    """UsageError for what transformers must not or cannot read: no regular file, too large, a byte order mark."""
     try:
         with open_regular(path) as file:
             if file.seek(0, 2) > _MOST_TOKENIZER_BYTES:
                 raise UsageError(f"{path}: is larger than {_MOST_TOKENIZER_BYTES // MIB} MiB, and so no tokenizer")
+            file.seek(0)
+            if path.suffix == ".json" and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+                raise UsageError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
     except FileNotFoundError:
         return
     except OSError as error:

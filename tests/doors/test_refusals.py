@@ -282,6 +282,13 @@ def test_a_tokenizer_that_cannot_be_read(name: str, text: str, refuse: Callable[
     refuse("flex-opt", f"--model {folder} --prompts short.txt", "tokenizer")
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_byte_order_mark(name: str, refuse: Callable[..., None], tmp_path: Path) -> None:
+    folder = shutil.copytree("words", tmp_path / "model")
+    (folder / name).write_text((folder / name).read_text(), encoding="utf-8-sig")
+    refuse("flex-opt", f"--model {folder} --prompts short.txt", f"{folder / name}: begins with a byte order mark")
+
+
 POLICIES: list[tuple[Any, str]] = [
     ({"colour": "red"}, "unknown field 'colour'"), ({"overlap": None}, "field 'overlap' is missing"),
     ({"schema": 99}, "schema is 99"), ({"schema": None}, "schema is None"),
