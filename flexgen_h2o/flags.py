@@ -235,7 +235,10 @@ def _choose_mix(args: argparse.Namespace) -> None:
     if share is None or args.eviction is not None or not 0 < share <= 1:
         return
     mix = mix_of(share)
-    args.eviction = mix.eviction if args.summaries is None else mix.eviction.partition(":")[0]
+    args.eviction, _, settings = mix.eviction.partition(":")
+    for name, value in (item.split("=") for item in filter(None, settings.split(","))):
+        if getattr(args, name) is None:
+            setattr(args, name, int(value))
     if args.compress_cache is None and args.policy in (None, "auto"):
         args.compress_cache = True
         if args.cache_bits is None:

@@ -188,8 +188,9 @@ class KVPrices:
         """Slots, and what lies beside them; not what a policy records of slots."""
         return slots * self.column_bytes + self.beside(slots, pages)
 
-    def columns(self, share: float, tokens: int, pages: int) -> int:
+    def columns(self, share: float, tokens: int, pages: int, have_pages: float = 1.0) -> int:
         """The most columns of a row whose slots (one more: a newcomer's) and pages take `share` of the bytes that
-        `tokens` columns have in bf16; 0 where there is no room for one."""
-        most = share * tokens * 4 * self.width
-        return bisect_right(range(1, tokens + 1), most, key=lambda count: self.nbytes(count + 1, pages))
+        `tokens` columns have in bf16; 0 where there is no room for one. have_pages: the share of the layers that have
+        pages, over whose mean this is."""
+        most = share * tokens * 4 * self.width - have_pages * page_bytes(pages, self.width)
+        return bisect_right(range(1, tokens + 1), most, key=lambda count: self.nbytes(count + 1))

@@ -144,7 +144,8 @@ class EvictionSettings:
 
     protect: columns of the prompt that never leave: the first N, or "prompt", all of them. They count as columns that
     stay; heavy and recent ones share what is left as they would share all. summaries: positions of a page; what is
-    dropped of a page leaves its mean key and value behind (`Needs.page`).
+    dropped of a page leaves its mean key and value behind (`Needs.page`). summary_layers: in the first so many layers
+    only; in all of them by default.
 
     Raises UsageError for a setting out of range.
     """
@@ -194,6 +195,9 @@ class EvictionSettings:
     summaries: int | None = setting(
         None, "leave the mean of the dropped columns of each page of so many positions", metavar="POSITIONS", low=1
     )
+    summary_layers: int | None = setting(
+        None, "--summaries in the first N layers only; in all of them by default", metavar="N", low=1
+    )
 
     def __post_init__(self) -> None:
         for kind in ("heavy", "recent"):
@@ -209,6 +213,8 @@ class EvictionSettings:
         object.__setattr__(self, "protect", _check_protect(self.protect))
         if self.summaries is not None and self.positions == ROLLING:
             raise UsageError("summaries: the mean of keys has no rank to be turned by; leave positions at original")
+        if self.summary_layers is not None and self.summaries is None:
+            raise UsageError("summary_layers: says which layers have summaries, and there are none; give summaries too")
 
 
 def _check_protect(value: str | int | None) -> str | int | None:

@@ -253,7 +253,7 @@ def kv_layout(
 
 def record_in(spec: ModelSpec, block: int, record: RowRecord) -> RowRecord | None:
     """What `kv_layout` asks of a transformer block, where rows that keep all or some columns have `record`."""
-    return record if spec.window(block) is None else None
+    return record.at(block) if spec.window(block) is None else None
 
 
 def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:

@@ -176,7 +176,7 @@ class EvictingLayer(CacheLayerMixin):
     def _reserve_pages(self, tokens: int) -> None:
         """Room for the pages of so many tokens; for some more than are asked for, since they come one by one."""
         page, metadata = self._policy.needs.page, self.metadata
-        if page and metadata is not None and self.keys is not None:
+        if page and self._block < self._policy.needs.page_layers and metadata is not None and self.keys is not None:
             have = 0 if metadata.pages is None else metadata.pages.counts.shape[1]
             if tokens > have * page:
                 self.metadata = metadata.with_pages(-(-tokens // page) + PAGE_STEP, self.keys.shape[3])

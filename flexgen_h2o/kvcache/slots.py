@@ -320,7 +320,7 @@ class KVRows:
         needs, recorded = self.policy.needs, set(self.policy.needs.record)
         plain = view.sketch is None and self.common is None and self.sinks is None
         scored = not recorded or (needs.ranks_by_score and recorded == {POSITIONS, SCORES})
-        return plain and scored and not needs.page
+        return plain and scored and (view.metadata is None or view.metadata.pages is None)
 
 
 # ---- compaction

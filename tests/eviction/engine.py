@@ -133,6 +133,13 @@ PAIRS: dict[str, Pair] = {
         H2ONorm(heavy_size=12, recent_size=3, summaries=6),
         plain.h2o_norm(Budget(heavy_size=12, recent_size=3), page=6),
     ),
+    "h2o, summaries in one layer": Pair(
+        H2O(**SIZES, summaries=4, summary_layers=1), plain.summing_up(plain.h2o(SMALL), 4, 1)
+    ),
+    "h2o-norm, summaries in one layer": Pair(
+        H2ONorm(heavy_size=12, recent_size=3, summaries=6, summary_layers=1),
+        plain.summing_up(plain.h2o_norm(Budget(heavy_size=12, recent_size=3), page=6), 6, 1),
+    ),
     "tova, summaries": Pair(Tova(**SIZES, summaries=4), plain.summing_up(plain.tova(SMALL), 4)),
     "snapkv, summaries": Pair(
         SnapKV(**SIZES, window=4, summaries=4), plain.summing_up(plain.snapkv(SMALL, rows=4), 4)

@@ -75,13 +75,15 @@ class Scorer:
 @dataclass(frozen=True)
 class Policy:
     """`sizes` of a row by its prompt tokens, its most new tokens and the layer. in_decode False: only the prefill
-    evicts. page: positions of a page whose dropped columns leave their mean; 0 for none. share: of the columns that
+    evicts. page: positions of a page whose dropped columns leave their mean, in the first page_layers layers; 0 for
+    none. share: of the columns that
     are read, below 1 for a policy that keeps all."""
 
     sizes: Callable[[int, int, int], Sizes]
     scorer: Callable[[int, Sizes], Scorer]
     in_decode: bool = True
     page: int = 0
+    page_layers: int = 10**6
     share: float = 1.0
 
 
@@ -355,5 +357,5 @@ def first_full(policy: Policy) -> Policy:
     return replace(policy, sizes=lambda n, new, layer: policy.sizes(n, new, layer) if layer else everything)
 
 
-def summing_up(policy: Policy, page: int) -> Policy:
-    return replace(policy, page=page)
+def summing_up(policy: Policy, page: int, layers: int = 10**6) -> Policy:
+    return replace(policy, page=page, page_layers=layers)

@@ -44,12 +44,13 @@ class Stored(Protocol):
 @dataclass(frozen=True)
 class Cache:
     """stored: what becomes of all but the newest `windows` (by layer) columns. page: a query also sees, of each page of
-    so many positions, the mean of the columns that its row of the mask leaves out, as if it were as many columns.
-    selection: reads some of the columns; all are kept."""
+    so many positions, the mean of the columns that its row of the mask leaves out, as if it were as many columns; in
+    the first `page_layers` layers without a window. selection: reads some of the columns; all are kept."""
 
     stored: Stored | None = None
     windows: Sequence[int] = ()
     page: int = 0
+    page_layers: int = 10**6
     selection: Selection | None = None
 
 
@@ -121,7 +122,8 @@ def forward(
             is_whole = (place[:, None] < prompt_len) | (place > place[:, None] - cache.windows[layer])
             scores = torch.where(is_whole, scores, later)
         scores = scores.masked_fill(~mask[:, None], -math.inf)
-        sums_up = page and model.windows[layer] is None
+        others = model.windows[: layer + 1].count(None)
+        sums_up = page and model.windows[layer] is None and others <= cache.page_layers
         of_pages, means = _page_scores(q, k, v, mask, prompt_len, page, stored) if sums_up else (scores[..., :0], v[:0])
         sinks = model.sinks(layer)
         none = torch.full(q.shape[:2], -math.inf) if sinks is None else sinks
@@ -297,7 +299,7 @@ def evicted_greedy(
         layer.prefilled(attention)
     windows = [] if stored is None else [stored.window(layer.slots) for layer in layers]
     selection = Selection(policy.share) if policy.share < 1 else None
-    cache = Cache(stored, windows, policy.page, selection)
+    cache = Cache(stored, windows, policy.page, policy.page_layers, selection)
     tokens, logits, kept = [given.get(0, int(newest.argmax()))], [newest], [_held(layers)]
     while len(tokens) < new_tokens:
         for layer in layers:

@@ -66,6 +66,8 @@ def draw_policy(rng: random.Random) -> Pair:
         return Pair(engine, plain.replace(plain.h2o(FAR), share=round(rng.uniform(0.05, 0.9), 2)))
     more: dict[str, Any] = {"summaries": page or None, "while_decoding": rng.random() < 0.85}
     slow = plain.replace(slow, page=page, in_decode=more["while_decoding"])
+    if page and rng.random() < 0.4:
+        more["summary_layers"], slow = 1, plain.summing_up(slow, page, 1)
     if rng.random() < 0.2:
         more["layer_schedule"], slow = "first-full", plain.first_full(slow)
     elif name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:

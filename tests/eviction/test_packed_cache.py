@@ -153,6 +153,7 @@ def test_other_shapes_and_bits(
         ("h2o", "4/2", 0, "kv on disk"), ("h2o", 3, 4, "kv split three ways"), (FULL, 3, 8, "kv on host"),
         (FULL, 2, 16, "kv split three ways"), ("h2o-norm", 2, 4, "kv on disk"), ("h2o, one recent", 4, 4, "kv on host"),
         ("h2o-norm, summaries", "4/2", 8, "kv split three ways"), ("h2o, summaries", 4, 4, "kv on disk"),
+        ("h2o-norm, summaries in one layer", "4/3", 0, "kv on host"),
     ],
 )  # fmt: skip
 def test_windows_and_few_bits(

@@ -86,7 +86,7 @@ def test_every_policy(
         (shape, pair, next(PLACES))
         for shape, pair in (
             ("post-norm, narrow embedding (350m)", "snapkv"), ("llama", "h2o-norm, decayed"), ("gpt_neox", "snapkv"),
-            ("llama", "h2o, summaries"),
+            ("llama", "h2o, summaries"), ("llama", "h2o, summaries in one layer"),
         )
     ],
 )  # fmt: skip

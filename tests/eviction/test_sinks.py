@@ -109,6 +109,7 @@ def test_the_full_cache(
         (LLAMA, "h2o", "kv split three ways"), (LLAMA, "h2o-norm, summaries", "kv on disk"),
         (LLAMA, "snapkv", "all on device"), (LLAMA, "tova", "kv on host"), (LLAMA, "vase", "kv on host and disk"),
         (LLAMA, "h2o-v, summaries", "all on device"), (WINDOWS, "h2o, summaries", "kv on disk"),
+        (WINDOWS, "h2o-norm, summaries in one layer", "kv split three ways"),
     ],
 )  # fmt: skip
 def test_policies(

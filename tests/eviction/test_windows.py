@@ -168,7 +168,7 @@ def made(known: Callable[[str], Known]) -> Callable[..., Wanted]:
 PLACES = ("kv split three ways", "kv on disk", "all on device", "kv on host and disk")
 POLICIES = (
     "h2o", "h2o, pyramid", "h2o, first layer full", "h2o-norm, of the sequence", "h2o-norm, summaries", "snapkv",
-    "local, summaries", "random", "h2o, prompt only",
+    "local, summaries", "random", "h2o, prompt only", "h2o, summaries in one layer",
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ PAIRS_OF_ALL = (
     "h2o, of the sequence, prompt only", "local, of the sequence", "vase, seeded", "h2o, protected",
 )  # fmt: skip
 # Masks leave nothing behind.
-ONLY_DROPPED = ("h2o, summaries", "h2o-norm, summaries", "h2o, first layer full")
+ONLY_DROPPED = ("h2o, summaries", "h2o-norm, summaries", "h2o, summaries in one layer", "h2o, first layer full")
 OTHERS = ("h2o, ratios", "tova", "h2o-v", "h2o-norm, decayed", "snapkv")
 
 

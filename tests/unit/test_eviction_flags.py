@@ -12,7 +12,7 @@ from flexgen_h2o import cli_common
 from flexgen_h2o import flags as engine_flags
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full, H2ONorm, Local, SnapKV, Tova
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Evicting, Eviction, Full, H2ONorm, Local, SnapKV, Tova
 
 
 def parser() -> cli_common.OneLineParser:
@@ -106,6 +106,21 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
 def test_a_share_of_the_bytes_chooses_bits_and_window(flags: str, bits: int | str, window: int) -> None:
     policy, _ = engine_flags.policy_of(parser().parse_args(flags.split()))
     assert policy.compress_cache and (policy.cache_bits, policy.cache_window) == (bits, window)
+
+
+@pytest.mark.parametrize(
+    ("flags", "page", "layers"),
+    [
+        ("--kv-bytes 0.5", None, None), ("--kv-bytes 0.2", 128, 2), ("--kv-bytes 0.2 --summaries 32", 32, 2),
+        ("--kv-bytes 0.1 --summary-layers 7", 128, 7), ("--kv-bytes 0.1 --eviction h2o --summaries 9", 9, None),
+        ("--kv-budget 0.1 --summaries 9 --summary-layers 1", 9, 1),
+    ],
+)  # fmt: skip
+def test_a_share_of_the_bytes_chooses_summaries(flags: str, page: int | None, layers: int | None) -> None:
+    args = parser().parse_args(flags.split())
+    policy, _ = engine_flags.policy_of(args)
+    found = engine_flags.eviction_of(args, policy)
+    assert isinstance(found, Evicting) and (found.summaries, found.summary_layers) == (page, layers)
 
 
 def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:

@@ -3,12 +3,13 @@ layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction.full import Full
-from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget, is_rolling, priced
+from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, Needs, OfOther, RowBudget, is_rolling, priced
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,13 @@ class Windowed(OfOther):
     """`policy` in the transformer blocks without a window, counted as if there were no others."""
 
     windows: tuple[int | None, ...]
+
+    @cached_property
+    def needs(self) -> Needs:
+        needs = self.policy.needs
+        others = [block for block, window in enumerate(self.windows) if window is None]
+        layers = others[needs.page_layers] if needs.page_layers < len(others) else needs.page_layers
+        return replace(needs, page_layers=layers)
 
     @property
     def while_decoding(self) -> bool:

@@ -55,7 +55,8 @@ class Needs:
     value_range: NORMS are the largest less the smallest number of a value, not its L2 norm. page: positions of a page
     (page = position // `page`); 0 for none. The columns of a page that were dropped are one more column of their row
     and kv-head then: their mean key, their mean value, and log(how many) added to the logit. It has no score and never
-    leaves; what attention gives it is in the denominator of all others.
+    leaves; what attention gives it is in the denominator of all others. page_layers: transformer blocks that have
+    pages, the first ones.
     """
 
     record: tuple[str, ...] = ()
@@ -68,6 +69,7 @@ class Needs:
     per_query: bool = False
     value_range: bool = False
     page: int = 0
+    page_layers: int = EVERYTHING
 
     def __post_init__(self) -> None:
         if self.record and self.ranks_by_score and SCORES not in self.record:
@@ -77,20 +79,26 @@ class Needs:
 @dataclass(frozen=True)
 class RowRecord:
     """What is kept of a row besides its columns, where attention runs. names: of each slot (`Needs.record`); nothing
-    for the full cache. pages: of what was dropped (`Needs.page`)."""
+    for the full cache. pages: of what was dropped (`Needs.page`), in the first `page_layers` transformer blocks."""
 
     names: tuple[str, ...] = ()
     pages: int = 0
+    page_layers: int = EVERYTHING
 
     def __bool__(self) -> bool:
         return bool(self.names)
 
     def covers(self, other: RowRecord) -> bool:
-        return self.names == other.names and self.pages >= other.pages and bool(self.pages) == bool(other.pages)
+        layers = [record.pages and record.page_layers for record in (self, other)]
+        return self.names == other.names and self.pages >= other.pages and layers[0] == layers[1]
 
     def union(self, other: RowRecord) -> RowRecord:
         """Of rows of one policy."""
-        return RowRecord(self.names, max(self.pages, other.pages))
+        return replace(self, pages=max(self.pages, other.pages))
+
+    def at(self, block: int) -> RowRecord:
+        """In one transformer block."""
+        return self if block < self.page_layers else RowRecord(self.names)
 
 
 NO_RECORD = RowRecord()
@@ -98,8 +106,8 @@ NO_RECORD = RowRecord()
 
 def record_of(eviction: Eviction, tokens: int) -> RowRecord:
     """The record of rows of at most `tokens` tokens, prompt and new ones."""
-    page = eviction.needs.page
-    return RowRecord(eviction.needs.record, -(-tokens // page) if page else 0)
+    needs = eviction.needs
+    return RowRecord(needs.record, -(-tokens // needs.page) if needs.page else 0, needs.page_layers)
 
 
 @dataclass(frozen=True)
@@ -217,7 +225,8 @@ class Evicting(EvictionSettings):
     def needs(self) -> Needs:
         found = self.measures
         record = (*found.record, RANKS) if self.positions == ROLLING else found.record
-        return replace(found, record=record, page=self.summaries or 0, even=found.even and not self.summaries)
+        page, layers = self.summaries or 0, self.summary_layers or EVERYTHING
+        return replace(found, record=record, page=page, page_layers=layers, even=found.even and not page)
 
     @property
     def measures(self) -> Needs:
@@ -249,10 +258,12 @@ class Evicting(EvictionSettings):
         if self.prices is None:
             raise UsageError("kv_bytes: is a share of a model's KV cache; give the policy to an LLM")
         share, pages = self.kv_bytes, record_of(self, tokens).pages
+        have_pages = min(self.needs.page_layers, num_blocks)
         if self.layer_schedule == FIRST_FULL and num_blocks > 1:  # what the first layer takes is the others' loss
             whole = self.prices.nbytes(tokens, pages) / (4 * self.prices.width * tokens)
             share = (share * num_blocks - whole) / (num_blocks - 1)
-        columns = self.prices.columns(share, tokens, pages)
+            num_blocks, have_pages = num_blocks - 1, have_pages - 1
+        columns = self.prices.columns(share, tokens, pages, have_pages / num_blocks)
         if columns < 1:
             raise UsageError(
                 f"--kv-bytes {self.kv_bytes}: holds no column of a row of {tokens} tokens beside what each row has; "
@@ -394,3 +405,9 @@ class OfStage(OfOther):
 
     def rank(self, columns: Columns) -> torch.Tensor:
         return super().rank(replace(columns, block=self.first + columns.block))
+
+    @cached_property
+    def needs(self) -> Needs:
+        needs = self.policy.needs
+        layers = max(0, needs.page_layers - self.first)
+        return replace(needs, page=needs.page if layers else 0, page_layers=layers)

@@ -18,6 +18,7 @@ from bench.sweep.grid import IN_RAM, SIGNED, Cell, System, systems_of
 from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
 from bench.sweep.store import FAILED, OK, Line, Store
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.kvcache.eviction import mix_of
 from flexgen_h2o.models.load import find_model
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures
 
@@ -164,14 +165,17 @@ def test_results_and_pages_do_not_make_a_tree_dirty(tmp_path: Path, monkeypatch:
     assert common.commit() == f"{clean}-dirty"
 
 
+MIX = mix_of(0.2).eviction
+
+
 @pytest.mark.parametrize(
     ("variant", "flags", "policy"),
     [
         ("h2o:kv-budget=0.2", "--policies h2o --budgets 0.2 --budgets-of sequence", "h2o"),
         ("h2o:0.1", "--policies h2o --budgets 0.2 --budgets-of prompt", "h2o"),
         ("full-int8", "--int8-compute --policies h2o --budgets 0.2 --budgets-of sequence", "full"),
-        ("mix:kv-bytes=0.2", "--compress-cache --cache-bits 3 --cache-window 16 --policies h2o-norm --budgets 0.2 "
-                             "--budgets-of bytes", "h2o-norm"),
+        ("mix:kv-bytes=0.2", f"--compress-cache --cache-bits 3 --cache-window 16 --policies {MIX} --budgets 0.2 "
+                             "--budgets-of bytes", MIX),
     ],
 )  # fmt: skip
 def test_quality_is_measured_with_the_flags_of_the_speed(variant: str, flags: str, policy: str) -> None:

@@ -76,6 +76,7 @@ NO_SHARES: tuple[Any, ...] = (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", 10*
         (Random, "positions", ("other",)),
         (H2O, "kv_bytes", NO_SHARES),
         (Tova, "summaries", (0, -1, 1.5)),
+        (Local, "summary_layers", (0, -1, 1.5, 1)),  # 1: without summaries
         (Local, "protect", ("some", "-3", 0, -1, 1.5, True)),
         (SnapKV, "while_decoding", (1,)),
         (Local, "sinks", (-1, 1.5, True)),
@@ -206,20 +207,22 @@ packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (2, 3, 4,
 
 @given(
     share=st.floats(0.02, 1), prompt=st.integers(1, 600), gen=st.integers(1, 600), packing=packings,
-    window=st.sampled_from([0, 4, 16]), page=st.sampled_from([None, 16, 64]),
+    window=st.sampled_from([0, 4, 16]), page=st.sampled_from([None, 16, 64]), layers=st.sampled_from([None, 1, 2, 9]),
     schedule=st.sampled_from(["uniform", "first-full"]),
 )  # fmt: skip
 def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
-    share: float, prompt: int, gen: int, packing: KVPacking | None, window: int, page: int | None, schedule: str
-) -> None:
+    share: float, prompt: int, gen: int, packing: KVPacking | None, window: int, page: int | None, layers: int | None,
+    schedule: str,
+) -> None:  # fmt: skip
     """Over all layers, by the bytes that a unit's layout has."""
     tokens, prices = prompt + gen, KVPrices(64, packing, window)
-    policy = priced(H2O(kv_bytes=share, summaries=page, layer_schedule=schedule), prices)
+    layers = layers if page else None
+    policy = priced(H2O(kv_bytes=share, summaries=page, summary_layers=layers, layer_schedule=schedule), prices)
     record = record_of(policy, tokens)
 
     def held(more: int = 0) -> float:
-        slots = [min(policy.slots(prompt, gen, block, 4) + more, tokens) for block in range(4)]
-        layouts = (UnitLayout(1, 1, n, 64, 2, (0.0, 1.0, 0.0), record, False, packing, window) for n in slots)
+        slots = [(min(policy.slots(prompt, gen, block, 4) + more, tokens), record.at(block)) for block in range(4)]
+        layouts = (UnitLayout(1, 1, n, 64, 2, (0.0, 1.0, 0.0), of, False, packing, window) for n, of in slots)
         return sum(layout.sequence_bytes for layout in layouts) / (4 * tokens * 4 * 64)
 
     try:
