@@ -1,8 +1,9 @@
-"""Policies against each other on the same prompts: what compression, int8 products and weights on disk give and cost.
+"""Policies against each other on the same prompts: what compression, int8 products, weights on disk and smaller KV
+caches give and cost.
 
 Each claim names its policies; the first is what the others are divided by. All engines are open in one process and run
 in turn, so that neighbours meet all of them. Before the first round each engine is opened and computes its first
-layers. Ratios are of the runs of a round; random weights at the true shape, full KV cache.
+layers. Ratios are of the runs of a round; random weights at the true shape, the full KV cache but for the kv claims.
 
     python -m bench.engine.compare_policies 4bit-disk           weights in 4 bits, all on disk, few rows
     python -m bench.engine.compare_policies 4bit-ram            weights in 4 bits, in RAM, a large block
@@ -10,6 +11,9 @@ layers. Ratios are of the runs of a round; random weights at the true shape, ful
     python -m bench.engine.compare_policies 4bit-int8-ram       the same in RAM, as 4bit-ram
     python -m bench.engine.compare_policies disk                weights on disk beside weights in RAM, a large block
     python -m bench.engine.compare_policies int8                products in int8 against bf16, in RAM
+    python -m bench.engine.compare_policies kv-disk --layers 6  ways to a smaller KV cache, which lies on disk
+    python -m bench.engine.compare_policies kv-ram --layers 6   the same in RAM
+    python -m bench.engine.compare_policies kv-device --layers 6    the same in RAM behind a stand-in device of 3 GiB
     python -m bench.engine.compare_policies int8 --model facebook/opt-125m --rows 8 --gen-len 4 --repeats 1
 """
 
@@ -24,26 +28,46 @@ from itertools import islice
 from typing import Any
 
 from bench import common
+from bench.sweep.cut_model import cut_model
 from flexgen_h2o.cli_common import positive
-from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.loop import zigzag
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, make_eviction, mix_of
 from flexgen_h2o.llm import LLM
 
-PHASES = ("prefill", "decode")
+PHASES = ("prefill", "decode", "total")
 FIRST_STEPS = 3
 IN_RAM, ON_DISK = (0, 100, 0, 100, 0, 100), (0, 0, 0, 100, 0, 100)
+KV_ON_DISK, KV_BEHIND_A_LINK = (100, 0, 0, 0, 100, 0), (100, 0, 0, 100, 100, 0)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """policies: fields of `Policy` by name. rows: of the one micro-batch; lengths in tokens."""
+    """policies: fields of `Policy` by name, and "eviction". rows: of the one micro-batch; lengths in tokens. percent:
+    of policies that have none of their own. device_mem: of a stand-in device."""
 
     policies: dict[str, dict[str, Any]]
     rows: int
     prompt_len: int
     gen_len: int
+    percent: tuple[int, ...] = IN_RAM
+    device_mem: str | None = None
+
+
+SHARE = 0.2  # of the sequence: of its bytes, or of its columns
+_MIX = mix_of(SHARE)
+SMALLER_KV: dict[str, dict[str, Any]] = {
+    "full": {},
+    "4 bits": {"compress_cache": True},
+    f"--kv-bytes {SHARE}": {
+        "compress_cache": True, "cache_bits": _MIX.cache_bits, "cache_window": _MIX.cache_window,
+        "eviction": make_eviction(_MIX.eviction, kv_bytes=SHARE),
+    },
+    f"h2o-norm, {SHARE:.0%} of the columns": {"eviction": H2ONorm(kv_budget=SHARE)},
+    f"h2o, {SHARE:.0%} of the columns": {"eviction": H2O(kv_budget=SHARE)},
+}  # fmt: skip
 
 
 CLAIMS = {
@@ -67,33 +91,42 @@ CLAIMS = {
     "4bit-int8-ram": Claim({"bf16": {}, "4 bits, int8": {"compress_weight": True, "int8_compute": True}}, 256, 8, 9),
     "disk": Claim({"in RAM": {}, "on disk": {"percent": ON_DISK}}, 256, 8, 9),
     "int8": Claim({"bf16": {}, "int8": {"int8_compute": True}}, 128, 16, 13),
+    "kv-disk": Claim(SMALLER_KV, 8, 1536, 512, KV_ON_DISK),
+    "kv-ram": Claim(SMALLER_KV | {"a tenth read": {"attn_sparsity": 0.1}}, 8, 1536, 512),
+    "kv-device": Claim(SMALLER_KV, 16, 512, 512, KV_BEHIND_A_LINK, "3GiB"),
 }  # fmt: skip
 
 
 def main() -> int:
     args = _parse()
-    speeds: dict[str, dict[str, list[float]]] = {
-        name: {phase: [] for phase in PHASES} for name in CLAIMS[args.claim].policies
-    }
+    claim = CLAIMS[args.claim]
+    speeds: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in claim.policies}
+    kv: dict[str, dict[str, int]] = {}
     with contextlib.ExitStack() as stack:
-        llms = {
-            name: stack.enter_context(common.open_llm(args, Policy(args.rows, **{"percent": IN_RAM, **fields})))
-            for name, fields in CLAIMS[args.claim].policies.items()
-        }
+        llms = {name: stack.enter_context(_open(args, claim, fields)) for name, fields in claim.policies.items()}
 
         def part(name: str) -> Callable[[], None]:
             def measured() -> None:
                 report = _generate(llms[name], args)
                 for phase in PHASES:
                     speeds[name][phase].append(getattr(report, phase).tokens_per_s)
+                kv[name] = report.kv
 
             return measured
 
         for llm in llms.values():
             _generate(llm, args, FIRST_STEPS)
         rounds = common.alternate(args.repeats, [part(name) for name in llms], args.quiet_wait)
-    common.finish(_result(args, speeds, rounds), args.output)
+    common.finish(_result(args, speeds, rounds) | {"kv": kv}, args.output)
     return 0
+
+
+def _open(args: argparse.Namespace, claim: Claim, fields: dict[str, Any]) -> LLM:
+    settings = {name: value for name, value in fields.items() if name != "eviction"}
+    policy = Policy(args.rows, **{"percent": claim.percent, **settings})
+    model = args.model if args.layers is None else str(cut_model(args.model, args.layers, args.offload_dir))
+    budget = MemoryBudget(claim.device_mem, args.host_mem)
+    return common.open_llm(args, policy, fields.get("eviction"), model=model, budget=budget)
 
 
 def _parse() -> argparse.Namespace:
@@ -103,6 +136,7 @@ def _parse() -> argparse.Namespace:
     add("--rows", type=positive, help="of the one micro-batch (the claim's)")
     add("--prompt-len", type=positive)
     add("--gen-len", type=common.decoded)
+    add("--layers", type=positive, help="transformer blocks of a model that is cut to them (all)")
     add("--repeats", type=positive, default=5)
     args = parser.parse_args()
     for name in ("rows", "prompt_len", "gen_len"):
@@ -130,13 +164,14 @@ def _result(
         for phase in PHASES
     }
     found = {f"{name}, {phase}": common.Spread(v) for name, of in speeds.items() for phase, v in of.items()}
-    title = f"{args.claim}: {args.model}, {args.rows} rows, {args.prompt_len} + {args.gen_len} tokens"
+    layers = f", {args.layers} layers" if args.layers else ""
+    title = f"{args.claim}: {args.model}{layers}, {args.rows} rows, {args.prompt_len} + {args.gen_len} tokens"
     lines = [(what, speed.show("tokens/s", 1)) for what, speed in found.items()]
     common.table(title, lines + [(what, ratio.show("")) for what, ratio in ratios.items()])
     print(f"# others took {common.show_rounds(rounds)}")
     return {
-        "benchmark": "compare_policies", "claim": args.claim, "model": args.model, "rows": args.rows,
-        "prompt_len": args.prompt_len, "gen_len": args.gen_len, "rounds": rounds,
+        "benchmark": "compare_policies", "claim": args.claim, "rounds": rounds,
+        **common.some_of(args, "model", "layers", "rows", "prompt_len", "gen_len"),
         "tokens_per_s": found, "ratios": ratios,
     }  # fmt: skip
 
