@@ -99,7 +99,7 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "bits", "window"),
     [
-        ("--kv-bytes 0.2", 3, 16), ("--kv-bytes 0.05", "4/3", 0), ("--kv-bytes 0.05 --cache-window 4", "4/3", 4),
+        ("--kv-bytes 0.2", "4/3", 16), ("--kv-bytes 0.05", "4/3", 0), ("--kv-bytes 0.05 --cache-window 4", "4/3", 4),
         ("--kv-bytes 0.05 --cache-bits 4/2", "4/2", 16),
     ],
 )  # fmt: skip

@@ -174,7 +174,7 @@ MIX = mix_of(0.2).eviction
         ("h2o:kv-budget=0.2", "--policies h2o --budgets 0.2 --budgets-of sequence", "h2o"),
         ("h2o:0.1", "--policies h2o --budgets 0.2 --budgets-of prompt", "h2o"),
         ("full-int8", "--int8-compute --policies h2o --budgets 0.2 --budgets-of sequence", "full"),
-        ("mix:kv-bytes=0.2", f"--compress-cache --cache-bits 3 --cache-window 16 --policies {MIX} --budgets 0.2 "
+        ("mix:kv-bytes=0.2", f"--compress-cache --cache-bits 4/3 --cache-window 16 --policies {MIX} --budgets 0.2 "
                              "--budgets-of bytes", MIX),
     ],
 )  # fmt: skip
