@@ -200,7 +200,7 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
             f"{where}: reads a share of the full cache, and {asked} asks for {name}; leave one of them out"
         )
     own = (item.partition("=")[0] for item in name.partition(":")[2].split(","))
-    with naming_flags(**{**{key: f"--eviction {name}: {key}" for key in own}, **EVICTION_FLAGS}):
+    with naming_flags(**EVICTION_FLAGS | {key: f"--eviction {name}: {key}" for key in own}):
         return make_eviction(name, **given)
 
 

@@ -36,7 +36,10 @@ EVICTION: Cases = [
     "--kv-layer-schedule pyramid --eviction full", "--kv-budget 0", "--kv-budget 1.5", "--kv-budget nan",
     "--kv-budget half", ("--kv-budget 0.2 --eviction full", "--kv-budget and --eviction full: give one of them"),
     ("--kv-budget 0.2 --hh-ratio 0.1", "--kv-budget: says how many columns stay, and so does --hh-ratio; leave one"),
-    ("--eviction tova:kv_budget=0.2 --recent-size 4", "--kv-budget: says how many columns stay, and so does --recent"),
+    (
+        "--eviction tova:kv_budget=0.2 --recent-size 4",
+        "--eviction tova:kv_budget=0.2: kv_budget: says how many columns stay, and so does --recent",
+    ),
     ("--eviction h2o:kv_budget=0.2 --kv-budget 0.3", "--eviction: --kv-budget is given twice"),
 ]  # fmt: skip
 POLICY: Cases = [

@@ -267,7 +267,7 @@ class Evicting(EvictionSettings):
         if columns < 1:
             raise UsageError(
                 f"--kv-bytes {self.kv_bytes}: holds no column of a row of {tokens} tokens beside what each row has; "
-                "give more, larger pages of --summaries or a smaller --cache-window"
+                "give more, larger pages of --summaries, fewer --summary-layers or a smaller --cache-window"
             )
         return columns
 
