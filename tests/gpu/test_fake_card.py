@@ -152,3 +152,16 @@ def test_products_of_few_rows_take_a_packed_weight_in_one_launch(tmp_path, bits:
     assert tokens == expected and not streamed.races
     assert of_block(streamed, "decode", "launch") <= of_block(plain, "decode", "launch") + matrices
     assert of_block(streamed, "decode", "sync") == 0
+
+
+@pytest.mark.slow
+def test_layers_without_summaries_take_one_launch(tmp_path) -> None:
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    launches = {}
+    for layers in (1, 2):
+        kept = H2O(heavy_size=6, recent_size=3, summaries=4, summary_layers=layers)
+        expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept)
+        tokens, card = on_fake_card(folder, "all on the device", kept)
+        assert tokens == expected and not card.races
+        launches[layers] = of_block(card, "decode", "launch")
+    assert launches[1] < launches[2]
