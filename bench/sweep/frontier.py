@@ -34,12 +34,14 @@ from flexgen_h2o.evaluation.figures import Figures, number, summarise_recall, su
 from flexgen_h2o.evaluation.rows import SEQUENCE, Case, held_out_rows, make_cells, recall_rows, text_of
 from flexgen_h2o.kvcache.eviction import Full
 
-NORM, SUMS = "h2o-norm", "h2o-norm:summaries=32"
+NORM, SUMS, FIRST = "h2o-norm", "h2o-norm:summaries=32", "h2o-norm:summaries=128,summary_layers=2"
 CELLS = [
     *(f"full@1/{bits}" for bits in (8, 4, 3, 2)), "full@1/4w0", "full@1/3w32",
     *(f"{policy}@{share}" for share in (0.5, 0.2, 0.1, 0.05) for policy in ("h2o", NORM, SUMS)),
     *(f"{SUMS}@{share}/{bits}" for bits in (4, 3, 2) for share in (0.7, 0.5, 0.35, 0.25, 0.15)),
     *(f"{NORM}@{share}/3" for share in (0.5, 0.25)),
+    *(f"{FIRST}@{share}/4/3" for share in (0.6, 0.51, 0.42)),
+    *(f"{FIRST}@{share}/4/3w0" for share in (0.455, 0.313, 0.137, 0.049)),
     *(f"h2o-norm:summaries=16@{share}/3" for share in (0.5, 0.25)),
     *(f"h2o-norm:summaries=32,layer_schedule=first-full@{share}/3" for share in (0.35, 0.2)),
     *(f"full@1r{read}" for read in (0.2, 0.1, 0.07, 0.05)), "full@1/4r0.1", "full@1/3r0.1",
@@ -164,7 +166,7 @@ def draw(found: Sequence[Figures], path: Path) -> None:
             policy, _, rest = one["policy"].partition("@")
             bits = rest.partition("/")[2].partition("r")[0].partition("w")[0] or "16"
             read = ", some read" if "r" in rest else ""
-            kinds.setdefault(f"{policy.partition(',')[0]}, {bits} bits{read}", []).append(one)
+            kinds.setdefault(f"{policy}, {bits} bits{read}", []).append(one)
     for i, (kind, cells) in enumerate(sorted(kinds.items())):
         x, y = [c["read_share"] for c in cells], [max(c["kl"]["value"], 1e-5) for c in cells]
         ax.plot(x, y, linestyle="", marker="osD^vP*X<>h"[i % 11], color=f"C{i % 10}", label=kind)
