@@ -30,11 +30,12 @@ from flexgen_h2o.core.files import check_writable, usable_path, write_whole
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.loop import Step, zigzag
-from flexgen_h2o.engine.memory_plan import layers_of, tier_shares
 from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.tiers.stream import tier_shares
 
 ROOT = Path(__file__).resolve().parent.parent
 MB, GB = 10**6, 10**9

@@ -33,7 +33,7 @@ from flexgen_h2o.engine.generation import (
     Row,
     SlotsWatch,
 )
-from flexgen_h2o.engine.memory_plan import layers_of, packing_of, prices_of
+from flexgen_h2o.engine.memory_plan import packing_of, prices_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
 from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
@@ -184,7 +184,7 @@ class LLM:
     @property
     def num_layers(self) -> int:
         """Layers of a sweep under the policy in use."""
-        return len(layers_of(self.model.spec, self._policy or Policy()).layers)
+        return self._planner.num_layers(self._policy or Policy())
 
     def check_plan(self) -> None:
         """UsageError for what no rows can mend: rolling positions that the model or the policy cannot have; eviction

@@ -303,7 +303,7 @@ def _write(args: argparse.Namespace, answer: Answer, plan: Plan, command: str) -
 def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
     """The first block again, with all its spans."""
     from flexgen_h2o.core.timeline import Timeline, around_prefill_end, draw_timeline
-    from flexgen_h2o.engine.memory_plan import layers_of
+    from flexgen_h2o.engine.weight_units import layers_of
     from flexgen_h2o.engine.workload import even_blocks
     from flexgen_h2o.planner.predict import predict, walked_sweeps
 
@@ -314,7 +314,7 @@ def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
     if args.trace is not None:
         timeline.write_chrome_trace(args.trace)
     if args.plot is not None:
-        steps = len(layers_of(space.spec, plan.policy).layers) * len(blocks[0][0])
+        steps = len(layers_of(space.spec, plan.policy, plan.memory.head_rows).layers) * len(blocks[0][0])
         sweeps = ", ".join(map(str, walked_sweeps(space.need.gen_len)))
         where = f"{space.spec.name} on {space.machine.profile.machine}"
         title = f"{where}, simulated sweeps {sweeps}\n{as_flags(plan.policy)}"

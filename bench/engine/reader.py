@@ -14,14 +14,14 @@ from bench.common import storage_read_bytes
 from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.engine.memory_plan import layers_of, tier_shares
 from flexgen_h2o.engine.resources import LANE_THREADS
 from flexgen_h2o.engine.stores import WeightStore
+from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.models.load import Model, find_checkpoint
 from flexgen_h2o.tiers.device import HostDevice, host_buffer
-from flexgen_h2o.tiers.stream import Done, Region, Ring, wait_all
+from flexgen_h2o.tiers.stream import Done, Region, Ring, tier_shares, wait_all
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 GROUP_NUMEL = 40 * 10**6  # of a group of experts: some tens of MB, so that a ring of a few groups is small
@@ -30,7 +30,7 @@ class TensorSpec:
     slice, along the first dimension, of what is stored under its name, as an expert is of all experts of a block;
     `shape` is the slice's. A model has all slices of such a tensor. transposed: checkpoints with plain numbers have the
     matrix as (columns, rows), for x W; `shape` is that of W^T, as of all matrices. looked_up: rows of it are looked up
-    by token, and nothing else is done with it.
+    by token, and nothing else is done with it. whole: it is rows of that tensor, from its row `first` on (`rows`).
     """
 
     role: str
@@ -41,11 +41,19 @@ class TensorSpec:
     index: int | None = None
     transposed: bool = False
     looked_up: bool = False
+    whole: TensorSpec | None = None
+    first: int = 0
 
     @property
     def key(self) -> str:
         """No other tensor of the model has it."""
+        if self.whole is not None:
+            return f"{self.whole.key}[{self.first}:{self.first + self.shape[0]}]"
         return slice_key(self.name, self.index)
+
+    def rows(self, chosen: range) -> TensorSpec:
+        """These rows of a matrix, in the same role."""
+        return replace(self, shape=(len(chosen), *self.shape[1:]), whole=self, first=chosen.start)
 
     @property
     def numel(self) -> int:
@@ -69,13 +77,14 @@ class Layer:
     """One step of a sweep. `block` is the transformer block it belongs to (-1: embedding or head).
 
     `unit` indexes `LayerPlan.units`; embedding and head share one when the model ties them. experts: those of the
-    block that a layer of this kind computes.
+    block that a layer of this kind computes. rows: of the head's table, those whose logits a layer of this kind gives.
     """
 
     kind: LayerKind
     block: int
     unit: int
     experts: range = range(0)
+    rows: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,8 @@ class ModelSpec:
     options: what only the family reads (activation, norm placement, ...), as sorted pairs.
     quantization: the checkpoint's `quantization_config` (checkpoint/formats).
     embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
+    The head's last tensor is its table, which has a row for each token.
+    head_rows: rows of that table in a unit; the head is then as many layers (`with_head_rows`). 0: all of them.
     """
 
     name: str
@@ -194,10 +205,12 @@ class ModelSpec:
     buffers: tuple[StepBuffer, ...] = ()
     experts: Experts | None = None
     windows: tuple[int | None, ...] = ()
+    head_rows: int = 0
 
     def __hash__(self) -> int:
         """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
-        return hash((self.name, self.family, self.num_blocks, self.hidden_size, self.ffn_size, self.vocab_size))
+        sizes = self.num_blocks, self.hidden_size, self.ffn_size, self.vocab_size, self.head_rows
+        return hash((self.name, self.family, *sizes))
 
     def option(self, key: str) -> Any:
         return dict(self.options)[key]
@@ -226,13 +239,14 @@ class ModelSpec:
 
     @property
     def shares_table(self) -> bool:
-        """Are embedding and head one unit here? Of a tied model, where both are in one stage."""
-        return self.tied and bool(self.embedding) and bool(self.head)
+        """Are embedding and head one unit here? Of a tied model, where both are in one stage and the head is whole."""
+        return self.tied and bool(self.embedding) and bool(self.head) and not self.head_rows
 
     @property
     def tensors(self) -> list[TensorSpec]:
         """All of them, those of a layer side by side, tied ones once."""
-        return list({t.key: t for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
+        units = replace(self, head_rows=0).layers(sep_layer=False).units
+        return list({t.key: t for unit in units for t in unit.tensors}.values())
 
     @property
     def num_weights(self) -> int:
@@ -265,11 +279,9 @@ class ModelSpec:
         units: list[WeightUnit] = []
         layers: list[Layer] = []
 
-        def add(
-            kind: LayerKind, block: int, name: str, tensors: tuple[TensorSpec, ...], experts: range = range(0)
-        ) -> None:
+        def add(kind: LayerKind, block: int, name: str, tensors: tuple[TensorSpec, ...], **own: range) -> None:
             units.append(WeightUnit(name, tensors))
-            layers.append(Layer(kind, block, len(units) - 1, experts))
+            layers.append(Layer(kind, block, len(units) - 1, **own))
 
         def add_experts(block: int) -> None:
             assert self.experts is not None
@@ -278,7 +290,13 @@ class ModelSpec:
                 group = range(first, min(first + size, len(experts)))
                 tensors = tuple(t for i in group for t in experts[i])
                 name = f"block {block} experts {group.start} to {group[-1]}"
-                add("experts", block, name, self.experts.inputs[block] + tensors, group)
+                add("experts", block, name, self.experts.inputs[block] + tensors, experts=group)
+
+        def add_head() -> None:
+            for first in range(0, self.vocab_size, self.head_rows):
+                rows = range(first, min(first + self.head_rows, self.vocab_size))
+                tensors = (*self.head[:-1], self.head[-1].rows(rows))
+                add("head", -1, f"head rows {rows.start} to {rows[-1]}", tensors, rows=rows)
 
         keys = {t.key for t in self.embedding}
         extra_head = tuple(t for t in self.head if t.key not in keys) if self.shares_table else ()
@@ -293,9 +311,23 @@ class ModelSpec:
                 add("mlp", i, f"block {i} mlp", mlp)
             else:
                 add("block", i, f"block {i}", attention + mlp)
-        last: LayerKind = "head" if self.head else "send"
         if self.shares_table:
-            layers.append(Layer(last, -1, 0))
+            layers.append(Layer("head", -1, 0, rows=range(self.vocab_size)))
+        elif self.head and self.head_rows:
+            add_head()
+        elif self.head:
+            add("head", -1, "head", self.head, rows=range(self.vocab_size))
         else:
-            add(last, -1, last, self.head)
+            add("send", -1, "send", ())
         return LayerPlan(tuple(layers), tuple(units))
+
+
+@lru_cache(maxsize=64)  # the same object for equal ones, by which plans look up what they know of a model
+def with_head_rows(spec: ModelSpec, rows: int) -> ModelSpec:
+    """The model with so many rows of the head's table in a unit; 0: all. A tied table is then two, as if it were not
+    tied: one whose rows the embedding looks up, and one that is multiplied."""
+    if rows == spec.head_rows:
+        return spec
+    table = spec.head[-1].key
+    embedding = tuple(replace(t, looked_up=True) if t.key == table else t for t in spec.embedding)
+    return replace(spec, head_rows=rows, embedding=embedding)

@@ -21,10 +21,11 @@ from flexgen_h2o.engine.decoding import Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey, Walk
-from flexgen_h2o.engine.memory_plan import kv_layout, record_in, waits_for_router
+from flexgen_h2o.engine.memory_plan import kv_layout, record_in
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.stores import WeightStream
+from flexgen_h2o.engine.weight_units import waits_for_router
 from flexgen_h2o.kvcache.evict import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -224,7 +225,7 @@ class Executor:
         if layer.kind in ("mlp", "block") and spec.mlp[layer.block]:
             family.mlp(spec, w, hidden.x, ws)
         if layer.kind == "head":
-            self._head(k, w, hidden.x)
+            self._head(layer, k, w, hidden.x)
         if layer.kind == "send" and self._wire is not None:
             self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
             self._wire.send_hidden(k, len(self._batches[k].rows), hidden.x)
@@ -335,12 +336,20 @@ class Executor:
         self._engine.hidden.begin_sweep(k, tokens)
         self._engine.cache.begin_sweep(k)
 
-    def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
-        batch, fed = self._batches[k], self._inputs[k]
+    def _head(self, layer: Layer, k: int, w: Weights, x: torch.Tensor) -> None:
+        """The logits of a micro-batch, or in parts of the head a part of them, held until the last part has come."""
+        batch, fed, spec, ws = self._batches[k], self._inputs[k], self._engine.spec, self._workspace
+        first = k * self._engine.plan.shape.rows if spec.head_rows else 0  # rows of logits that are others'
 
         def logits_at(places: torch.Tensor) -> torch.Tensor:
-            return self._family.head(self._engine.spec, w, x.index_select(0, upload(places, x.device)), self._workspace)
+            logits = ws.get("logits", first + len(places), spec.vocab_size)[first:]
+            inputs = x.index_select(0, upload(places, x.device))
+            self._family.head(spec, w, inputs, logits[:, layer.rows.start : layer.rows.stop], ws)
+            return logits
 
+        if layer.rows.stop < spec.vocab_size:
+            logits_at(fed.last())
+            return
         scored = scored_tokens(batch, fed)
         score_prompts(scored, lambda places: logits_at(torch.tensor(places)), self._decoding.watches.spares_rows)
         finished, moves = list[Row](), list[Move]()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
 
-from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
+from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.model import WAITS_BELOW, LayerKind, LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.core.model import LayerKind, ModelSpec, with_head_rows
 from flexgen_h2o.core.packing import KVPacking, KVPrices
 from flexgen_h2o.core.units import (
     ALIGN,
@@ -33,9 +31,10 @@ from flexgen_h2o.engine.temporaries import (
     unpacked_cache_bytes,
     workspace_sizes,
 )
+from flexgen_h2o.engine.weight_units import even_head_rows, weight_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, tier_shares
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ class BlockShape:
 
     slots: KV slots of a row in each transformer block. record: what is kept of a row besides columns. sharing: tokens
     of the longest prompt that shares a prefix with others, or 0. common: columns of the prefix that all rows have in
-    one copy, outside of slots. scores: do prompts' tokens get log-probabilities?
+    one copy, outside of slots. scores: do prompts' tokens get log-probabilities? whole_head: are more logits wanted
+    than one of each row in a sweep, so that the head is not cut (`head_rows`)?
     """
 
     rows: int
@@ -55,6 +55,7 @@ class BlockShape:
     sharing: int = 0
     common: int = 0
     scores: bool = False
+    whole_head: bool = False
 
     @property
     def logits(self) -> int:
@@ -93,7 +94,7 @@ class BlockShape:
 
     def union(self, other: BlockShape) -> BlockShape:
         """The smallest shape that covers both, of rows of one eviction policy and model."""
-        names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores")
+        names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores", "whole_head")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
         slots, record = tuple(map(max, self.slots, other.slots)), self.record.union(other.record)
         return replace(self, slots=slots, record=record, **most)
@@ -123,12 +124,17 @@ class Buffer:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All buffers of a run and the shapes that they were sized for."""
+    """All buffers of a run and the shapes that they were sized for. head_rows: as of ModelSpec."""
 
     buffers: tuple[Buffer, ...]
     workspace: tuple[tuple[str, int], ...]
     shape: BlockShape
     depth: Depth
+    head_rows: int = 0
+
+    def serves(self, shape: BlockShape) -> bool:
+        """Do its buffers suffice for blocks of this shape?"""
+        return self.shape.covers(shape) and not (self.head_rows and shape.whole_head)
 
     def bytes_on(self, tier: str) -> int:
         return sum(b.nbytes for b in self.buffers if b.tier == tier)
@@ -166,50 +172,6 @@ class MemoryPlan:
             f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; "
             f"{advice(tier, budgets[tier], self.bytes_on(tier))}{self._other_ways(tier)}"
         )
-
-
-def expert_group(spec: ModelSpec, policy: Policy) -> int:
-    """Experts of a unit; 0 where the model has none."""
-    return spec.experts.group_size(policy.expert_group, policy.block_size) if spec.experts else 0
-
-
-def waits_for_router(spec: ModelSpec, policy: Policy) -> bool:
-    """Are groups of experts loaded once their block's router has chosen, so that those that nobody chose are not? Else
-    they are loaded ahead of it, as all other weights."""
-    if spec.experts is None:
-        return False
-    return spec.experts.share_used(policy.block_size, expert_group(spec, policy)) < WAITS_BELOW
-
-
-def layer_steps(spec: ModelSpec, policy: Policy) -> tuple[bool, int]:
-    """What decides on the layers of a sweep."""
-    return policy.sep_layer, expert_group(spec, policy)
-
-
-def layers_of(spec: ModelSpec, policy: Policy) -> LayerPlan:
-    """The layers of a sweep under a policy."""
-    return layer_plan(spec, layer_steps(spec, policy))
-
-
-@lru_cache(maxsize=64)  # a mixture of experts has thousands of units, and a search asks for them often
-def layer_plan(spec: ModelSpec, steps: tuple[bool, int]) -> LayerPlan:
-    return spec.layers(*steps)
-
-
-def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
-    """Shares as placed: where the device is host memory its share counts as host."""
-    return on_host_device(shares) if device_is_host else shares
-
-
-def streamed_part_bytes(nbytes: int) -> int:
-    """Ring bytes of stored rows that are streamed: room for their page-aligned file range, wherever in a page it
-    begins."""
-    return round_up(nbytes + PAGE, PAGE)
-
-
-def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightFormat, device_is_host: bool) -> int:
-    """Ring bytes that one load of the unit takes."""
-    return _unit_bytes(layouts_of(form, unit.tensors), shares, device_is_host).ring
 
 
 def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
@@ -271,11 +233,33 @@ def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
     return device_is_host or policy.cpu_cache_compute
 
 
+def head_rows(
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
+) -> int:
+    """Rows of the head's table that are a weight unit (ModelSpec.head_rows); 0: all of them.
+
+    The ring has room for the largest units, of which the head often is one. In parts it takes no more than other layers
+    do, but then the logits of all micro-batches of a block are held until the last part: it is cut where that is fewer
+    bytes in all.
+    """
+    form = weight_format(spec, policy, itemsize)
+    rows = 0 if shape.whole_head else even_head_rows(spec, policy, form, device_is_host)
+    if not rows:
+        return 0
+    models = (spec, with_head_rows(spec, rows))
+    whole, cut = (sum(weight_bytes(model, policy, form, device_is_host, depth.weights)) for model in models)
+    more_logits = (shape.micro_batches - 1) * shape.rows * spec.vocab_size * itemsize
+    more_staging = STAGING_BYTES if spec.shares_table else 0  # of the thread that reads rows of the table
+    return rows if cut + more_logits + more_staging < whole else 0
+
+
 def memory_plan(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
+    spec = with_head_rows(spec, head_rows(spec, policy, shape, itemsize, device_is_host, depth))
     tokens, form = shape.most_tokens, weight_format(spec, policy, itemsize)
+    weights = weight_bytes(spec, policy, form, device_is_host, depth.weights)
     blocking = blocking_bytes(spec, form, device_is_host)
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
@@ -285,7 +269,10 @@ def memory_plan(
     row_threads = any(tensor.looked_up for tensor in spec.embedding)
     common_prefix = round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
     buffers = [
-        *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
+        Buffer("weights", "device", weights.device),
+        Buffer("weights", "host", weights.host),
+        Buffer("weight ring", "device", weights.ring),
+        Buffer("unpacked weights", "device", weights.unpacked),
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
         Buffer("common prefix", "device", common_prefix),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
@@ -300,7 +287,7 @@ def memory_plan(
         if b.nbytes:
             merged[b.name, "host" if device_is_host and b.tier == "device" else b.tier] += b.nbytes
     placed = tuple(Buffer(name, tier, nbytes) for (name, tier), nbytes in merged.items())
-    return MemoryPlan(placed, tuple(workspace.items()), shape, depth)
+    return MemoryPlan(placed, tuple(workspace.items()), shape, depth, spec.head_rows)
 
 
 def plan_within(
@@ -314,83 +301,6 @@ def plan_within(
             return plan
     plan.check(budgets)
     return plan
-
-
-def _weight_buffers(
-    spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int
-) -> list[Buffer]:
-    shares = tier_shares(policy.weight_shares, device_is_host)
-    kinds, windows = unit_kinds(spec, policy, form), _windows(spec, layer_steps(spec, policy), form, depth)
-    sizes = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds.layouts]
-    counted = list(zip(sizes, kinds.counts, strict=True))
-    return [
-        Buffer("weights", "device", sum(count * s.device for s, count in counted)),
-        Buffer("weights", "host", sum(count * s.host for s, count in counted)),
-        Buffer("weight ring", "device", max(sum(sizes[kind].ring for kind in window) for window in windows)),
-        Buffer("unpacked weights", "device", max(s.unpacked for s in sizes)),
-    ]
-
-
-class _UnitBytes(NamedTuple):
-    """Bytes of one weight unit: resident on device and host, of a load in the ring, and unpacked."""
-
-    device: int
-    host: int
-    ring: int
-    unpacked: int
-
-
-class UnitKinds(NamedTuple):
-    """The weight units of a model, of which there may be thousands, by what they hold: they are of four kinds or so.
-
-    layouts, experts, counts: of each kind the tensors, how many experts, and how many units. cycle: the kinds of what a
-    sweep loads, in order; a unit that two layers share (tied head and next embedding) is loaded once.
-    """
-
-    layouts: tuple[tuple[TensorLayout, ...], ...]
-    experts: tuple[int, ...]
-    counts: tuple[int, ...]
-    cycle: tuple[int, ...]
-
-
-def unit_kinds(spec: ModelSpec, policy: Policy, form: WeightFormat) -> UnitKinds:
-    return _unit_kinds(spec, layer_steps(spec, policy), form)
-
-
-# A search plans thousands of policies for one model.
-@lru_cache(maxsize=16)
-def _unit_kinds(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat) -> UnitKinds:
-    plan = layer_plan(spec, steps)
-    experts = {layer.unit: len(layer.experts) for layer in plan.layers}
-    units = [(layouts_of(form, unit.tensors), experts[i]) for i, unit in enumerate(plan.units)]
-    kinds, counts = {key: kind for kind, key in enumerate(dict.fromkeys(units))}, Counter(units)
-    used = [layer.unit for layer in plan.layers]
-    loaded = [unit for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before] or used[:1]
-    layouts, experts_of = zip(*kinds, strict=True)
-    return UnitKinds(layouts, experts_of, tuple(counts[key] for key in kinds), tuple(kinds[units[i]] for i in loaded))
-
-
-@lru_cache(maxsize=64)
-def _windows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth: int) -> frozenset[tuple[int, ...]]:
-    """The kinds of so many loads, one after another, that a ring holds at once."""
-    cycle = _unit_kinds(spec, steps, form).cycle
-    if depth >= len(cycle):
-        return frozenset([cycle])
-    twice = cycle + cycle
-    return frozenset(twice[i : i + depth] for i in range(len(cycle)))
-
-
-@lru_cache(maxsize=4096)
-def _unit_bytes(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> _UnitBytes:
-    resident, ring = dict.fromkeys(TIERS, 0), 0
-    for layout in layouts:
-        for part, streamed in layout.homes(shares, device_is_host):
-            pieces = [stored.part_bytes(part) for stored in layout.stored]
-            resident[part.tier] += sum(round_up(nbytes, ALIGN) for nbytes in pieces)
-            if streamed:
-                ring += sum(map(streamed_part_bytes, pieces))
-    decoded = sum(round_up(layout.shape[0] * layout.decoded_row_bytes, ALIGN) for layout in layouts)
-    return _UnitBytes(resident["device"], resident["host"], ring, decoded)
 
 
 def _cache_buffers(

@@ -20,17 +20,19 @@ from flexgen_h2o.checkpoint.safetensors import Checkpoint
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import Part, Wire
-from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, layers_of, tier_shares
+from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore, hidden_fields
+from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.slots import PartView, common_views
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.tiers.device import Ledger, Site, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
-from flexgen_h2o.tiers.stream import Ring
+from flexgen_h2o.tiers.stream import Ring, tier_shares
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 LANE_THREADS = {"disk_read": READ_THREADS, "disk_write": WRITE_THREADS, "h2d": 1, "d2h": 1}
@@ -52,7 +54,7 @@ class Engine:
         timeline: Timeline,
     ) -> None:  # fmt: skip
         self.check_not_forked()
-        spec = part.spec
+        spec = with_head_rows(part.spec, plan.head_rows)
         device = site.device
         plan.check(site.budgets)
         checkpoint.check_unchanged()

@@ -19,18 +19,14 @@ from typing import Any, NoReturn
 import torch
 
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
-from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, WeightFormat
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, WeightFormat, layout_of
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import ALIGN, PAGE, TOKEN_CHUNK, round_up
 from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, joined
-from flexgen_h2o.engine.memory_plan import (
-    hidden_home_bytes,
-    hidden_is_streamed,
-    streamed_bytes,
-    streamed_part_bytes,
-)
+from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
+from flexgen_h2o.engine.weight_units import streamed_bytes, streamed_part_bytes
 from flexgen_h2o.kernels.linear import RowPart, RowParts
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
@@ -105,7 +101,7 @@ class WeightStore:
         self._form, self._mover, self._workspace, self._decoded = form, mover, workspace, decoded
         self._is_host = mover.device.is_host
         self._files: dict[Path, DirectFile] = {}
-        self._layouts = {t.key: form.layout(t) for unit in plan.units for t in unit.tensors}
+        self._layouts = {t.key: layout_of(form, t) for unit in plan.units for t in unit.tensors}
         self._parts = {t.key: self._parts_of(t, checkpoint, shares) for unit in plan.units for t in unit.tensors}
         self._filled: dict[tuple[int, TensorLayout], RowParts] = {}
         sources = [p.source for parts in self._parts.values() for h in parts if h.part.tier == "disk" for p in h.pieces]
@@ -122,7 +118,7 @@ class WeightStore:
         layout = self._layouts[tensor.key]
         for part, streamed in layout.homes(shares, self._is_host):
             pieces = [
-                _Piece(stored, checkpoint.tensors[stored.key].rows(*stored.part_rows(part)), stored.part_bytes(part))
+                _Piece(stored, checkpoint.tensors[stored.key].rows(*stored.file_rows(part)), stored.part_bytes(part))
                 for stored in layout.stored
             ]
             rows: RowParts = ()
@@ -146,12 +142,12 @@ class WeightStore:
                 home: Memory = "host" if held.part.tier == "host" else "device"
                 reads.append(self._read(piece, piece.resident, home, ()))
         wait_all(reads)
-        for number, unit in enumerate(self.plan.units):
-            blocks = self._blocks(number)
-            for tensor in unit.tensors:
-                layout = self._layouts[tensor.key]
-                for held in self._parts[tensor.key]:
-                    if held.part.tier != "disk" and not held.streamed and not layout.decoded_row_bytes:
+        tensors = {t.key: number for number, unit in enumerate(self.plan.units) for t in unit.tensors}  # each once
+        for key, number in tensors.items():
+            layout, blocks = self._layouts[key], self._blocks(number)
+            if not layout.decoded_row_bytes:
+                for held in self._parts[key]:
+                    if held.part.tier != "disk" and not held.streamed:
                         held.rows = self._as_held(layout, held, None, blocks)
 
     def _blocks(self, unit: int) -> bool:

@@ -50,6 +50,7 @@ def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[s
     chunk = min(TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else tokens)
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     embedding = max((t.shape[-1] for t in spec.embedding), default=0)
+    logits = shape.rows * shape.micro_batches if spec.head_rows else shape.logits
     widths = {
         "q": tokens * q_width,
         "k": tokens * kv_width,
@@ -57,7 +58,7 @@ def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[s
         "mixed": tokens * q_width,
         "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
         "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
-        "logits": shape.logits * spec.vocab_size if spec.head else 0,
+        "logits": logits * spec.vocab_size if spec.head else 0,
         **{buffer.name: chunk * buffer.width for buffer in spec.buffers},
     }
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}

@@ -33,7 +33,8 @@ class WorkloadShape:
     sums the columns of whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
     sequence: the most prompt and new tokens of a row together, where rows keep a share of theirs; otherwise 0.
     prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
-    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec.
+    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec. whole_head: as of
+    BlockShape.
     """
 
     rows: int
@@ -48,6 +49,7 @@ class WorkloadShape:
     prefix: int = 0
     common: int = 0
     windows: tuple[int | None, ...] = ()
+    whole_head: bool = False
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> WorkloadShape:
@@ -69,6 +71,7 @@ class WorkloadShape:
             sequence=max(self.sequence, other.sequence),
             prefix=min(self.prefix, other.prefix),
             common=min(self.common, other.common),
+            whole_head=self.whole_head or other.whole_head,
         )
 
     def in_one_copy(self, common: int) -> WorkloadShape:
@@ -203,7 +206,7 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
     sharing = need.prompt_len if need.common or (need.prefix and rows > 1) else 0
     fed = need.block((rows,))[0].fed
-    return BlockShape(rows, batches, fed, need.slots, need.record, sharing, need.common)
+    return BlockShape(rows, batches, fed, need.slots, need.record, sharing, need.common, whole_head=need.whole_head)
 
 
 def need_of(
@@ -244,6 +247,7 @@ def need_of_rows(
     equal prompts.
     """
     need = need_of(eviction, len(rows), {r.size for r in rows}, num_blocks, windows)
+    need = replace(need, whole_head=any(row.scored or row.max_tokens_per_sweep > 1 for row in rows))
     prefix = common_prefix([row.prompt.token_ids for row in rows]) if sharing else 0
     if sharing is None or not sharing.pays(prefix, 2, 2 * need.prompt_len):
         return need
@@ -268,4 +272,5 @@ def shape_of_blocks(
         sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),
         common=need.common,
         scores=any(row.scored for row in rows),
+        whole_head=need.whole_head,
     )

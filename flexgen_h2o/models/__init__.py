@@ -87,6 +87,7 @@ class Family(Protocol):
     yields its queries and is sent what they have attended to (`end_attention`), so that several micro-batches, each
     with KV of its own, may be computed as one.
     A block with experts has `route` after `attention`, with the same tensors, and then `experts` for each group.
+    `head` fills the logits (rows, n) that n rows of its table give for some positions, x (rows, hidden), left as it is.
     """
 
     BUILT_IN: dict[str, dict[str, Any]]  # public config by model id, with its model_type
@@ -105,7 +106,7 @@ class Family(Protocol):
 
     def experts(self, spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None: ...
 
-    def head(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor: ...
+    def head(self, spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None: ...
 
 
 def family_of(spec: ModelSpec) -> Family:

@@ -133,10 +133,10 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
         _add_mlp(spec, w, x[a:b], _norm(spec, w, "mlp_norm", x[a:b]), ws)
 
 
-def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
-    """Logits of the given positions. x: (rows, hidden), left as it is. Returns (rows, vocab) in x's dtype."""
+def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None:
+    """logits = norm(x) E^T. x: (rows, hidden), left as it is."""
     table = w["embed_in.weight" if spec.tied else "embed_out.weight"]
-    return linear(_norm(spec, w, "final_layer_norm", x), table, None, ws.get("logits", len(x), spec.vocab_size))
+    linear(_norm(spec, w, "final_layer_norm", x), table, None, logits)
 
 
 def _add_mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, inputs: torch.Tensor, ws: Workspace) -> None:

@@ -225,10 +225,10 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
         add_linear(x[a:b], inner, w["down_proj.weight"], bias_of(w, "down_proj"))
 
 
-def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
-    """Logits of the given positions. x: (rows, hidden), left as it is. Returns (rows, vocab) in x's dtype."""
+def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None:
+    """logits = norm(x) E^T. x: (rows, hidden), left as it is."""
     table = w["embed_tokens.weight" if spec.tied else "lm_head.weight"]
-    return linear(normed(spec, w, "norm", x, ws), table, None, ws.get("logits", len(x), spec.vocab_size))
+    linear(normed(spec, w, "norm", x, ws), table, None, logits)
 
 
 def normed(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor, ws: Workspace) -> torch.Tensor:

@@ -159,15 +159,13 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
             x[a:b] = _norm(w, "final_layer_norm", x[a:b])
 
 
-def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
-    """Logits of the given positions. x: (rows, hidden), left as it is. Returns (rows, vocab) in x's dtype."""
-    rows = len(x)
+def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None:
+    """logits = norm(x) E^T, projected in between where narrow. x: (rows, hidden), left as it is."""
     if spec.option("final_norm"):
         x = _norm(w, "final_layer_norm", x)
     if "project_out.weight" in w:
-        x = linear(x, w["project_out.weight"], None, ws.get("normed", rows, spec.option("narrow")))
-    table = w["embed_tokens.weight" if spec.tied else "lm_head.weight"]
-    return linear(x, table, None, ws.get("logits", rows, spec.vocab_size))
+        x = linear(x, w["project_out.weight"], None, ws.get("normed", len(x), spec.option("narrow")))
+    linear(x, w["embed_tokens.weight" if spec.tied else "lm_head.weight"], None, logits)
 
 
 def _norm(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of
 from flexgen_h2o.core.model import LayerKind, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
-from flexgen_h2o.engine.memory_plan import layer_plan, layer_steps, waits_for_router
+from flexgen_h2o.engine.weight_units import layer_plan, layer_steps, waits_for_router
 from flexgen_h2o.engine.workload import Batch, shape_of
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (

@@ -19,12 +19,13 @@ from pulp.apis.core import PulpSolverError
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.predict import PHASES, Machine
+from flexgen_h2o.planner.work import CostContext
 
 KINDS = ("weights", "cache", "hidden")
 # Of equally fast placements the one that keeps resources idle: this share of their busy seconds counts.
@@ -70,6 +71,11 @@ class SearchSpace:
         """The buffers of a policy."""
         shape, machine = shape_of(policy, self.need), self.machine
         return memory_plan(self.spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
+
+    def setting(self, policy: Policy) -> CostContext:
+        """What fixes the bytes that a policy moves."""
+        rows = self.memory(policy, SEQUENTIAL).head_rows
+        return self.machine.setting(with_head_rows(self.spec, rows), policy, self.need)
 
     def overflow(self, policy: Policy, depth: Depth) -> dict[str, int]:
         """Bytes over budget by tier."""
@@ -151,7 +157,7 @@ def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth:
     policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
     plan, shape = space.memory(policy, depth), shape_of(policy, need)
     block = need.block((shape.rows,) * shape.micro_batches)
-    costs = machine.costs(space.spec, policy, need)
+    costs = machine.costs(with_head_rows(space.spec, plan.head_rows), policy, need)
     sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
     busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}
     return Corner({tier: plan.bytes_on(tier) for tier in TIERS}, busy)

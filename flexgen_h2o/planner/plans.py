@@ -15,6 +15,7 @@ from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.generation import Row, group_rows, make_blocks
 from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan, plan_within
+from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.engine.workload import (
     AutoPolicy,
     Batch,
@@ -120,6 +121,11 @@ class Planner:
             return self._hardware
         return read_profile(find_profile(self._hardware))
 
+    def num_layers(self, policy: Policy) -> int:
+        """Layers of a sweep."""
+        head_rows = 0 if self.planned is None else self.planned.memory.head_rows
+        return len(layers_of(self.part.spec, policy, head_rows).layers)
+
     # Rows
 
     @property
@@ -147,7 +153,7 @@ class Planner:
 
     def serves(self, plan: MemoryPlan, policy: Policy, asked: Policy | AutoPolicy, rows: Sequence[Row]) -> bool:
         """Do the buffers of an open engine suffice, and was its policy not chosen for fewer rows?"""
-        enough = plan.shape.covers(self._shape(rows, policy, self._need(rows, policy)))
+        enough = plan.serves(self._shape(rows, policy, self._need(rows, policy)))
         for_fewer = self.planned is None or len(rows) > self.planned.need.rows
         return enough and (asked == policy or not for_fewer)
 
@@ -160,6 +166,7 @@ class Planner:
             return False
         need = self._need_of(rows, None).in_one_copy(count)
         fits = need.prompt_len - count <= shape.most_tokens and shape.has_slots(need.slots)
+        fits = fits and not (plan.head_rows and need.whole_head)
         return fits and (not count or need.prompt_len <= shape.sharing)
 
     def predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:

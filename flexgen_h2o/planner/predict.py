@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
-from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import MemoryPlan, hidden_row_bytes
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
@@ -104,7 +104,7 @@ def predict(
 
     on_span hears what the first block does.
     """
-    costs = machine.costs(spec, policy, need)
+    costs = machine.costs(with_head_rows(spec, plan.head_rows), policy, need)
     spent: Spent = {phase: dict.fromkeys((ALL, *RESOURCES), 0.0) for phase in PHASES}
     for i, (block, count) in enumerate(blocks):
         for phase, found in _of_block(costs, plan, block, on_span if i == 0 else None).items():

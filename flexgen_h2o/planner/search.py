@@ -17,7 +17,8 @@ from operator import attrgetter, itemgetter
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan, layers_of, plan_within
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan, plan_within
+from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.engine.workload import even_blocks, shape_of
 from flexgen_h2o.planner.lp import (
     BATCHES,
@@ -143,8 +144,7 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
     """Bytes that the pile reads from disk during its sweeps."""
-    at = space.machine.setting(space.spec, policy, space.need)
-    return disk_read_bytes(at, even_blocks(policy, space.need))
+    return disk_read_bytes(space.setting(policy), even_blocks(policy, space.need))
 
 
 def _blocks(space: SearchSpace, policy: Policy) -> float:

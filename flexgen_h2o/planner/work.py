@@ -15,23 +15,13 @@ from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_o
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import Layer, LayerKind, ModelSpec, WeightUnit
 from flexgen_h2o.core.units import BLOCK_ROWS, PAGE, TRANSFER_CHUNK, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.engine.memory_plan import (
-    attends_on_host,
-    hidden_is_streamed,
-    hidden_row_bytes,
-    kv_layout,
-    layers_of,
-    record_in,
-    streamed_bytes,
-    tier_shares,
-    unit_kinds,
-    waits_for_router,
-)
+from flexgen_h2o.engine.memory_plan import attends_on_host, hidden_is_streamed, hidden_row_bytes, kv_layout, record_in
 from flexgen_h2o.engine.temporaries import is_blocked
+from flexgen_h2o.engine.weight_units import layers_of, streamed_bytes, unit_kinds, waits_for_router
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows, tier_shares
 
 WHOLE: Shares = (1.0, 0.0, 0.0)
 LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on
@@ -288,8 +278,8 @@ def layer_work(
     if layer.kind == "embedding":
         return Work(elementwise=3.0 * tokens * at.spec.hidden_size * at.itemsize)
     if layer.kind == "head":
-        head = WeightUnit("", tuple(at.spec.head))
-        return Work(_products(at, head, batch.rows, at.spec.tied), logits=float(batch.rows * at.spec.vocab_size))
+        head, is_table = (WeightUnit("", at.spec.head), True) if at.spec.shares_table else (unit, False)
+        return Work(_products(at, head, batch.rows, is_table), logits=float(batch.rows * len(layer.rows)))
     if layer.kind == "experts":
         return _experts_work(at, layer, unit, tokens)
     elementwise = float(tokens * _elementwise_width(at.spec, layer.kind) * at.itemsize)

@@ -60,6 +60,11 @@ def on_host_device(shares: Shares) -> Shares:
     return (0.0, shares[0] + shares[1], shares[2])
 
 
+def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
+    """Shares as placed: where the device is host memory its share counts as host."""
+    return on_host_device(shares) if device_is_host else shares
+
+
 def is_streamed(tier: str, device_is_host: bool) -> bool:
     """Must bytes with this home be brought to the device before a layer can use them?"""
     return tier == "disk" or (tier == "host" and not device_is_host)

@@ -31,7 +31,9 @@ _Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what
 # What is needed sooner than what was queued before it has a queue of its own, by lane and the end of its name: KV of a
 # card beside weights, which wait for the space of a unit that is still computed with; rows of a table beside all reads.
 _OWN_QUEUES = {("h2d", "weight"): "h2d weights", ("disk_read", "look_up_weight"): "disk_read rows"}
-ROWS_A_JOB = 16
+RUNS_A_JOB = 16
+NEAR_BYTES = 128 * 2**10  # between rows of a table, which are read in about the time that a request of its own takes
+_Wanted = Sequence[tuple[torch.Tensor, int]]  # rows of a table, and where they go
 
 
 class Lanes:
@@ -143,15 +145,15 @@ class Mover:
             ]
         return self.lanes.submit("disk_read", name, jobs, after)
 
-    def read_rows(self, name: str, wanted: Sequence[tuple[torch.Tensor, int]], table: FileRange) -> Done:
-        """Fill tensors in host memory with a row each of a table in a file. wanted: tensors and rows; table: the range
-        of the first row."""
-        file, offset, nbytes, dtype = table
+    def read_rows(self, name: str, wanted: _Wanted, table: FileRange) -> Done:
+        """Fill tensors in host memory with a row each of a table in a file. wanted: in the order of rows; table: the
+        range of the first row. Rows that are near each other are read together, with what lies between them."""
+        runs = _runs(wanted, table.nbytes)
 
-        def job(some: Sequence[tuple[torch.Tensor, int]]) -> int:
-            return sum(self._staged_read(dst, file, offset + row * nbytes, dtype, False) for dst, row in some)
+        def job(some: Sequence[_Wanted]) -> int:
+            return sum(self._read_run(run, table) for run in some)
 
-        jobs = [partial(job, wanted[a:b]) for a, b in _chunks(len(wanted), ROWS_A_JOB)]
+        jobs = [partial(job, runs[a:b]) for a, b in _chunks(len(runs), RUNS_A_JOB)]
         return self.lanes.submit("disk_read", name, jobs)
 
     def write(
@@ -206,17 +208,31 @@ class Mover:
         return self.lanes.submit("d2h", name, [job], after)
 
     def _staged_read(self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype, crosses: bool) -> int:
-        nbytes = dst.numel() * dtype.itemsize
-        start, length = aligned_range(offset, nbytes)
-        staging = self._thread_staging()[:length]
-        got = file.read(staging, start, offset - start + nbytes)
-        source = staging[offset - start : offset - start + nbytes]
-        if source.data_ptr() % dtype.itemsize:
-            source = source.clone()  # safetensors promises no alignment
-        self.device.copy(dst, source.view(dtype))
+        source, got = self._staged(file, offset, dst.numel() * dtype.itemsize)
+        self._copy_staged(dst, source, dtype)
         if crosses:
             self.lanes.count("h2d", dst.nbytes)
         return got
+
+    def _read_run(self, run: _Wanted, table: FileRange) -> int:
+        file, offset, nbytes, dtype = table
+        first, last = run[0][1], run[-1][1]
+        source, got = self._staged(file, offset + first * nbytes, (last + 1 - first) * nbytes)
+        for dst, row in run:
+            self._copy_staged(dst, source[(row - first) * nbytes : (row + 1 - first) * nbytes], dtype)
+        return got
+
+    def _staged(self, file: DirectFile, offset: int, nbytes: int) -> tuple[torch.Tensor, int]:
+        """A range of a file in the thread's staging, and bytes read."""
+        start, length = aligned_range(offset, nbytes)
+        staging = self._thread_staging()[:length]
+        got = file.read(staging, start, offset - start + nbytes)
+        return staging[offset - start : offset - start + nbytes], got
+
+    def _copy_staged(self, dst: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:
+        if source.data_ptr() % dtype.itemsize:
+            source = source.clone()  # safetensors promises no alignment
+        self.device.copy(dst, source.view(dtype))
 
     def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int, crosses: bool) -> int:
         staging = self._thread_staging()[: round_up(src.numel(), PAGE)]
@@ -234,6 +250,18 @@ class Mover:
 def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:
     in_pages = not (dst.data_ptr() % PAGE or dst.numel() % PAGE or offset % PAGE)
     return in_pages and dst.dtype == torch.uint8 and dst.is_contiguous() and dst.numel() >= nbytes
+
+
+def _runs(wanted: _Wanted, row_bytes: int) -> list[list[tuple[torch.Tensor, int]]]:
+    """Neighbours among rows in order, that one request reads."""
+    runs, most = list[list[tuple[torch.Tensor, int]]](), max(1, TRANSFER_CHUNK // row_bytes)
+    for one in wanted:
+        row = one[1]
+        is_near = bool(runs) and (row - runs[-1][-1][1] - 1) * row_bytes <= NEAR_BYTES
+        if not is_near or row - runs[-1][0][1] >= most:
+            runs.append([])
+        runs[-1].append(one)
+    return runs
 
 
 def _chunks(total: int, step: int) -> list[tuple[int, int]]:

@@ -225,7 +225,7 @@ def test_the_smallest_budget_that_would_do_does(plan: Door, hardware: str, budge
 def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_they_read(plan: Door) -> None:
     """Where the largest layer leaves room for a row only, all weights are read for each row and new token."""
     task = "--model facebook/opt-125m --dtype float32 --num-prompts 8 --prompt-len 32 --gen-len 8"
-    answer = plan(f"{task} --host-mem 100MiB", "host")
+    answer = plan(f"{task} --host-mem 30MiB", "host")
     refused(answer, 3, "too small for any policy")
     said = re.search(
         r"would do: --host-mem (\d+) \(.*with one row at a time and ([\d.]+) GiB of disk reads; "

@@ -16,7 +16,7 @@ from flexgen_h2o import LLM
 from flexgen_h2o.checkpoint.formats import weight_parts
 from flexgen_h2o.core.units import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, weight_sequence, zigzag
-from flexgen_h2o.engine.memory_plan import layers_of, tier_shares
+from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -28,6 +28,7 @@ from flexgen_h2o.planner.work import (
     weight_moves,
 )
 from flexgen_h2o.tiers.disk import aligned_range
+from flexgen_h2o.tiers.stream import tier_shares
 from tests.parity.cases import BASE, PLACEMENTS, thinned
 from tests.parity.planned import FAMILIES, ITEMSIZE, SHAPE, Run, write_aligned
 from tests.parity.reference import random_model

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.loop import weight_sequence
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, layers_of, memory_plan
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, memory_plan
+from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.engine.workload import shape_of
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models.load import find_model
@@ -70,6 +71,7 @@ def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operat
     policy, need = run.policy(PLACEMENTS[placement]), run.need(spec)
     machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
     plan = memory_plan(spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, depth)
+    spec = with_head_rows(spec, plan.head_rows)
     tensors = {lane: tensors_of(spec, run, placement, lane) for lane in ("disk_read", "h2d")}
     found: Operations = []
 
@@ -137,11 +139,28 @@ def test_the_order_of_experts_loaded_ahead_is_the_engines(
     check_order(tmp_path, placement, run, depth, noted)
 
 
-def check_order(folder: Path, placement: str, run: Run, depth: Depth, noted: Operations) -> None:
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_the_order_of_parts_of_the_head_is_the_engines(
+    family: str, tmp_path: Path, noted: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tied and not."""
+    run = Run(2, 2, False, lengths=(9,) * 8)
+    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (OVERLAPPED[3],))
+    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.head_rows", lambda *_: 48)
+    shape = {**(SHAPE if family == "opt" else FAMILIES[family]), "num_hidden_layers": 3}
+    random_model(model_type=family, **shape).save_pretrained(tmp_path)
+    run.go(tmp_path, PLACEMENTS["weights on disk"], tmp_path)
+    noted = [one for one in noted if one[1] != "look_up_weight"]  # what is looked up is not simulated
+    check_order(tmp_path, "weights on disk", run, OVERLAPPED[3], noted, head_rows=48)
+
+
+def check_order(
+    folder: Path, placement: str, run: Run, depth: Depth, noted: Operations, head_rows: int = 0
+) -> None:  # fmt: skip
     spec = find_model(str(folder), None).spec
     whole = simulated(spec, run, placement, depth)
     steps = sum(name.startswith("compute_layer") for _, name in whole)
-    sweeps = run.new_tokens * len(layers_of(spec, run.policy(PLACEMENTS[placement])).layers)
+    sweeps = run.new_tokens * len(layers_of(spec, run.policy(PLACEMENTS[placement]), head_rows).layers)
     assert sweeps <= steps <= sweeps * len(run.blocks[0]), "some micro-batches are joined"
     found = by_lane(whole, steps)
     assert max(map(len, found.values())) > steps

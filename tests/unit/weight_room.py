@@ -17,14 +17,14 @@ from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, WeightUnit
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan, tier_shares
+from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
 from flexgen_h2o.engine.stores import WeightStore, WeightStream
 from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, scales_of
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
-from flexgen_h2o.tiers.stream import NOTHING, Region, Ring
+from flexgen_h2o.tiers.stream import NOTHING, Region, Ring, tier_shares
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 CONFIG: dict[str, Any] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -48,7 +48,8 @@ class StoredRows:
     of it, such as 128 for the scales of blocks of 128 x 128; 0: each part needs all of it. is_values: numbers, which
     are converted to the compute dtype as they are read; in_float32: numbers, which become float32; otherwise bytes.
     index: it is this slice of what has the name (TensorSpec.index). random: of random weights, byte i is
-    (any byte & mask) + base, where both repeat; by default any byte.
+    (any byte & mask) + base, where both repeat; by default any byte. first: it is `shape[0]` rows of what has the name,
+    from this one on, and its rows are counted from there (`of_rows`).
     """
 
     names: tuple[str, ...] = field(compare=False)
@@ -60,6 +61,7 @@ class StoredRows:
     in_float32: bool = False
     index: int | None = field(default=None, compare=False)
     random: tuple[bytes, bytes] = field(default=(b"\xff", b"\0"), compare=False)
+    first: int = field(default=0, compare=False)
 
     @property
     def name(self) -> str:
@@ -80,9 +82,19 @@ class StoredRows:
             return 0, self.shape[0]
         return first // self.rows_each, -(-end // self.rows_each)
 
+    def file_rows(self, part: Part) -> tuple[int, int]:
+        """`part_rows` of what has the name in the checkpoint."""
+        first, end = self.part_rows(part)
+        return self.first + first, self.first + end
+
     def part_bytes(self, part: Part) -> int:
         first, end = self.part_rows(part)
         return (end - first) * self.row_bytes
+
+    def of_rows(self, chosen: range) -> StoredRows:
+        """The rows that rows of the matrix need, as if it had no others."""
+        first, end = self.rows_of(chosen.start, chosen.stop)
+        return replace(self, shape=(end - first, *self.shape[1:]), first=first)
 
     def held(self, raw: torch.Tensor, dtype: str) -> torch.Tensor:
         """Bytes (uint8) of a checkpoint, where it is stored as `dtype`, as a piece for `WeightFormat.decode_rows`."""
@@ -118,6 +130,16 @@ class TensorLayout:
     def part_bytes(self, part: Part) -> int:
         """In memory."""
         return sum(stored.part_bytes(part) for stored in self.stored)
+
+    def cuts_at(self, multiple: int) -> bool:
+        """Can its rows be cut at multiples of so many into tensors that share nothing (`of_rows`)?"""
+        return not self.by_columns and all(multiple % max(1, stored.rows_each) == 0 for stored in self.stored)
+
+    def of_rows(self, chosen: range) -> TensorLayout:
+        """Of these rows alone."""
+        return replace(
+            self, shape=(len(chosen), *self.shape[1:]), stored=tuple(stored.of_rows(chosen) for stored in self.stored)
+        )
 
     def homes(self, shares: Shares, device_is_host: bool) -> tuple[tuple[Part, bool], ...]:
         """Its parts, and of each whether it is streamed.
@@ -336,7 +358,14 @@ def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize
 @lru_cache(maxsize=4096)
 def layouts_of(form: WeightFormat, tensors: tuple[TensorSpec, ...]) -> tuple[TensorLayout, ...]:
     """Of the tensors of a unit."""
-    return tuple(form.layout(tensor) for tensor in tensors)
+    return tuple(layout_of(form, tensor) for tensor in tensors)
+
+
+def layout_of(form: WeightFormat, tensor: TensorSpec) -> TensorLayout:
+    """Of a tensor, or of some rows of one."""
+    if tensor.whole is None:
+        return form.layout(tensor)
+    return form.layout(tensor.whole).of_rows(range(tensor.first, tensor.first + tensor.shape[0]))
 
 
 def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> None:

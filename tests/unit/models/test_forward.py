@@ -88,8 +88,8 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
                 tensors_of_group = spec.experts.inputs[i] + tuple(t for e in group for t in spec.experts_of(i)[e])
                 family.experts(spec, roles(tensors_of_group), group, hidden, ws)
             x += hidden.mixed
-    before = x.clone()
-    logits = family.head(spec, roles(spec.embedding + spec.head), x, ws).clone()
+    before, logits = x.clone(), torch.empty(n, spec.vocab_size)
+    family.head(spec, roles(spec.embedding + spec.head), x, logits, ws)
     assert torch.equal(x, before)  # the head leaves the hidden states as they are
     return logits
 

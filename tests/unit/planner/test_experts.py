@@ -11,8 +11,9 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan, expert_group, unit_kinds, waits_for_router
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan
 from flexgen_h2o.engine.temporaries import ROUTING_BYTES
+from flexgen_h2o.engine.weight_units import expert_group, unit_kinds, waits_for_router
 from flexgen_h2o.engine.workload import WorkloadShape
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.planner.lp import MOST_MICRO_BATCH, SearchSpace

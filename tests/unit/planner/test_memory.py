@@ -28,9 +28,9 @@ from flexgen_h2o.engine.memory_plan import (
     kv_layout,
     memory_plan,
     plan_within,
-    streamed_bytes,
 )
 from flexgen_h2o.engine.temporaries import blocking_bytes, temporary_bytes
+from flexgen_h2o.engine.weight_units import layers_of, streamed_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.models import spec_from_config
@@ -166,8 +166,9 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
     """Sweeps follow one another: behind the head comes the embedding, in one load when they are tied."""
     spec = make_spec(tie_word_embeddings=tied, vocab_size=900)
     policy = Policy(percent=(0, 0, 100, 0, 100, 0))
-    ring = memory_plan(spec, policy, BlockShape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1)).size("weight ring")
-    layers = spec.layers(True)
+    plan = memory_plan(spec, policy, BlockShape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1))
+    ring, layers = plan.size("weight ring"), layers_of(spec, policy, plan.head_rows)
+    assert (plan.head_rows > 0) is (not tied and depth < 50), "in parts where that saves something"
     sizes = [streamed_bytes(u, policy.weight_shares, WeightFormat(4), True) for u in layers.units]
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
     count = min(depth, len(layers.units))

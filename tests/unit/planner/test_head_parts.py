@@ -1,0 +1,224 @@
+"""Which heads are computed in parts, into how many, and what memory and time that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.checkpoint.formats import Held, WeightFormat, layout_of
+from flexgen_h2o.checkpoint.formats.fp8 import BlockFp8
+from flexgen_h2o.core.config import TIERS, Policy
+from flexgen_h2o.core.model import ModelSpec, TensorSpec, with_head_rows
+from flexgen_h2o.core.units import GIB, PAGE
+from flexgen_h2o.engine import memory_plan as planning
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth, memory_plan, plan_within
+from flexgen_h2o.engine.weight_units import HEAD_ROWS, even_head_rows, layers_of
+from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
+from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.planner.lp import SearchSpace
+from flexgen_h2o.planner.predict import predict
+from flexgen_h2o.planner.search import disk_reads
+from flexgen_h2o.tiers.stream import Part
+from tests.unit.planner.made_up import HUGE, machine, make_spec, percents, plan_of
+
+ON_DISK = (0, 0, 100, 0, 100, 0)
+STREAMED = Policy(percent=ON_DISK)
+TIED, UNTIED = (make_spec(vocab_size=9000, tie_word_embeddings=tied) for tied in (True, False))
+SMALL = BlockShape(rows=2, micro_batches=2, tokens=8, slots=(9,) * UNTIED.num_blocks)
+
+
+def public(name: str) -> ModelSpec:
+    found = built_in_spec(name)
+    assert found is not None
+    return found[0]
+
+
+def rows_of(
+    spec: ModelSpec, policy: Policy = STREAMED, shape: BlockShape = SMALL, itemsize: int = 4,
+    is_host: bool = True, depth: Depth = SEQUENTIAL,
+) -> int:  # fmt: skip
+    return memory_plan(spec, policy, shape, itemsize, is_host, depth).head_rows
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize("spec", [TIED, UNTIED], ids=["tied", "untied"])
+def test_parts_are_all_rows_in_order(spec: ModelSpec) -> None:
+    cut = with_head_rows(spec, 2048)
+    plan = cut.layers(sep_layer=True)
+    parts = [layer for layer in plan.layers if layer.kind == "head"]
+    assert [(x.rows.start, x.rows.stop) for x in parts] == [*pairwise((0, 2048, 4096, 6144, 8192, 9000))]
+    assert plan.layers[-5:] == tuple(parts) and len({x.unit for x in plan.layers}) == len(plan.layers)
+    for layer in parts:
+        *vectors, table = plan.units[layer.unit].tensors
+        assert tuple(vectors) == spec.head[:-1] and all(len(t.shape) == 1 for t in vectors)
+        assert (table.whole, table.first, table.shape) == (spec.head[-1], layer.rows.start, (len(layer.rows), 128))
+    assert plan.units[0].tensors[0].looked_up, "the embedding has a table of its own"
+    assert (cut.num_weights, [t.key for t in cut.tensors]) == (spec.num_weights, [t.key for t in spec.tensors])
+    assert with_head_rows(spec, 2048) is cut and with_head_rows(spec, 0) is spec
+    assert cut.of_blocks([0]).head_rows == 2048 and not cut.stage(range(1)).head
+
+
+def test_rows_of_a_quantised_tensor_are_decoded_as_those_of_the_whole() -> None:
+    """Scales of blocks of 16 x 32 are cut with the rows that share them."""
+    form, tensor = BlockFp8(4, block=(16, 32)), TensorSpec("", BlockFp8.sample_name, (90, 64))
+    whole, rows = form.layout(tensor), range(32, 90)
+    cut = layout_of(form, tensor.rows(rows))
+    assert whole.cuts_at(32) and not whole.cuts_at(24) and not replace(whole, by_columns=True).cuts_at(32)
+    assert [(s.first, s.shape[0]) for s in cut.stored] == [(32, 58), (2, 4)]
+    codes = torch.randint(0, 120, (90, 64), dtype=torch.uint8)
+    scales = torch.rand(6, 2)
+    stored = (codes, scales.view(torch.uint8).view(6, -1))
+    want = torch.empty(90, 64)
+    form.decode_rows(whole, Part("disk", 0, 90), [s.reshape(-1) for s in stored], want)
+    found = torch.empty(58, 64)
+    for part in (Part("host", 0, 16), Part("disk", 16, 58)):
+        pieces = []
+        for one, held in zip(cut.stored, stored, strict=True):
+            first, end = one.file_rows(part)
+            pieces.append(held[first:end].reshape(-1))
+        form.decode_range(cut, [Held(part, pieces)], 0, found)
+    assert torch.equal(found, want[32:])
+
+
+# ---- which
+
+
+@pytest.mark.parametrize(
+    ("name", "sep_layer", "parts"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", True, 5), ("meta-llama/Meta-Llama-3-8B", False, 3),
+        ("facebook/opt-1.3b", True, 5), ("facebook/opt-6.7b", True, 3), ("facebook/opt-66b", True, 0),
+        ("Qwen/Qwen3-30B-A3B", True, 9),
+    ],
+)  # fmt: skip
+def test_as_many_as_make_parts_as_large_as_other_units(name: str, sep_layer: bool, parts: int) -> None:
+    spec, policy = public(name), Policy(16, 4, ON_DISK, sep_layer=sep_layer, expert_group=8)
+    rows = rows_of(spec, policy, BlockShape(16, 4, 8192, (543,) * spec.num_blocks), itemsize=2)
+    assert rows % HEAD_ROWS == 0 and (-(-spec.vocab_size // rows) if rows else 0) == parts
+
+
+def test_where_the_head_is_whole() -> None:
+    assert rows_of(UNTIED) == rows_of(UNTIED, depth=OVERLAPPED[0]) > 0
+    assert not rows_of(UNTIED, Policy(percent=(100, 0, 100, 0, 100, 0))), "nothing is streamed"
+    assert not rows_of(UNTIED, shape=replace(SMALL, whole_head=True)), "more logits are wanted"
+    assert not rows_of(UNTIED, shape=replace(SMALL, micro_batches=200)), "the block's logits are more than is saved"
+    assert not rows_of(UNTIED, is_host=False), "the ring has room for the embedding, which is as large"
+    assert not rows_of(make_spec(vocab_size=500, tie_word_embeddings=False)), "it is no larger than other units"
+    assert not rows_of(TIED), "a thread that reads rows of the table takes more than is saved"
+    assert rows_of(make_spec(vocab_size=30_000)), "here it takes less"
+
+
+@pytest.mark.parametrize("switches", [{"compress_weight": True}, {"int8_compute": True}])
+def test_a_tied_table_of_which_no_rows_can_be_read_is_whole(switches: dict[str, Any]) -> None:
+    """On a card, and packed; but for the last stage of a pipeline, which has no embedding."""
+    large, policy = make_spec(vocab_size=30_000), Policy(percent=ON_DISK)
+    last, shape = large.stage(range(3, 4)), replace(SMALL, slots=(9,))
+    assert not rows_of(large, policy, is_host=False) and not rows_of(large, replace(policy, **switches))
+    assert rows_of(last, policy, shape, is_host=False) and rows_of(last, replace(policy, **switches), shape)
+    assert not rows_of(large.stage(range(3)), policy, replace(SMALL, slots=(9,) * 3)), "and no head either"
+
+
+# ---- memory
+
+
+def whole_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "head_rows", lambda *_: 0)
+
+
+def test_the_logits_of_a_block_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, policy = replace(SMALL, rows=3, micro_batches=4), Policy(percent=ON_DISK)
+    cut = memory_plan(UNTIED, policy, shape, 4, True, OVERLAPPED[2])
+    assert cut.head_rows and dict(cut.workspace)["logits"] == pytest.approx(3 * 4 * 9000 * 4, abs=64)
+    assert cut.serves(shape) and not cut.serves(replace(shape, whole_head=True))
+    whole_heads(monkeypatch)
+    whole = memory_plan(UNTIED, policy, shape, 4, True, OVERLAPPED[2])
+    assert dict(whole.workspace)["logits"] == pytest.approx(3 * 9000 * 4, abs=64)
+    assert whole.serves(replace(shape, whole_head=True))
+    more, saved = (dict(cut.workspace)["logits"] - dict(whole.workspace)["logits"],
+                   whole.size("weight ring") - cut.size("weight ring"))  # fmt: skip
+    assert saved > more
+    others = {b.name for b in whole.buffers} - {"weight ring", "workspace", "weights"}
+    assert all(cut.size(name) == whole.size(name) for name in others)
+
+
+@given(percents, st.integers(1, 40), st.integers(1, 8), st.booleans(), st.sampled_from(OVERLAPPED), st.booleans())
+def test_parts_never_take_more(
+    percent: tuple[int, int, int, int, int, int], rows: int, batches: int, is_host: bool, depth: Depth, tied: bool
+) -> None:
+    spec = make_spec(vocab_size=30_000, tie_word_embeddings=tied)
+    shape, policy = replace(SMALL, rows=rows, micro_batches=batches), Policy(percent=percent)
+    cut = memory_plan(spec, policy, shape, 4, is_host, depth)
+    with pytest.MonkeyPatch.context() as patched:
+        whole_heads(patched)
+        whole = memory_plan(spec, policy, shape, 4, is_host, depth)
+    held, before = (sum(plan.bytes_on(tier) for tier in TIERS[:2]) for plan in (cut, whole))
+    assert held < before if cut.head_rows else cut == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "more"), [("meta-llama/Meta-Llama-3-8B", 10 * GIB, 2), ("facebook/opt-1.3b", 2 * GIB, 4)]
+)
+def test_a_budget_holds_more_of_the_weights(name: str, budget: int, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Percent, with 64 rows of 512 + 32 tokens and the look-ahead that searches take."""
+    spec = public(name)
+    shape = BlockShape(16, 4, 16 * 512, (543,) * spec.num_blocks)
+
+    def most(percent: int = 100) -> int:
+        policy = Policy(16, 4, (percent, 0, 0, 0, 100, 0))
+        plan = memory_plan(spec, policy, shape, 2, True, OVERLAPPED[2])
+        return percent if plan.bytes_on("host") <= budget else most(percent - 1)
+
+    now = most()
+    policy = Policy(16, 4, (now, 0, 0, 0, 100, 0))
+    assert plan_within(spec, policy, shape, 2, True, {"host": budget}).bytes_on("host") <= budget
+    whole_heads(monkeypatch)
+    assert now >= most() + more
+    assert memory_plan(spec, policy, shape, 2, True, OVERLAPPED[2]).overflow({"host": budget})
+
+
+# ---- time
+
+
+def test_a_sweep_reads_every_part_and_the_rows_that_it_looks_up() -> None:
+    """Tied or not: 3 sweeps of 2 rows, whose prompts have a token."""
+    need, policy = WorkloadShape.full(2, 1, 3, UNTIED.num_blocks), Policy(2, 1, ON_DISK)
+    for spec in (make_spec(vocab_size=30_000), UNTIED):
+        space = SearchSpace(spec, need, Policy(), machine(True), HUGE)
+        assert space.setting(policy).spec.head_rows
+        tables = sum(t.numel for t in spec.embedding if t.key != spec.embedding[0].key) + spec.head[-1].numel
+        matrices = sum(t.numel for block in (*spec.attention, *spec.mlp) for t in block if len(t.shape) == 2)
+        assert disk_reads(space, policy) == 3 * (4 * (tables + matrices) + 2 * PAGE)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_parts_are_walked_and_priced(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the whole head, within what their steps take; also of a deep model, of which a few blocks are walked."""
+    spec, where = make_spec(vocab_size=9000, tie_word_embeddings=False, num_hidden_layers=40), machine(True)
+    need, policy = WorkloadShape.full(8, 20, 6, 40), Policy(2, 4, ON_DISK)
+    on_span: Callable[..., None] | None = (lambda *span: None) if listens else None
+    found = []
+    for is_cut in (True, False):
+        if not is_cut:
+            whole_heads(monkeypatch)
+        plan = plan_of(policy, need, True, spec)
+        assert bool(plan.head_rows) is is_cut
+        found.append(predict(spec, policy, need, where, plan, even_blocks(policy, need), on_span))
+    assert found[0].total_s == pytest.approx(found[1].total_s, rel=0.03)
+    assert found[0].busy["decode"]["disk_read"] == pytest.approx(found[1].busy["decode"]["disk_read"], rel=0.01)
+
+
+def test_layers_of_a_plan() -> None:
+    policy, shape = Policy(2, 2, ON_DISK), shape_of(Policy(2, 2), WorkloadShape.full(4, 4, 2, UNTIED.num_blocks))
+    plan = memory_plan(UNTIED, policy, shape, 4, True, SEQUENTIAL)
+    whole, cut = layers_of(UNTIED, policy), layers_of(UNTIED, policy, plan.head_rows)
+    assert len(cut.layers) - len(whole.layers) == -(-9000 // plan.head_rows) - 1 > 0
+    assert plan.head_rows == even_head_rows(UNTIED, policy, WeightFormat(4), True)
