@@ -403,6 +403,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         **_ENGINE,
         "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
     },
+    "evaluate layers": _ENGINE,
     "complete": {**_ENGINE, **_SAMPLING},
     "evaluate lm-eval": _ENGINE,
     "evaluate text": {**_ENGINE, **_SAMPLING},

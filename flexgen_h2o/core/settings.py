@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
@@ -132,7 +134,9 @@ class EvictionSettings:
     columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
     0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
     as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069), or "first-full", where the first layer keeps every
-    column and the others what they keep otherwise. while_decoding: False drops columns of the prompt
+    column and the others what they keep otherwise, or "W/W/...": a weight for each layer or, where there are fewer, for
+    each stretch of as many neighbours; columns by weight, as many in sum, none with more than the row has (`evaluate
+    layers` finds them). while_decoding: False drops columns of the prompt
     only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
     decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
     3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings. kv_budget:
@@ -166,9 +170,10 @@ class EvictionSettings:
     recent_size: int | None = setting(None, "recent columns a row, a count (as --hh-size)", metavar="N", low=1)
     layer_schedule: str = setting(
         UNIFORM,
-        "uniform; pyramid: lower layers keep more; first-full: the first layer keeps every column",
+        "uniform; pyramid: lower layers keep more; first-full: the first layer keeps every column; W/W/...: as much as "
+        "each layer's weight says, as many in sum (evaluate layers measures them)",
         flag="--kv-layer-schedule",
-        choices=SCHEDULES,
+        metavar="NAME|W/W/...",
     )
     while_decoding: bool = setting(True, "false: drop columns of the prompt only", flag="--hh-all")
     positions: str = setting(
@@ -211,10 +216,30 @@ class EvictionSettings:
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
         object.__setattr__(self, "protect", _check_protect(self.protect))
+        if not isinstance(self.layer_schedule, str):
+            raise UsageError(f"layer_schedule: {self.layer_schedule!r:.60} is not a text")
+        weights_of(self.layer_schedule)
         if self.summaries is not None and self.positions == ROLLING:
             raise UsageError("summaries: the mean of keys has no rank to be turned by; leave positions at original")
         if self.summary_layers is not None and self.summaries is None:
             raise UsageError("summary_layers: says which layers have summaries, and there are none; give summaries too")
+
+
+@lru_cache
+def weights_of(schedule: str) -> tuple[float, ...]:
+    """The weights of a layer schedule "W/W/..."; () for one that has a name. UsageError for anything else."""
+    if schedule in SCHEDULES:
+        return ()
+    try:
+        weights = tuple(map(float, schedule.split("/")))
+    except ValueError:
+        weights = ()
+    if len(weights) < 2 or not all(0 < weight < math.inf for weight in weights):
+        raise UsageError(
+            f"layer_schedule: {schedule!r:.60} is not one of {', '.join(SCHEDULES)}, nor a number above 0 for each "
+            "layer, as 4/4/1/1/2/2"
+        )
+    return weights
 
 
 def _check_protect(value: str | int | None) -> str | int | None:

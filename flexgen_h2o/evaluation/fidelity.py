@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         runner = Runner(llm, args.keep_mem, args.mass_steps, AutoPolicy(policy) if is_auto else policy)
         runner.check(cases)
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
-        texts, recalls = _rows(args, runner)
+        texts, recalls = rows_of(args, runner)
         say_idle_flags("evaluate fidelity", args, place_of(args, llm))
         result = _facts(args, llm, policy, cases, texts) | _measure(args, runner, texts, recalls, cases)
     result["seconds"] = time.perf_counter() - began
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     return EXIT_DONE
 
 
-def _rows(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], list[TextRow]]:
+def rows_of(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], list[TextRow]]:
     """Rows of text and of recall; UsageError for a file or a model that cannot give them."""
     model, lengths, texts, recalls = runner.llm.model, (args.prompt_len, args.gen_len), [], []
     greedy = args.continuation == "greedy"

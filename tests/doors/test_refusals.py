@@ -25,6 +25,7 @@ BASE = {
     "fidelity": "--offload-dir offload",
     "text": "--offload-dir offload",
     "streaming": "--offload-dir offload",
+    "layers": "--offload-dir offload --kv-budget 0.5",
 }
 # A command's flags, and what the line says after the command's name; alone, flags are named by their first word.
 Cases = list[str | tuple[str, str]]
@@ -40,6 +41,9 @@ EVICTION: Cases = [
         "--eviction tova:kv_budget=0.2 --recent-size 4",
         "--eviction tova:kv_budget=0.2: kv_budget: says how many columns stay, and so does --recent",
     ),
+    ("--kv-layer-schedule 1/0", "--kv-layer-schedule: '1/0' is not one of uniform, pyramid, first-full, nor a number"),
+    "--kv-layer-schedule 1/nan", "--kv-layer-schedule 1/inf", "--kv-layer-schedule 1/", "--kv-layer-schedule 3",
+    ("--kv-layer-schedule 1/2/3", "--kv-layer-schedule: has 3 weights, and ids drops columns in 2 layers; give one"),
     ("--eviction h2o:kv_budget=0.2 --kv-budget 0.3", "--eviction: --kv-budget is given twice"),
 ]  # fmt: skip
 POLICY: Cases = [
@@ -162,7 +166,20 @@ OTHERS: list[tuple[str, Cases]] = [
                ("--model words --output words/hard.jsonl", "is the name of a file of --model words")]),
     ("evaluate", [("perplexity", "perplexity"), ("", "fidelity")]),
 ]  # fmt: skip
-MEASURES = (("fidelity", FIDELITY), ("text", TEXT), ("streaming", STREAMING))
+LAYERS: Cases = [
+    ("--eviction full", "--kv-budget and --eviction full"), ("--kv-layer-schedule 1/2", "is what is looked for"),
+    ("--kv-budget 1", "--kv-budget: keeps every column, so there is nothing to share out"), "--gen-len 1",
+    ("--protect 4", "--protect: leaves single layers no small share"), "--groups 0", "--keep-mem lots",
+    ("--groups 1", "--groups 1: one stretch has the whole budget; give at least 2"),
+    ("--groups 7", "--groups 7: opt-tiny drops columns in 6 layers; give at most as many"),
+    ("--attn-sparsity 0.5", "--attn-sparsity: reads a share of the full cache"), "--prompts none.jsonl",
+    ("--num-prompts 1", "--num-prompts 1: half of the rows measure and half check; give at least 2"),
+    ("--recall-prompts 1", "--recall-prompts 1: half of the rows measure and half check; give 0 or at least 2"),
+    ("--prompts in.jsonl --continuation greedy", "--prompts in.jsonl: has 1 row, and half of the rows measure"),
+    "--json /no/folder/r.json", ("--json new --markdown new", "--markdown new: is the file of --json too"),
+    ("--prompt-len 1024 --gen-len 2", "--prompt-len"),
+]  # fmt: skip
+MEASURES = (("fidelity", FIDELITY), ("layers", LAYERS), ("text", TEXT), ("streaming", STREAMING))
 TABLE = [("flex-opt", c) for c in (*EVICTION, *POLICY, *RUN, *CLASHES, *MODELS, *OTHER_SCRIPTS)]
 TABLE += [(f"evaluate {name}", c) for name, cs in MEASURES for c in cs]
 TABLE += [(command, c) for command, cs in OTHERS for c in cs]

@@ -82,6 +82,10 @@ PAIRS: dict[str, Pair] = {
     "h2o, no heavy": Pair(H2O(heavy_size=0, recent_size=8), plain.h2o(Budget(heavy_size=0, recent_size=8))),
     "h2o, prompt only": Pair(H2O(**SIZES, while_decoding=False), plain.h2o(SMALL, in_decode=False)),
     "h2o, pyramid": Pair(H2O(**SIZES, layer_schedule="pyramid"), pyramid(plain.h2o(SMALL), BASE["num_hidden_layers"])),
+    "h2o, by weight": Pair(H2O(**SIZES, layer_schedule="1/2.5"), plain.by_weight(plain.h2o(SMALL), (1, 2.5))),
+    "h2o, of the sequence, by weight": Pair(
+        H2O(kv_budget=0.4, layer_schedule="9/1"), plain.by_weight(plain.h2o(Budget(kv_budget=0.4)), (9, 1))
+    ),
     "local": Pair(Local(**SIZES), plain.local(SMALL, sinks=4)),
     "local, window alone": Pair(Local(recent_size=6, sinks=0), plain.local(Budget(heavy_size=0, recent_size=6))),
     "local, prompt only": Pair(

@@ -357,5 +357,27 @@ def first_full(policy: Policy) -> Policy:
     return replace(policy, sizes=lambda n, new, layer: policy.sizes(n, new, layer) if layer else everything)
 
 
+def by_weight(policy: Policy, weights: Sequence[float]) -> Policy:
+    """The columns of all layers go to one after another, the largest weight first (of equal ones the lower layer): to
+    each its share of what is left by its weight of those that are left, at most the row's length, and at least 1."""
+
+    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
+        even = policy.sizes(prompt_len, most_new, layer)
+        columns, most = even.heavy + even.recent, prompt_len + most_new
+        if columns >= most:
+            return even
+        left, found = len(weights) * columns, dict[int, int]()
+        order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+        for place, i in enumerate(order):
+            others = order[place + 1 :]
+            share = round(left * weights[i] / sum(weights[j] for j in order[place:])) if others else left
+            found[i] = max(1, min(most, share, left - len(others)))
+            left -= found[i]
+        heavy = even.heavy * found[layer] // columns
+        return replace(even, heavy=heavy, recent=found[layer] - heavy)
+
+    return replace(policy, sizes=sizes)
+
+
 def summing_up(policy: Policy, page: int, layers: int = 10**6) -> Policy:
     return replace(policy, page=page, page_layers=layers)

@@ -42,7 +42,18 @@ KV_PLACEMENTS = (
 )
 BUDGETS = {"host": MemoryBudget(), "stand-in": STAND_IN}
 # What the decode kernel ranks, what the policy ranks itself, no scores, more slots than needed, budgets by layer.
-TURNS = ("h2o", "h2o-norm, decayed", "tova", "h2o, prompt only", "h2o-v", "random", "h2o, pyramid", "snapkv", "local")
+TURNS = (
+    "h2o",
+    "h2o-norm, decayed",
+    "tova",
+    "h2o, prompt only",
+    "h2o-v",
+    "random",
+    "h2o, pyramid",
+    "snapkv",
+    "local",
+    "h2o, by weight",
+)
 
 
 def some_of_each() -> Iterator[tuple[str, str, str]]:

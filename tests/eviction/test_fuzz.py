@@ -70,6 +70,9 @@ def draw_policy(rng: random.Random) -> Pair:
         more["summary_layers"], slow = 1, plain.summing_up(slow, page, 1)
     if rng.random() < 0.2:
         more["layer_schedule"], slow = "first-full", plain.first_full(slow)
+    elif rng.random() < 0.2 and name in ("h2o", "random", "snapkv"):  # others split what they keep in their own ways
+        weights = [round(rng.uniform(0.1, 2), 2) for _ in range(2)]
+        more["layer_schedule"], slow = "/".join(map(str, weights)), plain.by_weight(slow, weights)
     elif name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
         first = rng.randint(1, heavy + recent - 1)
         more["protect"], slow = first, plain.protecting(slow, first)

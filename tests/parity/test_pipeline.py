@@ -117,6 +117,7 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         run_of(neox, Policy(2, 3, disk), in_flight=3),
         run_of(three_blocks, Policy(1, 1), in_flight=3),
         run_of(three_blocks, Policy(2, 2, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
+        run_of(three_blocks, Policy(2, 1, disk), eviction="h2o:layer_schedule=1/3/2", keeping={"heavy_size": 2}),
         run_of(three_blocks, Policy(1, 1, disk), eviction="random", keeping={"heavy_size": 2}),
         run_of(llama, Policy(2, 1, disk), eviction="h2o:positions=rolling", keeping={"heavy_size": 2}),
         run_of(three_blocks, Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8)),

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import UNIFORM, weights_of
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, Needs, OfOther, RowBudget, is_rolling, priced
 
@@ -82,6 +83,13 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
         raise UsageError(
             f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest columns, "
             f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
+        )
+    layers = spec.windows.count(None) if spec.windows else spec.num_blocks
+    weights = weights_of(getattr(asked, "layer_schedule", UNIFORM))
+    if len(weights) > layers:
+        raise UsageError(
+            f"--kv-layer-schedule: has {len(weights)} weights, and {spec.name} drops columns in {layers} layers; give "
+            "one for each, or fewer, each for as many neighbours"
         )
     if not is_rolling(eviction):
         return

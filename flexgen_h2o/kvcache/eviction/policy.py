@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.settings import FIRST_FULL, ORIGINAL, PROMPT, PYRAMID, ROLLING, EvictionSettings
+from flexgen_h2o.core.settings import FIRST_FULL, ORIGINAL, PROMPT, PYRAMID, ROLLING, EvictionSettings, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -249,6 +249,10 @@ class Evicting(EvictionSettings):
             heavy, recent = columns // 2, columns - columns // 2
         if self.layer_schedule == PYRAMID:
             heavy = _pyramid(heavy, tokens - recent, block, num_blocks)
+        elif weights := weights_of(self.layer_schedule):
+            columns = _by_weight(weights, heavy + recent, prompt_len + gen_len, num_blocks)[block]
+            heavy = heavy * columns // (heavy + recent)
+            recent = columns - heavy
         return self.split(heavy, recent) if self.protect is None else self._protecting(heavy, recent, prompt_len)
 
     def _columns_of(self, tokens: int, num_blocks: int) -> int:
@@ -331,6 +335,27 @@ def _pyramid(heavy: int, most: int, block: int, num_blocks: int) -> int:
         return round(blocks * high - step * blocks * (blocks - 1) / 2)
 
     return below(block + 1) - below(block)
+
+
+def stretch_of(block: int, num_blocks: int, count: int) -> int:
+    """Which of `count` stretches of neighbouring blocks, as equal as can be, a block is in."""
+    return block * count // num_blocks
+
+
+@lru_cache(maxsize=4096)
+def _by_weight(weights: tuple[float, ...], columns: int, most: int, num_blocks: int) -> tuple[int, ...]:
+    """Columns of each block by its stretch's weight, `num_blocks * columns` in sum, none below 1 or above `most`: what
+    a block cannot hold goes to the others."""
+    if columns >= most:
+        return (columns,) * num_blocks
+    weight_of = [weights[stretch_of(block, num_blocks, len(weights))] for block in range(num_blocks)]
+    left, found, weight = num_blocks * columns, [0] * num_blocks, math.fsum(weight_of)
+    for place, block in enumerate(sorted(range(num_blocks), key=lambda block: -weight_of[block])):
+        others = num_blocks - place - 1
+        share = round(left * weight_of[block] / weight) if others else left
+        found[block] = max(1, min(most, share, left - others))
+        left, weight = left - found[block], weight - weight_of[block]
+    return tuple(found)
 
 
 def priced(eviction: Eviction, prices: KVPrices) -> Eviction:

@@ -208,7 +208,7 @@ packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (2, 3, 4,
 @given(
     share=st.floats(0.02, 1), prompt=st.integers(1, 600), gen=st.integers(1, 600), packing=packings,
     window=st.sampled_from([0, 4, 16]), page=st.sampled_from([None, 16, 64]), layers=st.sampled_from([None, 1, 2, 9]),
-    schedule=st.sampled_from(["uniform", "first-full"]),
+    schedule=st.sampled_from(["uniform", "first-full", "5/1/1/3", "1/9"]),
 )  # fmt: skip
 def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
     share: float, prompt: int, gen: int, packing: KVPacking | None, window: int, page: int | None, layers: int | None,
@@ -238,7 +238,7 @@ def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
 @any_policy
 @given(
     share=st.floats(0.001, 1), prompt=st.integers(1, 300), gen=st.integers(1, 300), block=st.integers(0, 3),
-    schedule=st.sampled_from(["uniform", "pyramid"]),
+    schedule=st.sampled_from(["uniform", "pyramid", "5/1/3/3"]),
 )  # fmt: skip
 def test_a_share_of_the_sequence_is_what_it_says(
     policy: type[Evicting], share: float, prompt: int, gen: int, block: int, schedule: str
@@ -266,6 +266,48 @@ def test_pyramid_falls_in_a_line_and_keeps_as_many_in_sum(heavy: int, recent: in
         assert kept == [heavy]
 
 
+weights_of_layers = st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=9)
+
+
+@given(weights_of_layers, st.integers(1, 300), st.integers(1, 200), st.integers(1, 50), st.integers(0, 30))
+def test_columns_by_weight_are_as_many_in_sum(
+    weights: list[float], columns: int, prompt: int, gen: int, more: int
+) -> None:
+    """One weight a layer, or each for a stretch of neighbours, none longer than another by more than one layer."""
+    blocks = len(weights) + more
+    policy = H2O(
+        heavy_size=columns // 2, recent_size=columns - columns // 2, layer_schedule="/".join(map(str, weights))
+    )
+    kept = [policy.budget(prompt, gen, block, blocks).columns for block in range(blocks)]
+    assert sum(kept) == blocks * columns and min(kept) >= 1
+    if columns >= prompt + gen:
+        return
+    assert max(kept) <= prompt + gen
+    of_block = [weights[block * len(weights) // blocks] for block in range(blocks)]
+    in_order = [held for _, held in sorted(zip(of_block, kept, strict=True))]
+    assert all(low <= high + 1 for low, high in pairwise(in_order) if high < prompt + gen)
+
+
+def test_columns_by_weight_by_hand() -> None:
+    def of(schedule: str, blocks: int) -> list[int]:
+        policy = H2O(heavy_size=30, recent_size=20, layer_schedule=schedule)
+        return [policy.budget(90, 10, block, blocks).columns for block in range(blocks)]
+
+    assert of("1/3", 2) == [25, 75] and of("1/9", 2) == [10, 90]
+    assert of("1/99", 2) == [1, 99] and of("1/1e9", 2) == [1, 99]  # one column is the least
+    assert of("8/1/1", 3) == [100, 25, 25]  # no more than the row has; the rest goes to the others
+    assert of("1/3", 4) == [25, 25, 75, 75]
+    policy = H2O(heavy_size=38, recent_size=30, layer_schedule="4/4/1/1/3/3")
+    assert [policy.budget(90, 10, block, 6).columns for block in range(6)] == [100, 100, 26, 26, 78, 78]
+    assert H2O(heavy_size=30, recent_size=20, layer_schedule="1/3").budget(90, 10, 1, 2) == RowBudget(0, 45, 30)
+
+
+@pytest.mark.parametrize("schedule", ["", "/", "1", "1/", "1/0", "-1/2", "1/nan", "1/inf", "steps", "1,2"])
+def test_a_schedule_is_a_name_or_weights(schedule: str) -> None:
+    with pytest.raises(UsageError, match=r"^layer_schedule: .* nor a number above 0 for each layer"):
+        H2O(layer_schedule=schedule)
+
+
 def test_a_pyramid_of_five_blocks() -> None:
     policy = H2O(heavy_size=100, recent_size=10, layer_schedule="pyramid")
     assert [policy.budget(1000, 9, b, 5).heavy for b in range(5)] == [195, 147, 100, 53, 5]
@@ -276,7 +318,7 @@ def test_a_pyramid_of_five_blocks() -> None:
 @any_policy
 @given(
     prompt=st.integers(1, 200), gen=st.integers(1, 50), ratio=st.floats(0.01, 1), decoding=st.booleans(),
-    schedule=st.sampled_from(["uniform", "pyramid"]), block=st.integers(0, 3), share=st.booleans(),
+    schedule=st.sampled_from(["uniform", "pyramid", "5/1"]), block=st.integers(0, 3), share=st.booleans(),
 )  # fmt: skip
 def test_slots_are_no_more_than_those_of_the_full_cache(
     policy: type[Evicting], prompt: int, gen: int, ratio: float, decoding: bool, schedule: str, block: int, share: bool
