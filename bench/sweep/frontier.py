@@ -158,12 +158,12 @@ def draw(found: Sequence[Figures], path: Path) -> None:
     """Every cell as a point by its policy, and the best as a line; both axes in logarithms."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(12, 6), layout="constrained")
     ax: Any = figure.subplots()
     kinds: dict[str, list[Figures]] = {}
     for one in found:
         if "kl" in one:
-            policy, _, rest = one["policy"].partition("@")
+            policy, _, rest = re.sub(r"layer_schedule=[\d./]+", "by layer", one["policy"]).partition("@")
             bits = rest.partition("/")[2].partition("r")[0].partition("w")[0] or "16"
             read = ", some read" if "r" in rest else ""
             kinds.setdefault(f"{policy}, {bits} bits{read}", []).append(one)
@@ -178,7 +178,7 @@ def draw(found: Sequence[Figures], path: Path) -> None:
         ylabel="KL to the full cache, nats",
     )
     ax.grid(alpha=0.3, which="both")
-    ax.legend(fontsize=7)
+    ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     write_picture(path, figure)
 
 

@@ -4,7 +4,9 @@ tensors."""
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from flexgen_h2o.core.units import round_up
 
@@ -188,9 +190,16 @@ class KVPrices:
         """Slots, and what lies beside them; not what a policy records of slots."""
         return slots * self.column_bytes + self.beside(slots, pages)
 
-    def columns(self, share: float, tokens: int, pages: int, have_pages: float = 1.0) -> int:
-        """The most columns of a row whose slots (one more: a newcomer's) and pages take `share` of the bytes that
-        `tokens` columns have in bf16; 0 where there is no room for one. have_pages: the share of the layers that have
-        pages, over whose mean this is."""
+    def columns(
+        self, share: float, tokens: int, pages: int, have_pages: float, by_layer: Callable[[int], Sequence[int]]
+    ) -> int:
+        """The most columns of a row whose slots and pages take `share` of the bytes that `tokens` columns have in bf16;
+        0 where there is no room for one. A slot more is a newcomer's, but none is the last token's. All is a mean over
+        layers. have_pages: the share of them that have pages; by_layer: the columns of each where so many are kept in
+        the mean."""
         most = share * tokens * 4 * self.width - have_pages * page_bytes(pages, self.width)
-        return bisect_right(range(1, tokens + 1), most, key=lambda count: self.nbytes(count + 1))
+
+        def nbytes(columns: int) -> float:
+            return fmean(self.nbytes(max(1, min(own + 1, tokens - 1))) for own in by_layer(columns))
+
+        return bisect_right(range(1, tokens + 1), most, key=nbytes)

@@ -1,5 +1,6 @@
 """Random ways to keep the KV cache small against the slow reference: policies with budgets, protected columns,
-summaries, a whole first layer, compressed columns, on random placements, with refill and shared prefixes.
+summaries, a whole first layer, columns by layer, compressed columns, on random placements, with refill and shared
+prefixes.
 
 A run is drawn from its index alone. The default suite takes a few; FLEXGEN_KV_RUNS=2000 bash scripts/slow_tests.sh
 tests/eviction/test_fuzz.py takes as many.
@@ -38,7 +39,7 @@ SHAPES = (
 )
 
 
-def draw_policy(rng: random.Random) -> Pair:
+def draw_policy(rng: random.Random, one_layer: bool) -> Pair:
     """Any policy of any size, with what goes with all of them, or all columns, of which a share is read."""
     heavy, recent = rng.randint(1, 12), rng.randint(1, 8)
     sizes: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
@@ -70,7 +71,9 @@ def draw_policy(rng: random.Random) -> Pair:
         more["summary_layers"], slow = 1, plain.summing_up(slow, page, 1)
     if rng.random() < 0.2:
         more["layer_schedule"], slow = "first-full", plain.first_full(slow)
-    elif rng.random() < 0.2 and name in ("h2o", "random", "snapkv"):  # others split what they keep in their own ways
+    elif (
+        not one_layer and rng.random() < 0.2 and name in ("h2o", "random", "snapkv")
+    ):  # others split what they keep in their own ways
         weights = [round(rng.uniform(0.1, 2), 2) for _ in range(2)]
         more["layer_schedule"], slow = "/".join(map(str, weights)), plain.by_weight(slow, weights)
     elif name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
@@ -102,7 +105,8 @@ def draw_placement(rng: random.Random, share: float) -> Policy:
 def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     """Run what the index stands for; False where a near tie lets rounding decide."""
     rng = random.Random(index)
-    one, pair = known(rng.choice(SHAPES)), draw_policy(rng)
+    shape = rng.choice(SHAPES)
+    one, pair = known(shape), draw_policy(rng, shape == "one layer")
     policy, eviction = draw_placement(rng, pair.plain.share), pair.engine if pair.plain.share == 1 else None
     rows, header = rng.randint(1, 5), random_prompts((rng.choice((0, 0, 6)) or 1,), index)[0]
     lengths, most = [rng.randint(1, 20) for _ in range(rows)], [rng.randint(1, 9) for _ in range(rows)]

@@ -40,7 +40,7 @@ MIXES = (
     Mix(0.33, "h2o-norm", 4),
     # The first layers attend most broadly: means of the others cost more columns than they save. Keys in 3 bits lost
     # ten times as much on one of the models, values did not.
-    Mix(0.15, "h2o-norm:summaries=128,summary_layers=2", "4/3"),
+    Mix(0.12, "h2o-norm:summaries=128,summary_layers=2", "4/3"),
     # Where columns are few, whole ones cost more of them than they save.
     Mix(0.0, "h2o-norm:summaries=128,summary_layers=2", "4/3", 0),
 )

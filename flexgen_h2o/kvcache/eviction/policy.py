@@ -267,7 +267,7 @@ class Evicting(EvictionSettings):
             whole = self.prices.nbytes(tokens, pages) / (4 * self.prices.width * tokens)
             share = (share * num_blocks - whole) / (num_blocks - 1)
             num_blocks, have_pages = num_blocks - 1, have_pages - 1
-        columns = self.prices.columns(share, tokens, pages, have_pages / num_blocks)
+        columns = _priced_columns(self, share, tokens, pages, have_pages / num_blocks, num_blocks)
         if columns < 1:
             raise UsageError(
                 f"--kv-bytes {self.kv_bytes}: holds no column of a row of {tokens} tokens beside what each row has; "
@@ -356,6 +356,18 @@ def _by_weight(weights: tuple[float, ...], columns: int, most: int, num_blocks: 
         found[block] = max(1, min(most, share, left - others))
         left, weight = left - found[block], weight - weight_of[block]
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _priced_columns(policy: Evicting, share: float, tokens: int, pages: int, have_pages: float, num_blocks: int) -> int:
+    """Columns in the mean of the blocks that take this share of the bytes, as the schedule deals them out."""
+    assert policy.prices is not None
+    weights = weights_of(policy.layer_schedule)
+
+    def by_layer(columns: int) -> tuple[int, ...]:
+        return _by_weight(weights, columns, tokens, num_blocks) if weights else (columns,)
+
+    return policy.prices.columns(share, tokens, pages, have_pages, by_layer)
 
 
 def priced(eviction: Eviction, prices: KVPrices) -> Eviction:
