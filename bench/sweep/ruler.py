@@ -5,9 +5,11 @@ kind in words that the shipped model was trained on: `recall_single` states one 
 and asks for it at the end, `recall_multikey` states ten together and asks for one; each at --recall-lengths tokens. The
 full cache is first, then each policy at each --budgets (`--kv-budget`: of prompt and new tokens), greedy, fp32. A score
 is the mean of an example's, which are from 0 to 1; its interval is Wilson's of 95% (Wilson 1927), which is wide enough
-for scores between 0 and 1. A task whose full cache scores under 20% ranks nothing: its policies are not run.
+for scores between 0 and 1. A task whose full cache scores under 20% ranks nothing: its policies are not run. --cells
+has those of bench.sweep.frontier, which also say in which bits KV is held, in place of policies and budgets.
 
     python -m bench.sweep.ruler [--tasks NAME ...] [--limit N] [--budgets R ...] [--markdown FILE] [--output FILE]
+    python -m bench.sweep.ruler --model M --length 2048 --recall-lengths 512 1024 1984 --cells full@1/4 h2o@0.2
 """
 
 from __future__ import annotations
@@ -21,17 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from flexgen_h2o import LLM
+from bench.sweep.frontier import cell_of
+from flexgen_h2o import LLM, Policy
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.evaluation.lm_eval import check_ruler
 from flexgen_h2o.evaluation.rows import HeldOutText, draw_pairs, make_cells, statement, stretch, text_of
-from flexgen_h2o.kvcache.eviction import EVICTING, Eviction
+from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full
 
 RANKS_FROM = 0.2  # score of the full cache
 Z = 1.959964  # of a normal distribution's 95%
+ROWS = 8  # of a micro-batch, with --cells
 RECALL = {"recall_single": 1, "recall_multikey": 10}  # pairs that are stated
 TASK = """
 task: {name}
@@ -59,15 +63,15 @@ def main() -> None:
     add("--limit", type=positive, default=100, help="examples of a task (100)")
     add("--budgets", type=float, nargs="+", default=[0.5, 0.2, 0.1])
     add("--policies", nargs="+", default=list(EVICTING))
+    add("--cells", nargs="+", metavar="CELL", help="as of bench.sweep.frontier, for --policies and --budgets")
     add("--markdown", action=common.ResultFile, help="also write the table here")
     args = parser.parse_args()
-    cells = make_cells(args.policies, args.budgets, whole=True, budgets_of="sequence")
+    cells = cells_of(args)
     found: dict[str, Scores] = {}
     with tempfile.TemporaryDirectory() as folder:
         tasks = load_tasks(args, Path(folder))
-        for cell in cells:
-            label = cell.label if not found else f"{cell.label} {cell.budget:.0%}"
-            found[label] = score(args.model, cell.eviction, tasks, args.limit, Path(folder))
+        for label, (eviction, policy) in cells.items():
+            found[label] = score(args.model, (eviction, policy), tasks, args.limit, Path(folder))
             print(f"# {label}: " + ", ".join(f"{name} {mean(s):.0%}" for name, s in found[label].items()), flush=True)
             if len(found) == 1:
                 tasks = {name: task for name, task in tasks.items() if mean(found[label][name]) >= RANKS_FROM}
@@ -80,6 +84,18 @@ def main() -> None:
         for label, of in found.items()
     }
     common.finish({"limit": args.limit, "length": args.length, "scores": scores}, args.output)
+
+
+def cells_of(args: Any) -> dict[str, tuple[Eviction, Policy | str]]:
+    """What is compared by name, the full cache first."""
+    if args.cells:
+        some = [cell_of(text, ROWS) for text in args.cells]
+        return {Full.name: (Full(), "auto"), **{cell.text: (cell.case.eviction, cell.policy) for cell in some}}
+    first, *others = make_cells(args.policies, args.budgets, whole=True, budgets_of="sequence")
+    return {
+        first.label: (first.eviction, "auto"),
+        **{f"{cell.label} {cell.budget:.0%}": (cell.eviction, "auto") for cell in others},
+    }
 
 
 def load_tasks(args: Any, work: Path) -> dict[str, Any]:
@@ -120,13 +136,14 @@ def write_recall(work: Path, name: str, text: HeldOutText, tokenizer: Any, size:
     return name
 
 
-def score(model: str, eviction: Eviction, tasks: dict[str, Any], limit: int, work: Path) -> Scores:
+def score(model: str, how: tuple[Eviction, Policy | str], tasks: dict[str, Any], limit: int, work: Path) -> Scores:
     """Each task's scores, an example at a time; every cell has the same examples."""
     from lm_eval.evaluator import evaluate
 
     from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 
-    with LLM(model, eviction=eviction, device="cpu", dtype="float32", offload_dir=work / "offload") as llm:
+    eviction, policy = how
+    with LLM(model, policy, eviction, device="cpu", dtype="float32", offload_dir=work / "offload") as llm:
         out = evaluate(EngineLM(llm), {"tasks": tasks}, limit=limit, bootstrap_iters=0) if tasks else {"samples": {}}
     return {name: [score_of(sample) for sample in samples] for name, samples in out["samples"].items()}
 
