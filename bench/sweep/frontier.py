@@ -19,7 +19,6 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +51,6 @@ _CELL = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A case and the compression that it runs with."""
-
-    text: str
-    case: Case
-    policy: Policy
-
-
 def main() -> None:
     parser = common.own_parser(__doc__)
     add = parser.add_argument
@@ -89,7 +79,7 @@ def main() -> None:
     common.finish(settings | {"cells": found}, args.output)
 
 
-def cell_of(text: str, rows: int) -> Cell:
+def cell_of(text: str, rows: int) -> Case:
     """UsageError names --cells."""
     parts = _CELL.fullmatch(text)
     if parts is None:
@@ -100,33 +90,26 @@ def cell_of(text: str, rows: int) -> Cell:
         switches = {"compress_cache": True, "cache_bits": parts["bits"], **window}
     policy = Policy(rows, attn_sparsity=float(parts["read"] or 1), **switches)
     if parts["policy"] == Full.name:
-        return Cell(text, Case(text, Full(), budget_of=SEQUENCE), policy)
+        return Case(text, Full(), budget_of=SEQUENCE, policy=policy)
     (case,) = make_cells([parts["policy"]], [share], budgets_of=SEQUENCE)
-    return Cell(text, Case(text, case.eviction, share, SEQUENCE), policy)
+    return Case(text, case.eviction, share, SEQUENCE, policy)
 
 
-def measure(args: argparse.Namespace, llm: LLM, cells: Sequence[Cell]) -> list[Figures]:
-    """The figures of each cell, the full cache's first; cells of one compression are compared in one run."""
+def measure(args: argparse.Namespace, llm: LLM, cells: Sequence[Case]) -> list[Figures]:
+    """The figures of each cell, the full cache's first."""
     source, lengths = text_of(None, llm.model, ""), (args.prompt_len, args.gen_len)
     texts = held_out_rows(source, args.num_prompts, *lengths, args.seed)
     recalls = recall_rows(source, args.recall_prompts, *lengths, 5, args.seed)
-    how, found, order = (args.resamples, args.seed), dict[str, Figures](), [cell.text for cell in cells]
-    reference: Figures = {}
-    for policy in dict.fromkeys(cell.policy for cell in cells):
-        llm.use(Policy(args.rows))  # a Runner compares with what the LLM has then
-        runner, some = Runner(llm, KEEP_BYTES, 0, policy), [c for c in cells if c.policy == policy]
-        full, figures = summarise_texts(*runner.texts(texts, [c.case for c in some]), *how)
-        if not reference:
-            reference = full | {"policy": "full, bf16", "kv_share": 1.0, "read_share": 1.0}
-            reference["recall"] = summarise_recall(recalls, runner.recall(recalls, None), *how) if recalls else {}
-        for cell, one in zip(some, figures, strict=True):
-            one["recall"] = (
-                summarise_recall(recalls, runner.recall(recalls, cell.case.eviction), *how) if recalls else {}
-            )
-            found[cell.text] = {k: v for k, v in one.items() if k != "by_step"}
-            inside = one["recall"].get("inside", {"value": 0})["value"]
-            say("frontier", f"{cell.text}: {one['kv_share']:.1%}, KL {one['kl']['value']:.4f}, recall {inside:.0%}")
-    return [reference, *(found[text] for text in order)]
+    how, runner = (args.resamples, args.seed), Runner(llm, KEEP_BYTES, 0)
+    runner.check(cells)
+    full, found = summarise_texts(*runner.texts(texts, cells), *how)
+    full |= {"policy": "full, bf16", "kv_share": 1.0, "read_share": 1.0}
+    for one, case in ((full, None), *zip(found, cells, strict=True)):
+        one["recall"] = summarise_recall(recalls, runner.recall(recalls, case), *how) if recalls else {}
+        one.pop("by_step", None)
+        inside = one["recall"].get("inside", {"value": 0})["value"]
+        say("frontier", f"{one['policy']}: {one['kv_share']:.1%}, recall {inside:.0%}")
+    return [full, *found]
 
 
 def markdown(args: argparse.Namespace, found: Sequence[Figures]) -> str:

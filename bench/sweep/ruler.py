@@ -90,7 +90,7 @@ def cells_of(args: Any) -> dict[str, tuple[Eviction, Policy | str]]:
     """What is compared by name, the full cache first."""
     if args.cells:
         some = [cell_of(text, ROWS) for text in args.cells]
-        return {Full.name: (Full(), "auto"), **{cell.text: (cell.case.eviction, cell.policy) for cell in some}}
+        return {Full.name: (Full(), "auto"), **{cell.label: (cell.eviction, cell.policy or "auto") for cell in some}}
     first, *others = make_cells(args.policies, args.budgets, whole=True, budgets_of="sequence")
     return {
         first.label: (first.eviction, "auto"),

@@ -44,7 +44,7 @@ from flexgen_h2o.evaluation.rows import (
     text_of,
 )
 from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags
-from flexgen_h2o.kvcache.eviction import Eviction, Full
+from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.llm import LLM
 
@@ -128,9 +128,9 @@ def _measure(
         for figures, speeds in zip(found, runner.speeds(texts, cases, args.gen_len, args.speed), strict=True):
             figures["speed"] = summarise_speeds(*speeds)
     if recalls:
-        for figures, eviction in ((full, None), *zip(found, (case.eviction for case in cases), strict=True)):
-            figures["recall"] = summarise_recall(recalls, runner.recall(recalls, eviction), *how)
-            who = f"{figures['policy']} at {figures['budget']:.0%}" if eviction else "the full cache"
+        for figures, case in ((full, None), *zip(found, cases, strict=True)):
+            figures["recall"] = summarise_recall(recalls, runner.recall(recalls, case), *how)
+            who = f"{figures['policy']} at {figures['budget']:.0%}" if case else "the full cache"
             _say(f"recall of {who}: {figures['recall']['inside']['value']:.0%}")
     return {"recall": {"prompts": len(recalls)} if recalls else None, "full": full, "cells": found}
 
@@ -233,7 +233,8 @@ class Runner:
 
     keep_bytes: most host memory for what is kept of the full cache's run at a time; rows are worked through in chunks
     that fit. mass_steps: decode steps, evenly apart, whose attention is kept (0: none). compared: how the runs
-    are placed that are compared with the full cache, where they hold what they have in fewer bits.
+    are placed that are compared with the full cache, where they hold what they have in fewer bits and a case does not
+    say.
     """
 
     def __init__(self, llm: LLM, keep_bytes: int, mass_steps: int, compared: Policy | AutoPolicy | None = None) -> None:
@@ -243,7 +244,7 @@ class Runner:
     def check(self, cases: Sequence[Case]) -> None:
         """UsageError for a policy that cannot run, before the first of them has run for long."""
         for case in cases:
-            self._use(case.eviction).check_plan()
+            self._use(case).check_plan()
 
     def greedy(self, rows: Sequence[TextRow], tokens: int) -> list[TextRow]:
         """The rows with the model's own greedy continuation under the full cache."""
@@ -270,15 +271,14 @@ class Runner:
                 _say(f"{case.label} at {case.budget:.0%}: KL {here.kl.mean():.4f}")
         return full_nll, results
 
-    def recall(self, rows: Sequence[TextRow], eviction: Eviction | None) -> list[list[bool]]:
-        """For each row and question: are all tokens of the answer the likeliest ones? eviction: None for the
-        reference."""
+    def recall(self, rows: Sequence[TextRow], case: Case | None) -> list[list[bool]]:
+        """For each row and question: are all tokens of the answer the likeliest ones? case: None for the reference."""
         likeliest = np.full((len(rows), max(len(row.continuation) for row in rows)), -1)
 
         def see(at: list[int], steps: list[int], logits: torch.Tensor) -> None:
             likeliest[at, steps] = logits.argmax(dim=-1).cpu()
 
-        self._follow(self._use(eviction), rows, by_step(len(rows), see))
+        self._follow(self._use(case), rows, by_step(len(rows), see))
         return [
             [all(said[step] == row.continuation[step] for step in question.answer) for question in row.questions]
             for row, said in zip(rows, likeliest.tolist(), strict=True)
@@ -288,7 +288,7 @@ class Runner:
         """For each case, (n,): the first of `tokens` greedy tokens that is not the full cache's; `tokens` if none."""
         full, found = self._generate(None, rows, tokens), []
         for case in cases:
-            other = self._generate(case.eviction, rows, tokens) != full
+            other = self._generate(case, rows, tokens) != full
             found.append(np.where(other.any(axis=1), other.argmax(axis=1), tokens))
             _say(f"{case.label} at {case.budget:.0%}: greedy tokens equal up to {np.median(found[-1]):.0f}")
         return found
@@ -301,23 +301,28 @@ class Runner:
         found: list[tuple[list[float], list[float]]] = [([], []) for _ in cases]
         for case, (full, own) in zip(cases, found, strict=True):
             for count in range(rounds + 1):
-                for eviction, seconds in ((None, full), (case.eviction, own)):
-                    self._generate(eviction, rows, tokens)
+                for one, seconds in ((None, full), (case, own)):
+                    self._generate(one, rows, tokens)
                     if count and self.llm.report is not None:  # the first round warms up
                         seconds.append(self.llm.report.total.tokens_per_s)
             _say(f"{case.label} at {case.budget:.0%}: {np.median(own):.1f} tokens/s, full {np.median(full):.1f}")
         return found
 
-    def _use(self, eviction: Eviction | None) -> LLM:
+    def _use(self, case: Case | None) -> LLM:
         """The LLM reads its policies at each run and opens new buffers where they need others. None: the reference."""
-        self.llm.eviction = eviction or Full()
-        self.llm.use(self._reference if eviction is None else self._compared)
+        self.llm.eviction = Full()  # goes with what was used before and with what comes
+        self.llm.use(self._placed(case) if case else self._reference)
+        if case:
+            self.llm.eviction = case.eviction
         return self.llm
 
-    def _generate(self, eviction: Eviction | None, rows: Sequence[TextRow], tokens: int) -> NDArray[np.int_]:
+    def _placed(self, case: Case) -> Policy | AutoPolicy:
+        return case.policy or self._compared
+
+    def _generate(self, case: Case | None, rows: Sequence[TextRow], tokens: int) -> NDArray[np.int_]:
         """(n, tokens) greedy tokens."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        done = self._use(eviction).generate([row.prompt for row in rows], params)
+        done = self._use(case).generate([row.prompt for row in rows], params)
         return np.array([completion.token_ids for completion in done])
 
     def _row_bytes(self, rows: Sequence[TextRow]) -> int:
@@ -327,14 +332,14 @@ class Runner:
         return steps * spec.vocab_size * DTYPE_BYTES[self.llm.dtype] + weights
 
     def _unmeasured(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
-        blocks, eviction = self.llm.model.spec.num_blocks, self._use(case.eviction).eviction
+        blocks, eviction = self.llm.model.spec.num_blocks, self._use(case).eviction
         kept = [
             min(columns_of(row, case.budget_of), eviction.budget(*row.lengths, block, blocks).columns)
             for row in rows
             for block in range(blocks)
         ]
         mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
-        spec, policy = self.llm.model.spec, base_of(self._compared)
+        spec, policy = self.llm.model.spec, base_of(self._placed(case))
         held, read = np.mean([kv_shares(spec, policy, eviction, row.lengths) for row in rows], axis=0).tolist()
         return TextFidelity(
             case, sum(kept) / len(kept), held, read, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
@@ -371,11 +376,11 @@ class Runner:
                 lost = evicted_mass(weights[at], columns.positions.cpu(), filled.cpu())
                 found.mass[at, columns.block] += lost.double().mean(dim=1).numpy() / len(full.mass_steps)
 
-        eviction = found.case.eviction
-        if not eviction.needs.record and base_of(self._compared).attn_sparsity == 1:
-            eviction = Probe()
-        watch = see_slots if eviction.needs.record else None  # what reads some columns drops none
-        self._follow(self._use(eviction), rows, by_step(len(rows), see_logits), watch)
+        case = found.case
+        if not case.eviction.needs.record and base_of(self._placed(case)).attn_sparsity == 1:
+            case = replace(case, eviction=Probe())
+        watch = see_slots if case.eviction.needs.record else None  # what reads some columns drops none
+        self._follow(self._use(case), rows, by_step(len(rows), see_logits), watch)
 
     def _follow(
         self, llm: LLM, rows: Sequence[TextRow], see_logits: LogitsWatch, see_slots: SlotsWatch | None = None

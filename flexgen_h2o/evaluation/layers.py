@@ -286,7 +286,7 @@ def _compare(
     cases = [Case(label, one, budget_of=SEQUENCE) for label, one in evictions.items()]
     full, found = summarise_texts(*runner.texts(texts, cases), *how)
     if recalls:
-        for figures, one in ((full, None), *zip(found, evictions.values(), strict=True)):
+        for figures, one in ((full, None), *zip(found, cases, strict=True)):
             figures["recall"] = summarise_recall(recalls, runner.recall(recalls, one), *how)
     say("evaluate", f"by layer: KL {found[1]['kl']['value']:.4f}, uniform {found[0]['kl']['value']:.4f}")
     return {"full": full, "cells": found}

@@ -26,6 +26,7 @@ from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Eviction, Full, mak
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
     from flexgen_h2o.models.load import Model
 
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3"})
@@ -250,13 +251,15 @@ class Case:
     """One policy of a given size.
 
     budget: columns kept, as a share of the columns of what `budget_of` names, where the size was given so. budget_of:
-    PROMPT, SEQUENCE: the prompt and what follows on it, or BYTES: those of the sequence in bf16.
+    PROMPT, SEQUENCE: the prompt and what follows on it, or BYTES: those of the sequence in bf16. policy: how its runs
+    are placed and compressed; None: as those of the other cases.
     """
 
     label: str
     eviction: Eviction
     budget: float = 1.0
     budget_of: str = PROMPT
+    policy: Policy | None = None
 
     @property
     def positions(self) -> str:

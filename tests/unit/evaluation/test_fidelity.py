@@ -97,6 +97,26 @@ def test_compressed_runs_are_compared_with_an_uncompressed_one(llm: LLM, rows: l
     assert 0 < 5 * off[0] < off[1]
 
 
+def test_a_case_s_own_policy_is_the_runner_s_for_that_case_alone(llm: LLM, rows: list[TextRow]) -> None:
+    """Also one that reads some columns beside one that drops some, which no LLM does at once, in either order."""
+    asked, h2o = llm.asked_policy, EVICTING["h2o"](heavy_size=4, recent_size=4)
+    packed, sparse = replace(asked, compress_cache=True, cache_bits="4/3"), replace(asked, attn_sparsity=0.5)
+    cases = [
+        Case("plain", h2o, policy=asked), Case("read", Full(), policy=sparse), Case("packed", h2o, policy=packed),
+        Case("full", Full()),
+    ]  # fmt: skip
+    runner = Runner(llm, 2**30, 0)
+    runner.check(cases)
+    _, together = runner.texts(rows, cases)
+    assert (together[3].kl == 0).all() and together[2].share != together[0].share
+    for case, found in zip(cases[:3], together[:3], strict=True):
+        llm.use(asked)
+        _, (alone,) = Runner(llm, 2**30, 0, case.policy).texts(rows, [replace(case, policy=None)])
+        assert (alone.kl == found.kl).all() and alone.share == found.share
+    llm.eviction = Full()
+    llm.use(asked)
+
+
 @pytest.mark.parametrize(
     ("switches", "eviction", "columns", "column", "beside"),
     [
