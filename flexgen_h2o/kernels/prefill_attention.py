@@ -1,10 +1,11 @@
 """Causal attention over prompts with the log-sum-exp, and column scores: the attention that each key received, summed
 over queries, never as an n x n matrix. With more keys than queries, the queries are the last rows of the prompt.
 
-On a CPU with AVX-512, fp32 and bf16 go through a compiled loop: 2 to 3 times as fast as torch's own. Elsewhere torch
-computes the log-sum-exp inside its fused attention, but returns it only from private operations. They are tried once
-against `causal_attention_lse_reference` on a small case, and not used where they are missing, raise or differ. The CUDA
-one has not run on a GPU yet.
+On a CPU with AVX-512, fp32 and bf16 go through a compiled loop: 2 to 3 times as fast as torch's own, but for whole
+prompts in bf16 where the CPU has AMX, with whose products torch is 2 to 5 times as fast. There and elsewhere
+torch computes the log-sum-exp inside its fused attention, but returns it only from private operations. They are tried
+once against `causal_attention_lse_reference` on a small case, and not used where they are missing, raise or differ. The
+CUDA one has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def causal_attention(
     query sees, its own and those before it; None: all. Work is that of the keys that are seen.
     """
     if _is_compiled(q, k, v):
-        return _attend_compiled(q, k, v, scale, window)[0]
+        return _attend_on_cpu(q, k, v, scale, window)[0]
     if triton.takes(q, k, v):
         return _attend_on_card(q, k, v, scale, window)[0]
     rows, n = q.shape[2], k.shape[2]
@@ -154,7 +155,7 @@ def causal_attention_lse(
     dtype and (b, heads, m) fp32.
     """
     if _is_compiled(q, k, v):
-        return _attend_compiled(q, k, v, scale, window)
+        return _attend_on_cpu(q, k, v, scale, window)
     if triton.takes(q, k, v):
         return _attend_on_card(q, k, v, scale, window)
     fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
@@ -249,15 +250,41 @@ def _last_rows(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Te
 
 
 def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the compiled loop can read these, and is the faster one."""
+    """Whether the compiled loop can read these, and is faster than torch's operation but where that takes AMX."""
     # AVX-512 has 32 registers of 16 floats, as many as a tile of the compiled loop takes.
     return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx512f")
+
+
+def _attend_on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+    """The result has the heads of a token side by side."""
+    n, keys = q.shape[2], k.shape[2]
+    if q.dtype == torch.bfloat16 and n == keys and not _hides(window, keys) and cpu_has("amx-bf16"):
+        fused = _checked("cpu", q.dtype, q.shape[1] != k.shape[1])
+        if fused is not None:
+            return _attend_in_pieces(fused, q, k, v, scale)
+    return _attend_compiled(q, k, v, scale, window)
+
+
+def _attend_in_pieces(fused: _Fused, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    """Whole prompts, some sequences and heads at a time: the operation copies their keys and values, for each query
+    head, and these and its own result are at most `TILE_BYTES`, or those of one kv-head."""
+    (batch, heads, n, width), kv_heads = q.shape, k.shape[1]
+    group = heads // kv_heads
+    out = torch.empty(batch, n, heads, width, dtype=q.dtype).transpose(1, 2)
+    lse = torch.empty(batch, heads, n, dtype=torch.float32)
+    most = max(1, TILE_BYTES // (3 * group * n * width * q.itemsize))
+    for rows, some in _pieces(batch, kv_heads, most):
+        of_queries = slice(None) if some == slice(None) else slice(some.start * group, some.stop * group)
+        out[rows, of_queries], lse[rows, of_queries] = fused(
+            q[rows, of_queries], k[rows, some], v[rows, some], scale, None
+        )
+    return out, lse
 
 
 def _attend_compiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
-    """The result has the heads of a token side by side. What a prompt gets depends on that prompt alone."""
+    """What a prompt gets depends on that prompt alone."""
     from flexgen_h2o.kernels.compiled import prompts as prompt_loops
 
     (batch, heads, n, width), (kv_heads, keys) = q.shape, k.shape[1:3]

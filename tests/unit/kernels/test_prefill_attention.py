@@ -73,6 +73,23 @@ def test_pieces_of_the_last_rows(rows, dtype, window, is_compiled, monkeypatch: 
         assert a.shape == b.shape and torch.allclose(a, b, atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("has_amx", [True, False])
+@pytest.mark.parametrize("tile_bytes", [1, 3 * 2 * 23 * 64 * 2, TILE_BYTES])
+def test_whole_prompts_in_bf16_with_amx_and_without(has_amx, tile_bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kv-head at a time, two heads of a sequence, whole sequences; and the loop where there is no AMX."""
+    q, k, v = prompts(3, 3, 2, 23, 64, torch.bfloat16)
+    monkeypatch.setattr(causal, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(causal, "cpu_has", lambda feature: has_amx or feature != "amx-bf16")
+    out, lse = causal_attention_lse(q, k, v, 0.3)
+    expected, sums = causal_attention_lse_reference(q.float(), k.float(), v.float(), 0.3)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32 and out.transpose(1, 2).is_contiguous()
+    assert torch.allclose(out.float(), expected, atol=TOLERANCE[q.dtype], rtol=0)
+    assert torch.allclose(lse, sums, atol=TOLERANCE[q.dtype], rtol=0)
+    for row in range(3):
+        one = slice(row, row + 1)
+        assert torch.equal(causal_attention(q[one], k[one], v[one], 0.3), out[one]), "a prompt by itself"
+
+
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (4, torch.bfloat16)])
 def test_batches_are_prompts_and_lse_changes_nothing(group: int, dtype: torch.dtype) -> None:
     q, k, v = prompts(5, 2, group, 70, 64, dtype)
