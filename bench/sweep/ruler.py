@@ -24,14 +24,14 @@ from typing import Any
 
 from bench import common
 from bench.sweep.frontier import cell_of
-from flexgen_h2o import LLM, Policy
+from flexgen_h2o import LLM
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.evaluation.lm_eval import check_ruler
-from flexgen_h2o.evaluation.rows import HeldOutText, draw_pairs, make_cells, statement, stretch, text_of
-from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full
+from flexgen_h2o.evaluation.rows import Case, HeldOutText, draw_pairs, make_cells, statement, stretch, text_of
+from flexgen_h2o.kvcache.eviction import EVICTING, Full
 
 RANKS_FROM = 0.2  # score of the full cache
 Z = 1.959964  # of a normal distribution's 95%
@@ -70,8 +70,8 @@ def main() -> None:
     found: dict[str, Scores] = {}
     with tempfile.TemporaryDirectory() as folder:
         tasks = load_tasks(args, Path(folder))
-        for label, (eviction, policy) in cells.items():
-            found[label] = score(args.model, (eviction, policy), tasks, args.limit, Path(folder))
+        for label, cell in cells.items():
+            found[label] = score(args.model, cell, tasks, args.limit, Path(folder))
             print(f"# {label}: " + ", ".join(f"{name} {mean(s):.0%}" for name, s in found[label].items()), flush=True)
             if len(found) == 1:
                 tasks = {name: task for name, task in tasks.items() if mean(found[label][name]) >= RANKS_FROM}
@@ -86,16 +86,12 @@ def main() -> None:
     common.finish({"limit": args.limit, "length": args.length, "scores": scores}, args.output)
 
 
-def cells_of(args: Any) -> dict[str, tuple[Eviction, Policy | str]]:
+def cells_of(args: Any) -> dict[str, Case]:
     """What is compared by name, the full cache first."""
     if args.cells:
-        some = [cell_of(text, ROWS) for text in args.cells]
-        return {Full.name: (Full(), "auto"), **{cell.label: (cell.eviction, cell.policy or "auto") for cell in some}}
+        return {Full.name: Case(Full.name, Full()), **{text: cell_of(text, ROWS) for text in args.cells}}
     first, *others = make_cells(args.policies, args.budgets, whole=True, budgets_of="sequence")
-    return {
-        first.label: (first.eviction, "auto"),
-        **{f"{cell.label} {cell.budget:.0%}": (cell.eviction, "auto") for cell in others},
-    }
+    return {first.label: first, **{f"{cell.label} {cell.budget:.0%}": cell for cell in others}}
 
 
 def load_tasks(args: Any, work: Path) -> dict[str, Any]:
@@ -136,14 +132,14 @@ def write_recall(work: Path, name: str, text: HeldOutText, tokenizer: Any, size:
     return name
 
 
-def score(model: str, how: tuple[Eviction, Policy | str], tasks: dict[str, Any], limit: int, work: Path) -> Scores:
+def score(model: str, cell: Case, tasks: dict[str, Any], limit: int, work: Path) -> Scores:
     """Each task's scores, an example at a time; every cell has the same examples."""
     from lm_eval.evaluator import evaluate
 
     from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 
-    eviction, policy = how
-    with LLM(model, policy, eviction, device="cpu", dtype="float32", offload_dir=work / "offload") as llm:
+    how = cell.policy or "auto", cell.eviction
+    with LLM(model, *how, device="cpu", dtype="float32", offload_dir=work / "offload") as llm:
         out = evaluate(EngineLM(llm), {"tasks": tasks}, limit=limit, bootstrap_iters=0) if tasks else {"samples": {}}
     return {name: [score_of(sample) for sample in samples] for name, samples in out["samples"].items()}
 
