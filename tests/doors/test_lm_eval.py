@@ -322,7 +322,8 @@ def test_lengths_that_lm_eval_would_loop_on_are_refused(names: list[str], length
 def test_bad_data_is_one_line(lm_eval: Door, tasks: Path) -> None:
     (tasks / "choice.jsonl").write_text('{"question": "x"\n[[[\n')
     out = lm_eval("--include_path tasks --tasks choice", code=2)
-    assert "evaluate: --tasks choice: " in out.err and "choice.jsonl:1: not valid JSON (" in out.err.splitlines()[-1]
+    said = out.err.splitlines()[-1]
+    assert said.startswith("evaluate: --tasks choice: ") and "choice.jsonl:1: not valid JSON (" in said
 
 
 def test_an_error_of_the_engine_is_not_blamed_on_a_task(
