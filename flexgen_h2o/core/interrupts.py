@@ -1,7 +1,8 @@
 """SIGINT, SIGTERM and SIGHUP as exceptions that cannot get lost.
 
-A signal handler raises in whatever code the main thread runs, and Python swallows exceptions in finalisers. So the
-signal is also remembered, and the engine checks at every step.
+A signal handler raises in whatever code the main thread runs, and Python swallows exceptions in finalisers and weak
+references' callbacks. So the signal is also remembered, the engine checks at every step, and what is swallowed is not
+printed.
 
 Python's events, conditions and futures stay locked for ever where an exception comes right after they took their lock.
 So the main thread uses them only through `wait_for` and `start`, or where signals are `held`.
@@ -10,6 +11,7 @@ So the main thread uses them only through `wait_for` and `start`, or where signa
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,9 +112,17 @@ def as_exceptions() -> Iterator[None]:
     except ValueError:  # not the main thread: the embedding program handles signals
         yield
         return
+    unraisable = sys.unraisablehook
+
+    def swallowed(found: sys.UnraisableHookArgs) -> None:
+        if not isinstance(found.exc_value, Interrupted):
+            unraisable(found)
+
+    sys.unraisablehook = swallowed
     try:
         yield
     finally:
+        sys.unraisablehook = unraisable
         _arrived.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
