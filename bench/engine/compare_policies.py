@@ -14,6 +14,7 @@ layers. Ratios are of the runs of a round; random weights at the true shape, the
     python -m bench.engine.compare_policies kv-disk --layers 6  ways to a smaller KV cache, which lies on disk
     python -m bench.engine.compare_policies kv-ram --layers 6   the same in RAM
     python -m bench.engine.compare_policies kv-device --layers 6    the same in RAM behind a stand-in device of 3 GiB
+    python -m bench.engine.compare_policies kv-rows --model facebook/opt-6.7b --layers 4    rows that the same RAM holds
     python -m bench.engine.compare_policies int8 --model facebook/opt-125m --rows 8 --gen-len 4 --repeats 1
 """
 
@@ -39,14 +40,14 @@ from flexgen_h2o.llm import LLM
 
 PHASES = ("prefill", "decode", "total")
 FIRST_STEPS = 3
-IN_RAM, ON_DISK = (0, 100, 0, 100, 0, 100), (0, 0, 0, 100, 0, 100)
+IN_RAM, ON_DISK, A_THIRD = (0, 100, 0, 100, 0, 100), (0, 0, 0, 100, 0, 100), (0, 33, 0, 100, 0, 100)
 KV_ON_DISK, KV_BEHIND_A_LINK = (100, 0, 0, 0, 100, 0), (100, 0, 0, 100, 100, 0)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """policies: fields of `Policy` by name, and "eviction". rows: of the one micro-batch; lengths in tokens. percent:
-    of policies that have none of their own. device_mem: of a stand-in device."""
+    """policies: fields of `Policy` by name, and "eviction". rows: of the one micro-batch of policies that have none of
+    their own ("gpu_batch_size"); lengths in tokens. percent: likewise. device_mem: of a stand-in device."""
 
     policies: dict[str, dict[str, Any]]
     rows: int
@@ -57,18 +58,32 @@ class Claim:
 
 
 SHARE = 0.2  # of the sequence: of its bytes, or of its columns
-_MIX = mix_of(SHARE)
+
+
+def _mix(share: float) -> dict[str, Any]:
+    """What `--kv-bytes` takes for a share of the bytes."""
+    mix = mix_of(share)
+    return {
+        "compress_cache": True, "cache_bits": mix.cache_bits, "cache_window": mix.cache_window,
+        "eviction": make_eviction(mix.eviction, kv_bytes=share),
+    }  # fmt: skip
+
+
 SMALLER_KV: dict[str, dict[str, Any]] = {
     "full": {},
     "4 bits": {"compress_cache": True},
-    f"--kv-bytes {SHARE}": {
-        "compress_cache": True, "cache_bits": _MIX.cache_bits, "cache_window": _MIX.cache_window,
-        "eviction": make_eviction(_MIX.eviction, kv_bytes=SHARE),
-    },
+    f"--kv-bytes {SHARE}": _mix(SHARE),
     f"h2o-norm, {SHARE:.0%} of the columns": {"eviction": H2ONorm(kv_budget=SHARE)},
     f"h2o, {SHARE:.0%} of the columns": {"eviction": H2O(kv_budget=SHARE)},
-}  # fmt: skip
-
+}
+# Rows whose KV, with a third of the weights, takes 8 GiB of RAM: OPT-6.7B, 512 + 512, by `policy_search`.
+ROWS_OF_8_GIB: dict[str, dict[str, Any]] = {
+    "full, 6 rows": {"gpu_batch_size": 6},
+    "4 bits, 20 rows": {"gpu_batch_size": 20, "compress_cache": True},
+    "--kv-bytes 0.2, 27 rows": {"gpu_batch_size": 27, **_mix(0.2)},
+    "--kv-bytes 0.1, 45 rows": {"gpu_batch_size": 45, **_mix(0.1)},
+    "h2o, 20% of the columns, 28 rows": {"gpu_batch_size": 28, "eviction": H2O(kv_budget=0.2)},
+}
 
 CLAIMS = {
     "4bit-disk": Claim(
@@ -94,6 +109,7 @@ CLAIMS = {
     "kv-disk": Claim(SMALLER_KV, 8, 1536, 512, KV_ON_DISK),
     "kv-ram": Claim(SMALLER_KV | {"a tenth read": {"attn_sparsity": 0.1}}, 8, 1536, 512),
     "kv-device": Claim(SMALLER_KV, 16, 512, 512, KV_BEHIND_A_LINK, "3GiB"),
+    "kv-rows": Claim(ROWS_OF_8_GIB, 6, 512, 512, A_THIRD),
 }  # fmt: skip
 
 
@@ -102,20 +118,21 @@ def main() -> int:
     claim = CLAIMS[args.claim]
     speeds: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in claim.policies}
     kv: dict[str, dict[str, int]] = {}
+    rows = {name: fields.get("gpu_batch_size", args.rows) for name, fields in claim.policies.items()}
     with contextlib.ExitStack() as stack:
         llms = {name: stack.enter_context(_open(args, claim, fields)) for name, fields in claim.policies.items()}
 
         def part(name: str) -> Callable[[], None]:
             def measured() -> None:
-                report = _generate(llms[name], args)
+                report = _generate(llms[name], rows[name], args)
                 for phase in PHASES:
                     speeds[name][phase].append(getattr(report, phase).tokens_per_s)
                 kv[name] = report.kv
 
             return measured
 
-        for llm in llms.values():
-            _generate(llm, args, FIRST_STEPS)
+        for name, llm in llms.items():
+            _generate(llm, rows[name], args, FIRST_STEPS)
         rounds = common.alternate(args.repeats, [part(name) for name in llms], args.quiet_wait)
     common.finish(_result(args, speeds, rounds) | {"kv": kv}, args.output)
     return 0
@@ -123,7 +140,7 @@ def main() -> int:
 
 def _open(args: argparse.Namespace, claim: Claim, fields: dict[str, Any]) -> LLM:
     settings = {name: value for name, value in fields.items() if name != "eviction"}
-    policy = Policy(args.rows, **{"percent": claim.percent, **settings})
+    policy = Policy(**{"gpu_batch_size": args.rows, "percent": claim.percent, **settings})
     model = args.model if args.layers is None else str(cut_model(args.model, args.layers, args.offload_dir))
     budget = MemoryBudget(claim.device_mem, args.host_mem)
     return common.open_llm(args, policy, fields.get("eviction"), model=model, budget=budget)
@@ -133,7 +150,7 @@ def _parse() -> argparse.Namespace:
     parser = common.model_parser(__doc__, "facebook/opt-1.3b")
     parser.add_argument("claim", choices=CLAIMS)
     add = parser.add_argument
-    add("--rows", type=positive, help="of the one micro-batch (the claim's)")
+    add("--rows", type=positive, help="of the one micro-batch, where a policy has none of its own (the claim's)")
     add("--prompt-len", type=positive)
     add("--gen-len", type=common.decoded)
     add("--layers", type=positive, help="transformer blocks of a model that is cut to them (all)")
@@ -145,9 +162,9 @@ def _parse() -> argparse.Namespace:
     return args
 
 
-def _generate(llm: LLM, args: argparse.Namespace, steps: int | None = None) -> RunReport:
+def _generate(llm: LLM, rows: int, args: argparse.Namespace, steps: int | None = None) -> RunReport:
     """A whole run, or its first steps."""
-    prompts = common.benchmark_rows(llm, args.rows, args.prompt_len)
+    prompts = common.benchmark_rows(llm, rows, args.prompt_len)
     params = SamplingParams(args.gen_len, ignore_eos=True)
     order = None if steps is None else lambda layers, batches: islice(zigzag(args.gen_len, layers, batches), steps)
     return llm.run(prompts, params, lambda done: None, order=order)
@@ -165,7 +182,9 @@ def _result(
     }
     found = {f"{name}, {phase}": common.Spread(v) for name, of in speeds.items() for phase, v in of.items()}
     layers = f", {args.layers} layers" if args.layers else ""
-    title = f"{args.claim}: {args.model}{layers}, {args.rows} rows, {args.prompt_len} + {args.gen_len} tokens"
+    own = any("gpu_batch_size" in fields for fields in CLAIMS[args.claim].policies.values())
+    rows = "" if own else f", {args.rows} rows"  # otherwise the policies' names have them
+    title = f"{args.claim}: {args.model}{layers}{rows}, {args.prompt_len} + {args.gen_len} tokens"
     lines = [(what, speed.show("tokens/s", 1)) for what, speed in found.items()]
     common.table(title, lines + [(what, ratio.show("")) for what, ratio in ratios.items()])
     print(f"# others took {common.show_rounds(rounds)}")
