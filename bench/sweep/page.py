@@ -20,7 +20,7 @@ from bench import common
 from bench.sweep import quality
 from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, system_of, systems_of
-from bench.sweep.rounds import MOVED, is_of, valid_rounds
+from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, is_of, valid_rounds
 from bench.sweep.search import best_line, best_rows
 from bench.sweep.store import MEASURED, OVER, Line, Store
 from flexgen_h2o.cli_common import OneLineParser
@@ -57,6 +57,7 @@ HEAD = (
     "columns; bytes of KV kept", "read, GB", "peak, GB",
 )  # fmt: skip
 PHASES = ("prefill_s", "decode_s")
+RATES = (("products, TFLOP/s", PRODUCTS, 1e12), ("memory, GB/s", MEMORY, common.GB), ("disk, GB/s", DISK, common.GB))
 START, END = "<!-- made by python -m bench.sweep.page -->", "<!-- end of what it makes -->"
 
 
@@ -159,6 +160,18 @@ def predictions(cells: Sequence[Found]) -> str:
                 rows.append([title, f"`{entry.system}`", *map(spread, parts)])
                 title = ""
     return "\n".join(markdown_table(head, rows))
+
+
+def machines(cells: Sequence[Found]) -> str:
+    """What each cell ran on: the processor, and the rates before and after its rounds."""
+    rows = []
+    for found in (found for found in cells if found.entries):
+        rounds = {line["round"]["began"]: line["round"] for e in found.entries.values() for line in e.lines.values()}
+        names = dict.fromkeys(facts.get("cpu", "not recorded") for facts in rounds.values())
+        seen = [rates for facts in rounds.values() for rates in (facts["before"], facts["after"])]
+        shown = [spread([rates[name] / unit for rates in seen if name in rates]) for _, name, unit in RATES]
+        rows.append([found.title, ", ".join(names), *shown])
+    return "\n".join(markdown_table(("cell", "processor", *(words for words, _, _ in RATES)), rows))
 
 
 def _is_predicted(line: Line) -> bool:
@@ -320,7 +333,8 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     parts.append(table(cells, losses))
     if used:
         parts += [
-            "### What the planner said",
+            "### The machines", "Before and after each round: large products in bf16, reading memory and disk.",
+            machines(cells), "### What the planner said",
             wrapped(
                 "Seconds predicted before the run, by a profile of the machine, over seconds measured: median and "
                 "range over rounds. Below 1 the planner was too hopeful."

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,13 +77,13 @@ def valid_rounds(lines: list[Line]) -> list[list[Line]]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """measure: a line of one run of a system with so many rows. rates: the machine's own, now. clock: the time, which
-    names an attempt. prepare: before the first of the rounds that are missing."""
+    """measure: a line of one run of a system with so many rows. rates: the machine's own, now. machine: its "cpu",
+    and the "date", which names an attempt. prepare: before the first of the rounds that are missing."""
 
     store: Store
     measure: Callable[[System, int], Line]
     rates: Callable[[], Rates]
-    clock: Callable[[], str]
+    machine: Callable[[], dict[str, Any]]
     prepare: Callable[[], None] = lambda: None
 
     def run(self, cell: Cell, chosen: Chosen, count: int) -> None:
@@ -106,13 +107,14 @@ class Rounds:
         return len(attempts) > MOST_EXTRA or any(some[0]["round"]["steady"] for some in attempts)
 
     def _round(self, cell: Cell, chosen: Chosen, number: int) -> None:
-        began, before = self.clock(), self.rates()
+        machine, before = self.machine(), self.rates()
         order = chosen if number % 2 else chosen[::-1]
         found = [(system, rows, self.measure(system, rows)) for system, rows in order]
         after = self.rates()
         by = moved(before, after)
         facts = {
-            "began": began, "systems": len(order), "before": before, "after": after, "moved": by, "steady": by <= MOVED,
+            "began": machine["date"], "cpu": machine["cpu"], "systems": len(order), "before": before, "after": after,
+            "moved": by, "steady": by <= MOVED,
         }  # fmt: skip
         self.store.add_all([
             vars(key_of(cell, system, rows, number)) | line | {"round": facts} for system, rows, line in found

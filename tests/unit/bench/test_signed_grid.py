@@ -33,8 +33,9 @@ class Sweep:
     def __init__(self, path: Path, speeds: dict[str, float], rates: list[Rates] | None = None) -> None:
         self.store, self.speeds, self.ran = Store(path), speeds, list[str]()
         seen, clock = itertools.chain(rates or [], itertools.repeat(STEADY)), itertools.count(len(self.store.lines))
+        machines = ({"date": str(number), "cpu": "Xeon"} for number in clock)
         self.prepared = 0
-        self.rounds = Rounds(self.store, self.measure, lambda: next(seen), lambda: str(next(clock)), self.prepare)
+        self.rounds = Rounds(self.store, self.measure, lambda: next(seen), lambda: next(machines), self.prepare)
 
     def prepare(self) -> None:
         self.prepared += 1
@@ -242,6 +243,18 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     head, _, row = page.predictions([found]).splitlines()
     assert head.count("|") == row.count("|") and "| `ours-full` | 2 (1 - 4) | 0.5 (0.5 - 0.5) |" in row
     assert PEER.name not in row and "What the planner said" in page.page([found], [])
+
+
+def test_a_cell_names_its_machines(tmp_path: Path) -> None:
+    """Rounds on two of them, and one from before the name was kept."""
+    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0}, [STEADY, STEADY | {DISK: 2.2e9}] * 3)
+    sweep.run(OURS, count=3)
+    sweep.store.lines[1]["round"]["cpu"] = "EPYC"
+    del sweep.store.lines[2]["round"]["cpu"]
+    found = page.found_of(CELL, sweep.store.lines)
+    head, _, row = page.machines([found]).splitlines()
+    assert head.count("|") == row.count("|") and f"| {found.title} | Xeon, EPYC, not recorded | 1 (1 - 1) |" in row
+    assert "| 2.1 (2 - 2.2) |" in row and "### The machines" in page.page([found], [])
 
 
 def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
