@@ -60,6 +60,8 @@ SYSTEMS = (
     System("ctranslate2", "float32", (IN_RAM,)),
     System("openvino", "int8", (IN_RAM,)),
     System("openvino", "bf16", (IN_RAM,)),
+    System("vllm", "bf16", (IN_RAM,)),
+    System("vllm", "bf16-eager", (IN_RAM,)),
     System("llamacpp", "bf16", (IN_RAM,)),
     System("llamacpp", "q8_0", (IN_RAM,)),
     System("llamacpp", "q4_0", (IN_RAM,)),
@@ -77,11 +79,10 @@ GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and
     s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu")
 )
 MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))
-# quick has 10 minutes: it leaves out a cache that is allocated once, which pays with long rows, compiled or not,
-# offloading that moves nothing without a card, and a dtype that no other system is measured in.
-QUICK_SYSTEMS = tuple(
-    s for s in SYSTEMS if "-static" not in s.variant and s.name not in ("accelerate-cpu", "ctranslate2-float32")
-)
+# quick has 10 minutes: it leaves out a cache that is allocated once, which pays with long rows, and what is compiled
+# first, offloading that moves nothing without a card, and a dtype that no other system is measured in.
+NOT_QUICK = ("accelerate-cpu", "ctranslate2-float32", "vllm-bf16")
+QUICK_SYSTEMS = tuple(s for s in SYSTEMS if "-static" not in s.variant and s.name not in NOT_QUICK)
 KV_SYSTEMS = (SYSTEMS[0], *(System("ours", f"h2o:{ratio}", BOTH) for ratio in KV_RATIOS))
 
 
@@ -128,7 +129,8 @@ def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell,
 
 # The signed grid: cells and systems chosen on this day, before any of them was run; all are shown, whatever they say.
 # Rows and blocks are fewer, for everybody, so that no cell takes longer than about three hours of two cores; those of
-# OPT-1.3B 128 + 128 were cut again that evening, before they were run, for a machine half as fast.
+# OPT-1.3B 128 + 128 were cut again that evening, before they were run, for a machine half as fast. vLLM joined the
+# systems on 2026-11-25, when it could be installed: rounds that a cell had before are then run again with it.
 SIGNED_ON = "2026-11-23"
 LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
 Lengths = dict[tuple[int, int], tuple[str, tuple[int, int]]]  # prompt and new tokens: the cut of the model, rows
@@ -219,7 +221,7 @@ UNSIGNED = (
     "flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_0", "llamacpp-q4_k",
 )  # fmt: skip
 # Peers whose variants are settings of one system in one precision: the fastest in the search goes round.
-SETTINGS = ("hf-", "accelerate-disk")
+SETTINGS = ("hf-", "accelerate-disk", "vllm-bf16")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 
 

@@ -45,6 +45,7 @@ AIMS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     ("deepspeed-nvme", "DeepSpeed ZeRO-Inference, NVMe", OFFLOAD, {FULL: 2, H2O: 4, H2O_SMALL: 8}),
     ("flexgen", "FlexGen", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
     ("hf-", "the best of Hugging Face's settings", IN_RAM, {FULL: 1.5}),
+    ("vllm-", "vLLM's build for CPUs", IN_RAM, {FULL: 0}),
     ("llamacpp-bf16", "llama.cpp, bf16", IN_RAM, {FULL: 1.3}),
     ("llamacpp-q8_0", "llama.cpp, q8_0", IN_RAM, {FULL_INT8: 1.3}),
     ("ctranslate2-int8", "CTranslate2, int8", IN_RAM, {FULL_INT8: 1.5}),
