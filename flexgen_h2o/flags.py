@@ -20,7 +20,7 @@ from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, P
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
+from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, UNIFORM, EvictionSettings, SamplingParams
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction, mix_of
@@ -186,16 +186,18 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
-    name = ("h2o" if given else "full") if args.eviction is None else args.eviction
+    asked_for = [field for field, value in given.items() if value not in (UNIFORM, "none")]  # no defaults, typed out
+    name = ("h2o" if asked_for else "full") if args.eviction is None else args.eviction
     if name.partition(":")[0] not in POLICIES:
         raise UsageError(f"--eviction {name}: not one of {', '.join(POLICIES)}")
     if name == "full":
-        if given:
-            raise UsageError(f"{EVICTION_FLAGS[next(iter(given))]} and --eviction full: give one of them")
+        if asked_for:
+            raise UsageError(f"{EVICTION_FLAGS[asked_for[0]]} and --eviction full: give one of them")
         return Full()
     if policy.attn_sparsity != 1:
         where = "--attn-sparsity" if args.attn_sparsity is not None else f"--policy {args.policy}: attn_sparsity"
-        asked = "--eviction" if args.eviction is not None else EVICTION_FLAGS[next(iter(given))]
+        asked = EVICTION_FLAGS[asked_for[0]] if args.eviction is None else "--eviction"
+        asked = asked if given.get("kv_bytes") is None else "--kv-bytes"  # which may have chosen the policy
         raise UsageError(
             f"{where}: reads a share of the full cache, and {asked} asks for {name}; leave one of them out"
         )

@@ -225,7 +225,9 @@ def _fastest(args: argparse.Namespace) -> Answer:
     if args.kv_loss is not None:
         for flag in ("--policy", "--compress-cache", "--attn-sparsity", "--eviction", *EVICTION_FLAGS.values()):
             if value_of(args, flag) not in (None, "auto", ORIGINAL):
-                raise UsageError(f"--kv-loss {args.kv_loss}: says how KV is held and read, and so does {flag}")
+                raise UsageError(
+                    f"--kv-loss {args.kv_loss}: says how KV is held and read, and so does {flag}; leave one of them out"
+                )
     question = _question(args)
     if args.kv_loss != "small":
         return _with_details(_answered(question))

@@ -122,6 +122,7 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
+LEAST_WEIGHT = 1e-9  # of a layer, over the largest: so small a one keeps its one column, and sums stay above 0
 SIZES = ("heavy_ratio", "recent_ratio", "heavy_size", "recent_size")
 
 
@@ -198,8 +199,9 @@ class EvictionSettings:
         None, "prompt: no column of a prompt leaves; N: none of its first N; none", metavar="N|prompt|none"
     )
     summaries: int | None = setting(
-        None, "leave the mean of the dropped columns of each page of so many positions", metavar="POSITIONS", low=1
-    )
+        None, "leave the mean of the dropped columns of each page of so many positions", metavar="POSITIONS", low=1,
+        high=2**31 - 1,
+    )  # fmt: skip
     summary_layers: int | None = setting(
         None, "--summaries in the first N layers only; in all of them by default", metavar="N", low=1
     )
@@ -222,12 +224,15 @@ class EvictionSettings:
         if self.summaries is not None and self.positions == ROLLING:
             raise UsageError("summaries: the mean of keys has no rank to be turned by; leave positions at original")
         if self.summary_layers is not None and self.summaries is None:
-            raise UsageError("summary_layers: says which layers have summaries, and there are none; give summaries too")
+            raise UsageError(
+                "summary_layers: says which layers have summaries, and there are none; give --summaries too"
+            )
 
 
 @lru_cache
 def weights_of(schedule: str) -> tuple[float, ...]:
-    """The weights of a layer schedule "W/W/..."; () for one that has a name. UsageError for anything else."""
+    """The weights of a layer schedule "W/W/...", over the largest of them; () for one that has a name. UsageError for
+    anything else."""
     if schedule in SCHEDULES:
         return ()
     try:
@@ -239,7 +244,7 @@ def weights_of(schedule: str) -> tuple[float, ...]:
             f"layer_schedule: {schedule!r:.60} is not one of {', '.join(SCHEDULES)}, nor a number above 0 for each "
             "layer, as 4/4/1/1/2/2"
         )
-    return weights
+    return tuple(max(weight / max(weights), LEAST_WEIGHT) for weight in weights)
 
 
 def _check_protect(value: str | int | None) -> str | int | None:

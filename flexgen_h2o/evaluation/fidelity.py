@@ -268,7 +268,7 @@ class Runner:
                 case, mass = found.case, None if found.mass is None else found.mass[part]
                 here = replace(found, kl=found.kl[part], nll=found.nll[part], flipped=found.flipped[part], mass=mass)
                 self._compare(chunk, tokens, full, here)
-                _say(f"{case.label} at {case.budget:.0%}: KL {here.kl.mean():.4f}")
+                _say(f"{case.title}: KL {here.kl.mean():.4f}")
         return full_nll, results
 
     def recall(self, rows: Sequence[TextRow], case: Case | None) -> list[list[bool]]:
@@ -290,7 +290,7 @@ class Runner:
         for case in cases:
             other = self._generate(case, rows, tokens) != full
             found.append(np.where(other.any(axis=1), other.argmax(axis=1), tokens))
-            _say(f"{case.label} at {case.budget:.0%}: greedy tokens equal up to {np.median(found[-1]):.0f}")
+            _say(f"{case.title}: greedy tokens equal up to {np.median(found[-1]):.0f}")
         return found
 
     def speeds(
@@ -305,7 +305,7 @@ class Runner:
                     self._generate(one, rows, tokens)
                     if count and self.llm.report is not None:  # the first round warms up
                         seconds.append(self.llm.report.total.tokens_per_s)
-            _say(f"{case.label} at {case.budget:.0%}: {np.median(own):.1f} tokens/s, full {np.median(full):.1f}")
+            _say(f"{case.title}: {np.median(own):.1f} tokens/s, full {np.median(full):.1f}")
         return found
 
     def _use(self, case: Case | None) -> LLM:

@@ -265,6 +265,11 @@ class Case:
     def positions(self) -> str:
         return ROLLING if is_rolling(self.eviction) else ORIGINAL
 
+    @property
+    def title(self) -> str:
+        """With the budget, where the size was given so."""
+        return self.label if self.budget == 1 else f"{self.label} at {self.budget:.0%}"
+
 
 def columns_of(row: TextRow, what: str) -> int:
     """Columns of the row's PROMPT, or else of all of its SEQUENCE."""

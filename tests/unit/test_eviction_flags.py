@@ -42,6 +42,8 @@ def parse(flags: str) -> Eviction:
         ("--eviction snapkv --hh-all no", SnapKV(while_decoding=False)),
         ("--eviction h2o-norm:decay=0.9,sinks=2 --hh-size 8", H2ONorm(heavy_size=8, decay=0.9, sinks=2)),
         ("--positions original", Full()),
+        ("--kv-layer-schedule uniform", Full()),  # the defaults, typed out, ask for nothing
+        ("--protect none --eviction full", Full()),
         ("--positions rolling", H2O(positions="rolling")),
         ("--eviction tova:positions=rolling", Tova(positions="rolling")),
         ("--hh-size 9999999999", H2O(heavy_size=9999999999)),
@@ -69,6 +71,8 @@ def test_every_name_is_a_policy(name: str) -> None:
             "--attn-sparsity 0.5 --eviction h2o",
             ["--attn-sparsity:", "--eviction asks for h2o; leave one of them out"],
         ),
+        ("--attn-sparsity 0.5 --kv-bytes 0.2", ["--attn-sparsity:", "--kv-bytes asks for h2o-norm; leave one"]),
+        ("--attn-sparsity 0.5 --protect none --hh-size 4", ["--attn-sparsity:", "--hh-size asks for h2o; leave one"]),
         ("--hh-ratio 0", ["--hh-ratio:", "(0, 1]"]),
         ("--hh-ratio 1.5", ["--hh-ratio: 1.5"]),
         ("--recent-ratio 0", ["--recent-ratio:"]),
@@ -94,6 +98,18 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
     assert not any(field in without_settings for field in engine_flags.EVICTION_FLAGS), (
         "a field's name, which no flag has"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--hh-size 4 --summary-layers 1", "--summary-layers: .*; give --summaries too"),
+        ("--hh-size 4 --summaries 99999999999999999999", "--summaries: 99999999999999999999 .*2147483647"),
+    ],
+)
+def test_summaries_that_cannot_be(flags: str, says: str) -> None:
+    with pytest.raises(UsageError, match=f"^{says}"):
+        parse(flags)
 
 
 @pytest.mark.parametrize(

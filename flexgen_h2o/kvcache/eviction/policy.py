@@ -278,12 +278,12 @@ class Evicting(EvictionSettings):
     def _protecting(self, heavy: int, recent: int, prompt_len: int) -> RowBudget:
         """The same number of columns, the protected ones among them; UsageError where nothing is left for new ones."""
         protected = min(prompt_len, prompt_len if self.protect == PROMPT else int(self.protect or 0))
-        columns = heavy + recent
-        left = columns - protected
-        if left < 1:
+        if (left := (columns := heavy + recent) - protected) < 1:
+            flag = "--kv-bytes" if self.kv_bytes else "--kv-budget" if self.kv_budget else "--hh-ratio or --hh-size"
+            keeps = "by --kv-layer-schedule a layer keeps" if weights_of(self.layer_schedule) else "a row keeps"
             raise UsageError(
-                f"--protect {self.protect}: protects {protected} columns of a prompt of {prompt_len} tokens, and a row "
-                f"keeps {columns} in all; give a larger --kv-budget, --hh-ratio or --hh-size, or protect fewer"
+                f"--protect {self.protect}: protects {protected} columns of a prompt of {prompt_len} tokens, and "
+                f"{keeps} {columns} in all; give a larger {flag}, or protect fewer"
             )
         own = self.split(heavy * left // columns, left - heavy * left // columns)
         sinks = max(0, own.sinks - protected)  # those that the policy sets aside are protected already

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import KVPacking, KVPrices
-from flexgen_h2o.kvcache.evict import choose_kept
+from flexgen_h2o.kernels.beside import Pages
+from flexgen_h2o.kvcache.evict import choose_kept, sum_up_prompt
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
@@ -182,6 +183,33 @@ def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int
     assert policy.budget(100, 40, 0, 1) == RowBudget(*expected)
 
 
+@pytest.mark.parametrize("page", [5, 6, 2**31 - 1])
+def test_a_page_may_be_longer_than_the_prompt(page: int) -> None:
+    """It is one page of what is dropped, and takes no room for positions that are not there."""
+    k, v = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(0))
+    kept = torch.tensor([[0, 4], [1, 2], [2, 3]])
+    pages = Pages(torch.full((3, 2, 4), 9.0), torch.full((3, 2, 4), 9.0), torch.full((3, 2), 9, dtype=torch.int32))
+    sum_up_prompt(pages, page, k, v, kept)
+    assert pages.counts.tolist() == [[3, 0]] * 3
+    for row, gone in enumerate(([1, 2, 3], [0, 3, 4], [0, 1, 4])):
+        for means, columns in ((pages.keys, k), (pages.values, v)):
+            torch.testing.assert_close(means[row], torch.stack([columns[gone, row].mean(0), torch.zeros(4)]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"kv_budget": 0.1}, "a row keeps 11 in all; give a larger --kv-budget, or"),
+        ({"heavy_size": 9, "recent_size": 2}, "a row keeps 11 in all; give a larger --hh-ratio or --hh-size, or"),
+        ({"kv_budget": 0.1, "layer_schedule": "1/3"}, "by --kv-layer-schedule a layer keeps 6 in all; give a larger"),
+    ],
+)
+def test_what_protected_columns_fill_is_named(sizes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        H2O(protect=20, **sizes).budget(100, 10, 0, 2)
+    assert says in str(caught.value)
+
+
 @pytest.mark.parametrize(("protect", "columns"), [("prompt", 100), (30, 30), (31, 30)])
 def test_a_budget_that_protected_columns_fill_is_refused(protect: str | int, columns: int) -> None:
     policy = Random(heavy_size=columns // 2, recent_size=columns // 2, protect=protect)
@@ -266,7 +294,7 @@ def test_pyramid_falls_in_a_line_and_keeps_as_many_in_sum(heavy: int, recent: in
         assert kept == [heavy]
 
 
-weights_of_layers = st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=9)
+weights_of_layers = st.lists(st.floats(1e-3, 1e3) | st.floats(5e-324, 1.7e308), min_size=2, max_size=9)
 
 
 @given(weights_of_layers, st.integers(1, 300), st.integers(1, 200), st.integers(1, 50), st.integers(0, 30))
@@ -297,6 +325,7 @@ def test_columns_by_weight_by_hand() -> None:
     assert of("1/99", 2) == [1, 99] and of("1/1e9", 2) == [1, 99]  # one column is the least
     assert of("8/1/1", 3) == [100, 25, 25]  # no more than the row has; the rest goes to the others
     assert of("1/3", 4) == [25, 25, 75, 75]
+    assert of("1e308/1e308/1e308", 3) == [50, 50, 50] and of("1e-320/1", 2) == of("5e-324/1e308", 2) == [1, 99]
     policy = H2O(heavy_size=38, recent_size=30, layer_schedule="4/4/1/1/3/3")
     assert [policy.budget(90, 10, block, 6).columns for block in range(6)] == [100, 100, 26, 26, 78, 78]
     assert H2O(heavy_size=30, recent_size=20, layer_schedule="1/3").budget(90, 10, 1, 2) == RowBudget(0, 45, 30)
