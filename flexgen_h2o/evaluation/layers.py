@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     eviction = eviction_of(args, policy)
     if not isinstance(eviction, Evicting):
         raise UsageError(
-            "--kv-bytes: says what all layers keep together, and nothing is dropped; give it, or --kv-budget"
+            "--kv-bytes: says what all layers keep together, and is not given; give it, or --kv-budget"
         )
     if eviction.layer_schedule != UNIFORM:
         raise UsageError("--kv-layer-schedule: is what is looked for; leave it out")
