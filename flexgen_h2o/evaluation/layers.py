@@ -81,9 +81,7 @@ def run(args: argparse.Namespace) -> int:
     policy, is_auto = policy_of(args)
     eviction = eviction_of(args, policy)
     if not isinstance(eviction, Evicting):
-        raise UsageError(
-            "--kv-bytes: says what all layers keep together, and is not given; give it, or --kv-budget"
-        )
+        raise UsageError("--kv-bytes: says what all layers keep together, and is not given; give it, or --kv-budget")
     if eviction.layer_schedule != UNIFORM:
         raise UsageError("--kv-layer-schedule: is what is looked for; leave it out")
     if eviction.protect is not None:
