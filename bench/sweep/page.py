@@ -358,7 +358,7 @@ def wrapped(text: str) -> str:
 def state(cells: Sequence[Found]) -> str:
     """How much of the grid has been run, in a sentence."""
     done = sum(bool(found.entries) for found in cells)
-    chosen = f"Cells and systems were chosen on {SIGNED_ON}, before any was run; all are shown."
+    chosen = f"Cells and systems were chosen on {SIGNED_ON}, before any was run (vLLM joined later); all are shown."
     if not done:
         return f"**The signed grid is only begun: none of its {len(cells)} cells has been run yet.** {chosen}"
     rest = len(cells) - done
