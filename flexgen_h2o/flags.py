@@ -196,8 +196,9 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
         return Full()
     if policy.attn_sparsity != 1:
         where = "--attn-sparsity" if args.attn_sparsity is not None else f"--policy {args.policy}: attn_sparsity"
-        asked = EVICTION_FLAGS[asked_for[0]] if args.eviction is None else "--eviction"
-        asked = asked if given.get("kv_bytes") is None else "--kv-bytes"  # which may have chosen the policy
+        asked = "--eviction" if args.eviction is not None else EVICTION_FLAGS[asked_for[0]]
+        if "kv_bytes" in given:  # it may have chosen the policy
+            asked = EVICTION_FLAGS["kv_bytes"]
         raise UsageError(
             f"{where}: reads a share of the full cache, and {asked} asks for {name}; leave one of them out"
         )

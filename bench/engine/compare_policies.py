@@ -46,11 +46,12 @@ KV_ON_DISK, KV_BEHIND_A_LINK = (100, 0, 0, 0, 100, 0), (100, 0, 0, 100, 100, 0)
 
 @dataclass(frozen=True)
 class Claim:
-    """policies: fields of `Policy` by name, and "eviction". rows: of the one micro-batch of policies that have none of
-    their own ("gpu_batch_size"); lengths in tokens. percent: likewise. device_mem: of a stand-in device."""
+    """policies: fields of `Policy` by name, and "eviction". rows: of the one micro-batch, None where each policy has
+    its own ("gpu_batch_size"); lengths in tokens. percent: of policies that have none of their own. device_mem: of a
+    stand-in device."""
 
     policies: dict[str, dict[str, Any]]
-    rows: int
+    rows: int | None
     prompt_len: int
     gen_len: int
     percent: tuple[int, ...] = IN_RAM
@@ -78,11 +79,14 @@ SMALLER_KV: dict[str, dict[str, Any]] = {
 }
 # Rows whose KV, with a third of the weights, takes 8 GiB of RAM: OPT-6.7B, 512 + 512, by `policy_search`.
 ROWS_OF_8_GIB: dict[str, dict[str, Any]] = {
-    "full, 6 rows": {"gpu_batch_size": 6},
-    "4 bits, 20 rows": {"gpu_batch_size": 20, "compress_cache": True},
-    "--kv-bytes 0.2, 27 rows": {"gpu_batch_size": 27, **_mix(0.2)},
-    "--kv-bytes 0.1, 45 rows": {"gpu_batch_size": 45, **_mix(0.1)},
-    "h2o, 20% of the columns, 28 rows": {"gpu_batch_size": 28, "eviction": H2O(kv_budget=0.2)},
+    f"{name}, {rows} rows": {"gpu_batch_size": rows, **fields}
+    for name, rows, fields in (
+        ("full", 6, {}),
+        ("4 bits", 20, {"compress_cache": True}),
+        ("--kv-bytes 0.2", 27, _mix(0.2)),
+        ("--kv-bytes 0.1", 45, _mix(0.1)),
+        ("h2o, 20% of the columns", 28, {"eviction": H2O(kv_budget=0.2)}),
+    )
 }
 
 CLAIMS = {
@@ -109,7 +113,7 @@ CLAIMS = {
     "kv-disk": Claim(SMALLER_KV, 8, 1536, 512, KV_ON_DISK),
     "kv-ram": Claim(SMALLER_KV | {"a tenth read": {"attn_sparsity": 0.1}}, 8, 1536, 512),
     "kv-device": Claim(SMALLER_KV, 16, 512, 512, KV_BEHIND_A_LINK, "3GiB"),
-    "kv-rows": Claim(ROWS_OF_8_GIB, 6, 512, 512, A_THIRD),
+    "kv-rows": Claim(ROWS_OF_8_GIB, None, 512, 512, A_THIRD),
 }  # fmt: skip
 
 
@@ -150,12 +154,14 @@ def _parse() -> argparse.Namespace:
     parser = common.model_parser(__doc__, "facebook/opt-1.3b")
     parser.add_argument("claim", choices=CLAIMS)
     add = parser.add_argument
-    add("--rows", type=positive, help="of the one micro-batch, where a policy has none of its own (the claim's)")
+    add("--rows", type=positive, help="of the one micro-batch (the claim's); not with kv-rows")
     add("--prompt-len", type=positive)
     add("--gen-len", type=common.decoded)
     add("--layers", type=positive, help="transformer blocks of a model that is cut to them (all)")
     add("--repeats", type=positive, default=5)
     args = parser.parse_args()
+    if args.rows is not None and CLAIMS[args.claim].rows is None:
+        parser.error(f"--rows {args.rows}: each policy of {args.claim} has its own; leave it out")
     for name in ("rows", "prompt_len", "gen_len"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(CLAIMS[args.claim], name))
@@ -182,8 +188,7 @@ def _result(
     }
     found = {f"{name}, {phase}": common.Spread(v) for name, of in speeds.items() for phase, v in of.items()}
     layers = f", {args.layers} layers" if args.layers else ""
-    own = any("gpu_batch_size" in fields for fields in CLAIMS[args.claim].policies.values())
-    rows = "" if own else f", {args.rows} rows"  # otherwise the policies' names have them
+    rows = f", {args.rows} rows" if args.rows else ""  # otherwise the policies' names have them
     title = f"{args.claim}: {args.model}{layers}{rows}, {args.prompt_len} + {args.gen_len} tokens"
     lines = [(what, speed.show("tokens/s", 1)) for what, speed in found.items()]
     common.table(title, lines + [(what, ratio.show("")) for what, ratio in ratios.items()])

@@ -244,7 +244,8 @@ def weights_of(schedule: str) -> tuple[float, ...]:
             f"layer_schedule: {schedule!r:.60} is not one of {', '.join(SCHEDULES)}, nor a number above 0 for each "
             "layer, as 4/4/1/1/2/2"
         )
-    return tuple(max(weight / max(weights), LEAST_WEIGHT) for weight in weights)
+    top = max(weights)
+    return tuple(max(weight / top, LEAST_WEIGHT) for weight in weights)
 
 
 def _check_protect(value: str | int | None) -> str | int | None:

@@ -130,7 +130,7 @@ def _measure(
     if recalls:
         for figures, case in ((full, None), *zip(found, cases, strict=True)):
             figures["recall"] = summarise_recall(recalls, runner.recall(recalls, case), *how)
-            who = f"{figures['policy']} at {figures['budget']:.0%}" if case else "the full cache"
+            who = case.title if case else "the full cache"
             _say(f"recall of {who}: {figures['recall']['inside']['value']:.0%}")
     return {"recall": {"prompts": len(recalls)} if recalls else None, "full": full, "cells": found}
 

@@ -36,12 +36,13 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     # In whole GiB, and a block of columns more a row than there are.
     kv = kv_and_work_bytes(request)[0] * (columns + 128) // columns
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(-(-kv // GIB))
+    # A config of random weights names no class, without which vLLM takes the decoder alone, which does not generate.
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[request.config["model_type"]]
     engine = LLMEngine.from_engine_args(EngineArgs(
         model=str(request.model_dir), skip_tokenizer_init=True, dtype=DTYPES[request.dtype], max_model_len=columns,
         max_num_seqs=request.rows, max_num_batched_tokens=max(settings["batched_tokens"], columns),
-        enable_prefix_caching=False, enforce_eager=request.variant.endswith("-eager"),
-        disable_log_stats=True,  # a config of random weights names no class, and a bare decoder does not generate:
-        hf_overrides={"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[request.config["model_type"]]]},
+        enable_prefix_caching=False, enforce_eager=request.variant.endswith("-eager"), disable_log_stats=True,
+        hf_overrides={"architectures": [name]},
     ))  # fmt: skip
     _generate(engine, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS)
     prompts = request.prompts()

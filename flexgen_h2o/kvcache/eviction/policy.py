@@ -218,7 +218,6 @@ class Evicting(EvictionSettings):
     """
 
     prices: KVPrices | None = None
-
     name: ClassVar[str] = ""
 
     @cached_property  # asked several times in each layer of each step
@@ -278,7 +277,8 @@ class Evicting(EvictionSettings):
     def _protecting(self, heavy: int, recent: int, prompt_len: int) -> RowBudget:
         """The same number of columns, the protected ones among them; UsageError where nothing is left for new ones."""
         protected = min(prompt_len, prompt_len if self.protect == PROMPT else int(self.protect or 0))
-        if (left := (columns := heavy + recent) - protected) < 1:
+        columns = heavy + recent
+        if (left := columns - protected) < 1:
             flag = "--kv-bytes" if self.kv_bytes else "--kv-budget" if self.kv_budget else "--hh-ratio or --hh-size"
             keeps = "by --kv-layer-schedule a layer keeps" if weights_of(self.layer_schedule) else "a row keeps"
             raise UsageError(

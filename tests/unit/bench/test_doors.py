@@ -47,7 +47,7 @@ def test_a_flag_that_does_not_exist(
     [
         ("io_bandwidth", ["--repeats", "0"]), ("overlap", ["--sweeps", "-1"]), ("scale", ["--gpu-batch-size", "x"]),
         ("memory_budget", ["--model", "nobody/none"]), ("h2o_vs_full", ["--model", "nobody/none", "ram"]),
-        ("compare_policies", ["--gen-len", "1", "int8"]),
+        ("compare_policies", ["--gen-len", "1", "int8"]), ("compare_policies", ["--rows", "3", "kv-rows"]),
         ("scaling", ["--gen-len", "x"]), ("cut_model", ["--layers", "0"]), ("refill", ["--quiet-wait", "nan"]),
         ("mem_spd", ["--gen-len", "1"]), ("mem_spd", ["--batch_prompt_output", "[(1,2)]", "--output", "m.csv"]),
         ("mem_spd", ["--batch", "1", "--output", "m.csv"]), ("mem_spd", ["--output", "m.txt", "--quick"]),
