@@ -10,7 +10,8 @@ budget; rounds of all systems in turn between measurements of the machine's own 
 answers lose beside each setting of ours; and the Results page, docs/results.md, at the end.
 
 Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and are not made again;
-the table (throughput.md) and the pictures beside it are made anew from all lines. Signed ones are in signed.jsonl.
+the table (throughput.md) and the pictures beside it are made anew from all lines. Signed ones are in signed.jsonl, and
+made again on another processor: a cell's search and its rounds are of one.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _run(argv: list[str] | None) -> int:
     )  # fmt: skip
     path = results / f"{args.name}.jsonl"
     with claimed(path):
-        store = Store(path, args.again)
+        store = Store(path, args.again, common.machine_facts()["cpu"] if args.signed else None)
         sweep = Sweep(setup, store, int(values["repeats"]), args.quality_model if args.signed else None)
         try:
             for cell, systems in cells:

@@ -20,7 +20,7 @@ from bench import common
 from bench.sweep import quality
 from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, system_of, systems_of
-from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, is_of, valid_rounds
+from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, is_of, of_one_machine, valid_rounds
 from bench.sweep.search import best_line, best_rows
 from bench.sweep.store import MEASURED, OVER, Line, Store
 from flexgen_h2o.cli_common import OneLineParser
@@ -111,7 +111,7 @@ class Found:
 
 
 def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
-    mine = [line for line in lines if is_of(cell, line)]
+    mine = of_one_machine([line for line in lines if is_of(cell, line)])
     entries, reasons = dict[str, Entry](), dict[str, str]()
     for name in dict.fromkeys(line["system"] for line in mine):
         tried = [line for line in mine if line["system"] == name]

@@ -19,7 +19,7 @@ from bench.common import GB
 from bench.engine.reader import Reader
 from bench.engine.roofline import PeakProbe
 from bench.sweep.grid import IN_RAM, Cell, System
-from bench.sweep.store import Key, Line, Store
+from bench.sweep.store import Key, Line, Store, cpu_of
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.models.load import Model
@@ -73,6 +73,16 @@ def valid_rounds(lines: list[Line]) -> list[list[Line]]:
     """Of each round of a cell the attempt that counts: of those with most systems the last."""
     attempts = rounds_of(lines).values()
     return [max(enumerate(some), key=lambda pair: (len(pair[1]), pair[0]))[1] for some in attempts]
+
+
+def of_one_machine(lines: list[Line]) -> list[Line]:
+    """Of one cell's lines those of the processor with the most whole rounds, of several the one used last: neither a
+    search nor a ratio is of two machines."""
+    machines: dict[str, list[Line]] = {}
+    for line in lines:
+        some = machines.pop(cpu_of(line), [])
+        machines[cpu_of(line)] = [*some, line]  # behind the others, as the one used last
+    return max(reversed(machines.values()), key=lambda some: len(rounds_of(some)), default=[])
 
 
 @dataclass(frozen=True)

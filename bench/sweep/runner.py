@@ -95,10 +95,10 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     ram = setup.ram(budget)
     with memory_limit(ram + BESIDE_BUDGET if setup.cgroup and ram else None) as held, common.BackgroundLoad() as seen:
         code, out, said = common.run_limited([*held, *command], environment, setup.limit_s)
-    facts = {
+    here = common.machine_facts()
+    facts: Line = {name: here[name] for name in ("date", "commit", "cpu")} | {
         "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
-        "device": setup.device, "device_mem_bytes": setup.device_mem, "date": common.machine_facts()["date"],
-        "commit": common.machine_facts()["commit"], "limit_s": setup.limit_s, "cgroup": bool(held),
+        "device": setup.device, "device_mem_bytes": setup.device_mem, "limit_s": setup.limit_s, "cgroup": bool(held),
     }  # fmt: skip
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts

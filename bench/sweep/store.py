@@ -35,23 +35,32 @@ class Key:
         return all(line[name] == value for name, value in vars(self).items())
 
 
-class Store:
-    """The lines of one file. A refusal is never kept as finished: a later version, or another machine, may run it."""
+def cpu_of(line: Line) -> str:
+    """The processor that a line was measured on; "not recorded" of those from before 2026-11-25."""
+    found: str = line.get("cpu") or line.get("round", {}).get("cpu", "not recorded")
+    return found
 
-    def __init__(self, path: Path, again: bool = False) -> None:
+
+class Store:
+    """The lines of one file. A refusal is never kept as finished: a later version, or another machine, may run it.
+
+    again, cpu: lines of before, and of another processor, are not kept as finished either.
+    """
+
+    def __init__(self, path: Path, again: bool = False, cpu: str | None = None) -> None:
         self.path = path
         self.lines: list[Line] = _read(path)
-        self._redo = list(self.lines) if again else []
+        self._redo = [line for line in self.lines if again or cpu not in (None, cpu_of(line))]
 
     def find(self, key: Key) -> Line | None:
-        """The finished measurement, the newest of several; with `again` only those that this sweep made."""
+        """The finished measurement, the newest of several."""
         for line in reversed(self.counting()):
             if key.of(line) and line["status"] != REFUSED:
                 return line
         return None
 
     def counting(self) -> list[Line]:
-        """All lines; with `again` only those that this sweep made."""
+        """All lines that are kept as finished."""
         return [line for line in self.lines if not any(line is old for old in self._redo)]
 
     def add(self, key: Key, line: Line) -> Line:

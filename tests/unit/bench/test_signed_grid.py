@@ -30,10 +30,12 @@ STEADY = {PRODUCTS: 1e12, MEMORY: 2e10, DISK: 2e9}
 class Sweep:
     """Rounds with systems whose speed is `speeds` and a machine whose rates are `rates`, in turn."""
 
-    def __init__(self, path: Path, speeds: dict[str, float], rates: list[Rates] | None = None) -> None:
-        self.store, self.speeds, self.ran = Store(path), speeds, list[str]()
+    def __init__(
+        self, path: Path, speeds: dict[str, float], rates: list[Rates] | None = None, cpu: str = "Xeon"
+    ) -> None:
+        self.store, self.speeds, self.ran = Store(path, cpu=cpu), speeds, list[str]()
         seen, clock = itertools.chain(rates or [], itertools.repeat(STEADY)), itertools.count(len(self.store.lines))
-        machines = ({"date": str(number), "cpu": "Xeon"} for number in clock)
+        machines = ({"date": str(number), "cpu": cpu} for number in clock)
         self.prepared = 0
         self.rounds = Rounds(self.store, self.measure, lambda: next(seen), lambda: next(machines), self.prepare)
 
@@ -225,8 +227,8 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     assert found.ratios(page.FULL) == pytest.approx([0.5] * 3, rel=0.01)
     assert found.ratios(page.MIX, "accelerate") == pytest.approx([2.0] * 3, rel=0.01) and not found.ratios(page.H2O)
     assert len(page.where_we_lose([found])) == 1 and "`accelerate-disk`" in page.where_we_lose([found])[0]
-    failed = vars(rounds.key_of(CELL, System("deepspeed", "nvme", ()), 16, 0)) | {"status": FAILED, "reason": "a | b"}
-    sweep.store.add_all([failed])
+    failed = {"status": FAILED, "reason": "a | b", "cpu": "Xeon"}
+    sweep.store.add(rounds.key_of(CELL, System("deepspeed", "nvme", ()), 16, 0), failed)
     of_page, of_readme, drawn = page.made(tmp_path)
     assert "| `accelerate-disk` (best peer) | 8 | 4" in of_page and "failed: a / b" in of_page
     assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "ran in a memory cgroup" in of_page
@@ -245,16 +247,31 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     assert PEER.name not in row and "What the planner said" in page.page([found], [])
 
 
-def test_a_cell_names_its_machines(tmp_path: Path) -> None:
-    """Rounds on two of them, and one from before the name was kept."""
+def test_a_cell_names_its_machine(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0}, [STEADY, STEADY | {DISK: 2.2e9}] * 3)
     sweep.run(OURS, count=3)
-    sweep.store.lines[1]["round"]["cpu"] = "EPYC"
-    del sweep.store.lines[2]["round"]["cpu"]
     found = page.found_of(CELL, sweep.store.lines)
     head, _, row = page.machines([found]).splitlines()
-    assert head.count("|") == row.count("|") and f"| {found.title} | Xeon, EPYC, not recorded | 1 (1 - 1) |" in row
+    assert head.count("|") == row.count("|") and f"| {found.title} | Xeon | 1 (1 - 1) |" in row
     assert "| 2.1 (2 - 2.2) |" in row and "### The machines" in page.page([found], [])
+    for line in sweep.store.lines:  # from before the name was kept
+        del line["round"]["cpu"]
+    assert "| not recorded |" in page.machines([page.found_of(CELL, sweep.store.lines)])
+
+
+def test_a_cell_is_of_one_machine(tmp_path: Path) -> None:
+    """On another one all is measured again, and shown once it has as many rounds."""
+    path, speeds = tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0}
+    sweep, key = Sweep(path, speeds), rounds.key_of(CELL, PEER, 8, 0)
+    sweep.store.add(key, figures(1.0) | {"cpu": "Xeon"})
+    sweep.run(OURS, PEER, count=2)
+    for count, shown in ((1, 2.0), (2, 6.0)):
+        other = Sweep(path, {OURS.name: 6.0, PEER.name: 1.0}, cpu="EPYC")
+        assert other.store.find(key) is None and len(other.run(OURS, PEER, count=count)) == 2
+        found = page.found_of(CELL, Store(path).lines)
+        assert found.entries[OURS.name].median("tokens_per_s") == pytest.approx(shown, rel=0.01)
+        assert ("Xeon" in page.machines([found])) != ("EPYC" in page.machines([found]))
+    assert Sweep(path, speeds).store.find(key) is not None and not Sweep(path, {}).run(OURS, PEER, count=2)
 
 
 def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
@@ -287,7 +304,8 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
 
     def run(setup: door.Setup, system: System, *_: object) -> Line:
         speed = 4.0 if system.name == "hf-sdpa" else 5.0
-        return figures(speed) | {"cgroup": setup.cgroup, "commit": "abc", "date": "2026-11-23", "budget_bytes": None}
+        facts = {"cgroup": setup.cgroup, "date": "2026-11-23", "budget_bytes": None}
+        return figures(speed) | facts | {name: common.machine_facts()[name] for name in ("commit", "cpu")}
 
     monkeypatch.setattr(door, "measure", run)
     monkeypatch.setattr(door, "measure_profile", lambda setup: measured.append("profile"))
