@@ -136,7 +136,7 @@ def machine_facts() -> dict[str, Any]:
     total = next((int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
     huge = "".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": date(),
         "cpu": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -147,6 +147,11 @@ def machine_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": commit(),
     }
+
+
+def date() -> str:
+    """Now, in UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def commit() -> str | None:

@@ -125,7 +125,7 @@ class Sweep:
             model = _model_of(cell.model, self.setup.offload_dir)
             return machine_rates(cell, model, self.setup.offload_dir)
 
-        rounds = Rounds(self.store, once, rates, common.machine_facts, lambda: measure_profile(self.setup))
+        rounds = Rounds(self.store, once, rates, common.date, lambda: measure_profile(self.setup))
         rounds.run(cell, chosen, self.repeats)
 
     def _has_more_time(self, line: Line) -> bool:

@@ -22,7 +22,7 @@ from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, system_of, systems_of
 from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, is_of, of_one_machine, valid_rounds
 from bench.sweep.search import best_line, best_rows
-from bench.sweep.store import MEASURED, OVER, Line, Store
+from bench.sweep.store import MEASURED, OVER, Line, Store, cpu_of
 from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_whole
@@ -167,11 +167,11 @@ def machines(cells: Sequence[Found]) -> str:
     """What each cell ran on: the processor, and the rates before and after its rounds."""
     rows = []
     for found in (found for found in cells if found.entries):
-        rounds = {line["round"]["began"]: line["round"] for e in found.entries.values() for line in e.lines.values()}
-        names = dict.fromkeys(facts.get("cpu", "not recorded") for facts in rounds.values())
+        lines = [line for entry in found.entries.values() for line in entry.lines.values()]
+        rounds = {line["round"]["began"]: line["round"] for line in lines}
         seen = [rates for facts in rounds.values() for rates in (facts["before"], facts["after"])]
         shown = [spread([rates[name] / unit for rates in seen if name in rates]) for _, name, unit in RATES]
-        rows.append([found.title, ", ".join(names), *shown])
+        rows.append([found.title, cpu_of(lines[0]), *shown])
     return "\n".join(markdown_table(("cell", "processor", *(words for words, _, _ in RATES)), rows))
 
 

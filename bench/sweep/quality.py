@@ -86,7 +86,7 @@ def measure(folder: Path, cell: Cell, systems: Iterable[System], model: str, off
             line = of_cell(cell, variant) | {"model": model}
             line |= {name: cells[policy][name] for name in ("kl", "flips", "kv_share", "read_share")}
             line |= {"prompts": PROMPTS, "command": command}
-            line |= {name: common.machine_facts()[name] for name in ("date", "commit")}
+            line |= {"date": common.date(), "commit": common.commit()}
             with (folder / FILE).open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"quality of {variant}: KL {line['kl']['value']:.4f}, flips {line['flips']['value']:.1%}", flush=True)

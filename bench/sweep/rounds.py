@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -78,22 +77,20 @@ def valid_rounds(lines: list[Line]) -> list[list[Line]]:
 def of_one_machine(lines: list[Line]) -> list[Line]:
     """Of one cell's lines those of the processor with the most whole rounds, of several the one used last: neither a
     search nor a ratio is of two machines."""
-    machines: dict[str, list[Line]] = {}
-    for line in lines:
-        some = machines.pop(cpu_of(line), [])
-        machines[cpu_of(line)] = [*some, line]  # behind the others, as the one used last
-    return max(reversed(machines.values()), key=lambda some: len(rounds_of(some)), default=[])
+    cpus = dict.fromkeys(cpu_of(line) for line in reversed(lines))
+    machines = ([line for line in lines if cpu_of(line) == cpu] for cpu in cpus)
+    return max(machines, key=lambda some: len(rounds_of(some)), default=[])
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """measure: a line of one run of a system with so many rows. rates: the machine's own, now. machine: its "cpu",
-    and the "date", which names an attempt. prepare: before the first of the rounds that are missing."""
+    """measure: a line of one run of a system with so many rows. rates: the machine's own, now. date: now, which names
+    an attempt. prepare: before the first of the rounds that are missing."""
 
     store: Store
     measure: Callable[[System, int], Line]
     rates: Callable[[], Rates]
-    machine: Callable[[], dict[str, Any]]
+    date: Callable[[], str]
     prepare: Callable[[], None] = lambda: None
 
     def run(self, cell: Cell, chosen: Chosen, count: int) -> None:
@@ -117,14 +114,13 @@ class Rounds:
         return len(attempts) > MOST_EXTRA or any(some[0]["round"]["steady"] for some in attempts)
 
     def _round(self, cell: Cell, chosen: Chosen, number: int) -> None:
-        machine, before = self.machine(), self.rates()
+        began, before = self.date(), self.rates()
         order = chosen if number % 2 else chosen[::-1]
         found = [(system, rows, self.measure(system, rows)) for system, rows in order]
         after = self.rates()
         by = moved(before, after)
         facts = {
-            "began": machine["date"], "cpu": machine["cpu"], "systems": len(order), "before": before, "after": after,
-            "moved": by, "steady": by <= MOVED,
+            "began": began, "systems": len(order), "before": before, "after": after, "moved": by, "steady": by <= MOVED,
         }  # fmt: skip
         self.store.add_all([
             vars(key_of(cell, system, rows, number)) | line | {"round": facts} for system, rows, line in found

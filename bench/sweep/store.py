@@ -37,7 +37,7 @@ class Key:
 
 def cpu_of(line: Line) -> str:
     """The processor that a line was measured on; "not recorded" of those from before 2026-11-25."""
-    found: str = line.get("cpu") or line.get("round", {}).get("cpu", "not recorded")
+    found: str = line.get("cpu", "not recorded")
     return found
 
 
