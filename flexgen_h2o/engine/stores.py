@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 
@@ -23,11 +22,11 @@ from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, Weigh
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
-from flexgen_h2o.core.units import ALIGN, PAGE, TOKEN_CHUNK, round_up
+from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, joined
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.engine.weight_units import streamed_bytes, streamed_part_bytes
-from flexgen_h2o.kernels.linear import RowPart, RowParts
+from flexgen_h2o.kernels.linear import RowPart, RowParts, Table, lookup
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
@@ -61,29 +60,25 @@ class _HeldPart:
     rows: RowParts = ()
 
 
-class _TableRows(RowPart):
-    """A matrix on disk that is looked up in: the rows that are wanted are read, each once."""
+class _TableRows(Table):
+    """A table on disk: the rows that are wanted are read, each once. held: rows that were read, to look up in."""
 
-    def __init__(self, mover: Mover, open_file: Callable[[Path], DirectFile], source: StoredTensor) -> None:
-        self._mover, self._open, self._source = mover, open_file, source
-        self._row_bytes = source.nbytes // source.shape[0]
+    def __init__(
+        self, mover: Mover, open_file: Callable[[Path], DirectFile], source: StoredTensor,
+        held: Callable[[torch.Tensor], RowParts],
+    ) -> None:  # fmt: skip
+        self._mover, self._open, self._source, self._held = mover, open_file, source, held
 
     def __len__(self) -> int:
         return self._source.shape[0]
 
-    def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> NoReturn:
-        raise NotImplementedError("a table is looked up in")
-
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        first: dict[int, int] = {}  # where in `out` a row is read to
-        places = [first.setdefault(row, i) for i, row in enumerate(ids.tolist())]
-        table = FileRange(
-            self._open(self._source.path), self._source.offset, self._row_bytes, getattr(torch, self._source.dtype)
-        )
-        self._mover.read_rows("look_up_weight", [(out[i], row) for row, i in sorted(first.items())], table).wait()
-        again = [i for i, place in enumerate(places) if i != place]
-        for some in (again[a : a + TOKEN_CHUNK] for a in range(0, len(again), TOKEN_CHUNK)):
-            out[some] = out[[places[i] for i in some]]
+        source, stored = self._source, getattr(torch, self._source.dtype)
+        wanted, places = ids.unique(return_inverse=True)
+        rows = torch.empty(len(wanted), source.shape[1], dtype=out.dtype if stored.is_floating_point else stored)
+        first = FileRange(self._open(source.path), source.offset, source.nbytes // source.shape[0], stored)
+        self._mover.read_rows("look_up_weight", [*zip(rows, wanted.tolist(), strict=True)], first).wait()
+        lookup(places, self._held(rows), out)
 
 
 class WeightStore:
@@ -123,7 +118,7 @@ class WeightStore:
             ]
             rows: RowParts = ()
             if part.tier == "disk" and not streamed:
-                rows = (_TableRows(self._mover, self._file, pieces[0].source),)
+                rows = (_TableRows(self._mover, self._file, pieces[0].source, partial(self._table_of, layout)),)
             found.append(_HeldPart(part, pieces, streamed, rows))
         return found
 
@@ -225,6 +220,10 @@ class WeightStore:
 
     def _as_held(self, layout: TensorLayout, held: _HeldPart, region: Region | None, blocks: bool) -> RowParts:
         return self._form.row_parts(layout, self._pieces(held, region), self._workspace, blocks)
+
+    def _table_of(self, layout: TensorLayout, rows: torch.Tensor) -> RowParts:
+        """Some rows of a table, as they are held."""
+        return self._form.row_parts(layout, [rows.view(torch.uint8).view(-1)], self._workspace, blocks=False)
 
     def _pieces(self, held: _HeldPart, region: Region | None) -> list[torch.Tensor]:
         """uint8, where the device computes on them."""

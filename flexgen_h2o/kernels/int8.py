@@ -350,6 +350,14 @@ def requantise_rows(packed: torch.Tensor, first: int, parts: Sequence[Packed], c
         start += len(part)
 
 
+def look_up_requantised(workspace: Workspace, packed: torch.Tensor, out: torch.Tensor) -> None:
+    """out (n, columns): the numbers of packed rows (n, packed row bytes), uint8, once they are in int8."""
+    n, columns = out.shape
+    rows = torch.empty(n, int8_row_bytes(columns), dtype=torch.uint8, device=packed.device)
+    requantise_rows(packed, 0, [rows], columns)
+    Int8Rows(rows, columns, workspace).look_up(torch.arange(n, device=packed.device), out)
+
+
 def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
     """`requantise_rows` in torch operations, UNPACK_CHUNK values at a time, with the same bits.
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -52,6 +52,13 @@ class RowPart(ABC):
     @abstractmethod
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """The rows `ids` (int64, (n,)) into out (n, columns)."""
+
+
+class Table(RowPart):
+    """Rows that are looked up and never multiplied."""
+
+    def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> NoReturn:
+        raise NotImplementedError("a table is looked up in")
 
 
 RowParts = tuple[RowPart, ...]

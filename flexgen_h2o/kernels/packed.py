@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
 from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.linear import Table
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, is_compiled_beside_card, parallel_rows
 
 _EXPONENT = 0x7F80  # of a bfloat16; all set: infinite, or not a number
@@ -43,6 +45,22 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
     row_bytes = packing.slot_bytes + columns * out.itemsize
     parallel_rows(partial(unpack_loops.unpack, element_of(out.dtype), job), n, row_bytes)
     return out
+
+
+class PackedTable(Table):
+    """Packed rows (n, row bytes), uint8, that are decoded as they are looked up. decode(rows, out=): fills (n, columns)
+    from some of them."""
+
+    def __init__(self, packed: torch.Tensor, columns: int, decode: Callable[..., object]) -> None:
+        self._packed, self._columns, self._decode = packed, columns, decode
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        step = max(1, UNPACK_CHUNK // self._columns)
+        for some, found in zip(ids.split(step), out.split(step), strict=True):
+            self._decode(self._packed.index_select(0, some), out=found)
 
 
 def _unpack_on_card(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:

@@ -103,11 +103,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stand_in", [False, True])
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("shape", ["normal", "llama, one kv-head, odd sizes", "post-norm, narrow embedding (350m)"])
+@pytest.mark.parametrize("placement", ["device and disk in halves", "weights on disk"])
 def test_packed_weights_and_products_in_int8(
-    shape: str, switches: str, stand_in: bool, reference: Callable[[str], Reference], offload_dir: Path,
-    forced: Callable[[], None],
+    shape: str, placement: str, switches: str, stand_in: bool, reference: Callable[[str], Reference],
+    offload_dir: Path, forced: Callable[[], None],
 ) -> None:  # fmt: skip
-    known, policy = reference(shape), Policy(2, 2, HALVES, **SWITCHES[switches])
+    known, policy = reference(shape), Policy(2, 2, PLACEMENTS[placement], **SWITCHES[switches])
     budget = MemoryBudget("64MiB" if stand_in else None)
     tokens, logits = logits_of(known, policy, offload_dir, budget)
     forced()

@@ -318,7 +318,8 @@ class PackedFormat(WeightFormat):
         if len(tensor.shape) != 2 or tensor.exact:
             return plain_layout(tensor, self.itemsize)
         stored = StoredRows((tensor.key,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
-        return TensorLayout(tensor.shape, (stored,), decoded_row_bytes)
+        decoded = 0 if tensor.looked_up else decoded_row_bytes  # rows that are wanted are decoded one by one
+        return TensorLayout(tensor.shape, (stored,), decoded, looked_up=tensor.looked_up)
 
 
 def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> WeightFormat | None:

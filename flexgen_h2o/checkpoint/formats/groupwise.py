@@ -1,13 +1,14 @@
 """--compress-weight: matrices in 4 or 8 bits a value, in groups with a scale and a least value (core/packing.py).
 
 They are decoded when their unit is opened: into the compute dtype, or, from 4 bits, into int8 rows for products in
-int8.
+int8. Of a table of which rows are looked up, these alone are decoded, to the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.formats import Held, PackedFormat, TensorLayout
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from flexgen_h2o.kernels.coded import Codes
     from flexgen_h2o.kernels.linear import RowParts
+    from flexgen_h2o.kernels.workspace import Workspace
 
 FORMAT = 3
 
@@ -55,6 +57,18 @@ class Groupwise(PackedFormat):
         from flexgen_h2o.kernels.packed import pack_rows
 
         return pack_rows(rows, self.bits)
+
+    def row_parts(
+        self, layout: TensorLayout, pieces: Sequence[torch.Tensor], workspace: Workspace, blocks: bool
+    ) -> RowParts:
+        if layout.stored[0].is_values:
+            return super().row_parts(layout, pieces, workspace, blocks)
+        from flexgen_h2o.kernels.int8 import look_up_requantised
+        from flexgen_h2o.kernels.packed import PackedTable, unpack_rows
+
+        packed, columns = pieces[0].view(-1, layout.stored[0].row_bytes), layout.shape[1]
+        some = partial(look_up_requantised, workspace) if self.to_int8 else partial(unpack_rows, bits=self.bits)
+        return (PackedTable(packed, columns, some),)
 
     def decode(self, layout: TensorLayout, held: Sequence[Held], out: RowParts) -> None:
         if not self.to_int8:
