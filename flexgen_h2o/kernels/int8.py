@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from flexgen_h2o.core.packing import INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
+from flexgen_h2o.core.packing import GROUP, INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
 from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
 from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import RowPart, block_words
@@ -390,4 +390,6 @@ def _fill(packed: torch.Tensor, first: int, part: Packed, columns: int) -> None:
         parallel_rows(partial(loops.blocked, job), len(packed) // loops.ROWS, loops.ROWS * row_bytes)
     else:
         job = loops.Job(*source, part[first:].data_ptr(), part.stride(0), len(part), 0)
-        parallel_rows(partial(loops.in_order, job), len(packed), row_bytes)
+        by_groups = columns % GROUP == 0 and cpu_has("avx512bw")
+        loop = loops.in_order_by_groups if by_groups else loops.in_order
+        parallel_rows(partial(loop, job), len(packed), row_bytes)

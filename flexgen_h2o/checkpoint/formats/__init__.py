@@ -10,12 +10,13 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, TensorSpec, slice_key
-from flexgen_h2o.core.units import ROW_BLOCK
+from flexgen_h2o.core.units import BLOCK_ROWS, ROW_BLOCK
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ class WeightFormat:
     decodes: ClassVar[bool] = False
     blocks_tables: ClassVar[bool] = False
     sample_name: ClassVar[str] = ""  # of a tensor that it has matrices of, whatever the model
+    sample_columns: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)  # of matrices that take different loops
 
     @property
     def in_int8(self) -> bool:
@@ -374,14 +376,13 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> Non
     cannot."""
     import torch
 
-    from flexgen_h2o.core.units import BLOCK_ROWS
     from flexgen_h2o.kernels.linear import linear
     from flexgen_h2o.kernels.workspace import Workspace
 
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**15)
     workspace = Workspace(torch.zeros(2**17, dtype=torch.uint8, device=device), sizes, dtype)
-    for rows in (BLOCK_ROWS, 8):
-        layout = form.layout(TensorSpec("", form.sample_name, (rows, BLOCK_ROWS)))
+    for rows, columns in product((BLOCK_ROWS, 8), form.sample_columns):
+        layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
         part = Part("device", 0, layout.cut_shape[0])
         pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
         if layout.decoded_row_bytes:
@@ -390,5 +391,5 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> Non
             form.decode(layout, [Held(part, pieces)], weight)
         else:
             weight = form.row_parts(layout, pieces, workspace, blocks=True)
-        x, out = (torch.zeros(1, n, dtype=dtype, device=device) for n in (BLOCK_ROWS, rows))
+        x, out = (torch.zeros(1, n, dtype=dtype, device=device) for n in (columns, rows))
         linear(x, weight, None, out)

@@ -34,6 +34,7 @@ class Groupwise(PackedFormat):
     bits: int
     to_int8: bool = False
     decodes = True
+    sample_columns = (GROUP, GROUP + 8)  # whole groups, and others
     flag = "--compress-weight"
 
     @property

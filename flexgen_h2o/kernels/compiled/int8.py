@@ -1,10 +1,10 @@
 """The compiled loops of int8 products: rows of numbers into int8 before them, and their sums into numbers after; packed
 rows of 4 bits into int8 rows, in order or in strips of blocks.
 
-A strip is 16 packed rows, made by LLVM vector code. A group of a row has 16 codes, so its int8 values are a table of 16
-bytes in a vector, and one shuffle of bytes looks up 64 codes. What 16 rows make, 4 columns to a word, is transposed in
-registers, so that whole cache lines are stored. The instructions are those of AVX-512 (BW), without which int8 rows are
-not blocked.
+Rows of whole groups are made by LLVM vector code. A group of a row has 16 codes, so its int8 values are a table of 16
+bytes in a vector, and one shuffle of bytes looks up 64 codes. A strip is 16 packed rows: what they make, 4 columns to a
+word, is transposed in registers, so that whole cache lines are stored. The instructions are those of AVX-512 (BW),
+without which int8 rows are not blocked.
 """
 
 from __future__ import annotations
@@ -151,6 +151,19 @@ def in_order(job, first, end):  # type: ignore[no-untyped-def]
 
 
 @jit
+def in_order_by_groups(job, first, end):  # type: ignore[no-untyped-def]
+    """`in_order` of rows whose columns are whole groups of GROUP values."""
+    groups = job.columns // GROUP
+    for row in range(first, end):
+        codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
+        ends, total = codes + job.value_bytes, out + job.out_step - 4
+        largest, steps = _largest(words_at(ends), groups)
+        floats_at(out + job.out_step - 8)[0] = largest * _STEP
+        floats_at(total)[0] = steps
+        row_of_groups((codes, ends, groups, out, total))
+
+
+@jit
 def blocked(job, first, end):  # type: ignore[no-untyped-def]
     """Strips first..end-1, ROWS rows each, of a blocked part: values, negative sums and scales."""
     groups = job.columns // GROUP
@@ -243,11 +256,29 @@ def _emit_strip(e: Emitter, packed: Any, row_bytes: Any, ends: Any, groups: Any,
         for number, words in enumerate(e.transposed(lines)):
             e.store(words, b.add(at, e.number(number * _WORD * BLOCK_ROWS)))
             total = b.add(total, _pair_sums(e, words))
-        pairs = b.bitcast(total, _WORDS)
-        half = e.constant(_WORDS, 16)
-        own = b.add(b.ashr(b.shl(pairs, half), half), b.ashr(pairs, half))
-        b.store(b.sub(b.load(sums), own), sums)
+        b.store(b.sub(b.load(sums), _halves_added(e, total)), sums)
     e.store(b.load(sums), totals)
+
+
+def _emit_row(e: Emitter, packed: Any, ends: Any, groups: Any, out: Any, total: Any) -> None:
+    b, step = e.builder, e.load(total, F32)
+    sums = cgutils.alloca_once(b, _WORDS)
+    b.store(e.constant(_WORDS, 0), sums)
+    with e.loop(groups) as loop:
+        pair = e.load(b.add(ends, b.mul(loop.index, e.number(4))), I32)
+        codes = e.load(b.add(packed, b.mul(loop.index, e.number(GROUP // 2))), ir.VectorType(_I8, GROUP // 2))
+        values = _look_up(e, _table(e, pair, step), codes)
+        e.store(values, b.add(out, b.mul(loop.index, e.number(GROUP))))
+        b.store(b.add(b.load(sums), _halves_added(e, _pair_sums(e, values))), sums)
+    kind = ir.FunctionType(I32, [_WORDS])
+    reduce = cgutils.get_or_insert_function(b.module, kind, f"llvm.vector.reduce.add.v{ROWS}i32")
+    e.store(b.call(reduce, [b.load(sums)]), total)
+
+
+def _halves_added(e: Emitter, halves: Any) -> Any:
+    """Sums of two neighbouring int16 each, as int32."""
+    b, pairs, half = e.builder, e.builder.bitcast(halves, _WORDS), e.constant(_WORDS, 16)
+    return b.add(b.ashr(b.shl(pairs, half), half), b.ashr(pairs, half))
 
 
 def _table(e: Emitter, pair: Any, step: Any) -> Any:
@@ -283,3 +314,6 @@ def _pair_sums(e: Emitter, words: Any) -> Any:
 # the offset of a row's scales and least values; groups: of a row; out: the address of the strip; totals: of 16 floats,
 # the factors of the values before they are rounded, which become the negative sums of the rows, int32.
 strip = emitted(_emit_strip)
+# row_of_groups((packed, ends, groups, out, total)): packed, ends: the addresses of a packed row, and of its scales and
+# least values; out: of its int8 values; total: of a float, the factor of the values, which becomes their sum, int32.
+row_of_groups = emitted(_emit_row)

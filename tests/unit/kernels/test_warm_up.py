@@ -37,7 +37,8 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 LOOPS: tuple[Any, ...] = (
     slots.attend_rows, packed_slots.attend_rows, packed_slots.pack_rows, prompts.add_tile, prompts.attend_units,
     rows.norm_rows, rows.silu_rows, rows.rotate_rows, rows.rotate_heads, rows.unpack, int8_loops.quantise,
-    int8_loops.rescale, int8_loops.in_order, int8_loops.blocked, products.multiply, rows.clamped_gate_rows,
+    int8_loops.rescale, int8_loops.in_order, int8_loops.in_order_by_groups, int8_loops.blocked, products.multiply,
+    rows.clamped_gate_rows,
 )  # fmt: skip
 
 
