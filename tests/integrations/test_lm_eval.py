@@ -19,7 +19,7 @@ SIZES = {"heavy_size": 6, "recent_size": 6}
 
 def test_loglikelihoods_and_generation() -> None:
     instance = pytest.importorskip("lm_eval.api.instance").Instance
-    models = pytest.importorskip("lm_eval.models.huggingface")
+    models = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)
     harness = models.HFLM(pretrained=str(PACKAGED["opt-tiny"]), batch_size=3, dtype="float32", device="cpu")
     scored = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(TEXTS)]
     until = {"until": ["\n\n\n"], "max_gen_toks": 16}
