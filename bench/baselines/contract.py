@@ -6,7 +6,8 @@ On a card (--device cuda) nothing may take more of it than --device-mem and CARD
 
 Exit codes: 0 measured, 2 refused (cannot run here, or wrong use), 3 does not fit the budget, 1 anything else; but for 0
 the last line of stderr says why. A batch is `rows` prompts of random token ids, the same for every system; every row
-runs to its last token, greedily. Imports neither torch nor this project's package: a peer's
+runs to its last token, greedily. With --score FILE nothing is measured: a peer that can is given tokens, and writes
+what it thinks of them. Imports neither torch nor this project's package: a peer's
 environment has neither, or its own.
 """
 
@@ -67,6 +68,7 @@ class Request:
     device: str = "cpu"
     device_mem: int | None = None
     room: int | None = None
+    score: Path | None = None
 
     def fits(self, nbytes: int) -> bool:
         """May a run take so much besides an empty process?"""
@@ -150,15 +152,19 @@ def phases(rows: int, gen_len: int, prefill_s: float, decode_s: float) -> dict[s
 
 
 Measure = Callable[[Request, Meter], dict[str, Any]]
+# (request, prompts, continuations): logits or log-probabilities (rows, steps, vocabulary), a numpy array of float32, of
+# what follows each prompt and the first tokens of its continuation: none of them, one, ..., all but the last.
+Score = Callable[[Request, list[list[int]], list[list[int]]], Any]
 
 
 def main(
     measure: Measure, variants: Sequence[str], packages: Sequence[str], framework: str = "torch",
-    devices: Sequence[str] = DEVICES,
+    devices: Sequence[str] = DEVICES, score: Score | None = None,
 ) -> int:  # fmt: skip
     """Parse, measure, print. `measure` returns rates and memory, and under `setting` what the peer was set to.
 
-    devices: those that `measure` knows how to use.
+    devices: those that `measure` knows how to use. score: for --score, whose FILE has prompts and continuations, each
+    equally long; the array goes to a file beside it, FILE with .npy.
     """
     request = _parse(variants)
     try:
@@ -169,6 +175,9 @@ def main(
         imported = importlib.import_module(framework)
         if request.device == "cuda":
             hold_card(imported, request.device_mem)
+        if request.score is not None:
+            write_scores(request.score, request, score)
+            return 0
         found = measure(request, Meter(peak_bytes(), request.device))
     except RefusedError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
@@ -181,6 +190,15 @@ def main(
     sys.stderr.flush()
     print(json.dumps({**found, "versions": _versions(packages)}), flush=True)
     return 0
+
+
+def write_scores(given: Path, request: Request, score: Score | None) -> None:
+    if score is None:
+        raise RefusedError("--score: this system is not given tokens here")
+    import numpy as np
+
+    rows = json.loads(given.read_text())
+    np.save(given.with_suffix(".npy"), score(request, rows["prompts"], rows["continuations"]))
 
 
 def hold_card(torch: Any, device_mem: int | None) -> None:
@@ -220,6 +238,7 @@ def _parse(variants: Sequence[str]) -> Request:
     add("--offload-dir", type=Path, required=True, help="where the system may write")
     add("--threads", type=int, default=os.cpu_count())
     add("--settings", type=json.loads, default={}, metavar="JSON", help="the system's own knobs, by name")
+    add("--score", type=Path, metavar="FILE", help="token rows (JSON): write what is thought of them beside it")
     add("--json", action="store_true", help="print one JSON object (the only form there is)")
     args = vars(parser.parse_args())
     del args["json"]

@@ -82,7 +82,7 @@ class Sweep:
                 chosen.append((system, rows))
         if self.signed is not None:
             self._signed(cell, folder, self._fastest(cell, chosen))
-            quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup.offload_dir)
+            quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
             return
         for repeat in range(1, self.repeats + 1):
             for system, rows in chosen if repeat % 2 else reversed(chosen):

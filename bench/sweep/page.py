@@ -52,7 +52,6 @@ AIMS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     ("openvino-int8", "OpenVINO, int8", IN_RAM, {FULL_INT8: 1.2}),
 )
 BARS = (FULL, H2O, H2O_SMALL)
-LOSSY = re.compile(r"int8|int4|q\d|\dbit")  # of a peer's variant: its products or weights are not bf16
 HEAD = (
     "cell", "system", "rows", "tokens/s", "over the best peer", "over the others", "KL, nats; flips",
     "columns; bytes of KV kept", "read, GB", "peak, GB",
@@ -211,11 +210,10 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
 def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
     """KL and flips of a system at the cell's lengths."""
     peer, _, variant = system.partition("-")
-    if peer != "ours":
-        return "not measured: its own bits" if LOSSY.search(variant) else "0; 0%"
-    if variant == quality.EXACT:
+    is_exact = variant == quality.EXACT if peer == "ours" else not quality.LOSSY.search(system)
+    if is_exact:
         return "0; 0%"
-    line = quality.find(losses, **quality.of_cell(cell, variant))
+    line = quality.find(losses, **quality.of_cell(cell, variant if peer == "ours" else system))
     return "not measured yet" if line is None else f"{line['kl']['value']:.3g}; {line['flips']['value']:.0%}"
 
 

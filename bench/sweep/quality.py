@@ -1,28 +1,42 @@
-"""What the settings of ours lose, beside their speed: KL and flips against the full cache in bf16, on a trained model.
+"""What answers lose, beside their speed: KL and flips against our full cache in bf16, on a trained model.
 
-`evaluate fidelity` at the lengths of the cell, with the flags that the setting runs with; a JSON line for each setting
-and lengths in quality.jsonl beside the sweep's lines, made once.
+Of settings of ours `evaluate fidelity` at the lengths of the cell, with the flags that the setting runs with; of peers
+with bits of their own the same rows and steps, whose tokens they are given. A JSON line for each setting and lengths in
+quality.jsonl beside the sweep's lines, made once.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from bench import common
 from bench.sweep.grid import Cell, System
-from bench.sweep.runner import BASELINES
+from bench.sweep.runner import BASELINES, Setup, command_of, environment_of, reason_of
+from flexgen_h2o import LLM, Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.fidelity import FullWatch, divergence, flips
+from flexgen_h2o.evaluation.figures import Bootstrap
+from flexgen_h2o.evaluation.rows import TextRow, held_out_rows, text_of
 from flexgen_h2o.kvcache.eviction import Full, mix_of
+from flexgen_h2o.models.load import find_model
 
 FILE = "quality.jsonl"
 MODEL, PROMPTS, ROWS, LIMIT_S = "opt-tiny", 96, 32, 3600.0
+RESAMPLES, SEED = 1000, 0  # as `evaluate fidelity` has them
 EXACT = "full"  # the variant that the others are compared with
+# Peers whose weights, products or, of OpenVINO by its own default, KV cache are not bf16.
+LOSSY = re.compile(r"int8|int4|q\d|\dbit|openvino")
 Line = dict[str, Any]
 
 
@@ -61,8 +75,28 @@ def flags_of(variant: str) -> tuple[list[str], str]:
     return [*rest, "--policies", policy, "--budgets", str(number), "--budgets-of", shares[flag]], policy
 
 
-def measure(folder: Path, cell: Cell, systems: Iterable[System], model: str, offload_dir: Path) -> None:
-    """Add the lines that are missing for the systems of ours; what fails is said, and the sweep goes on."""
+def measure(folder: Path, cell: Cell, systems: Sequence[System], model: str, setup: Setup) -> None:
+    """Add the lines that are missing; what fails is said, and the sweep goes on."""
+    _measure_ours(folder, cell, systems, model, setup.offload_dir)
+    for system in systems:
+        key = of_cell(cell, system.name) | {"model": model}
+        if not system.ours and LOSSY.search(system.name) and find(read(folder), **key) is None:
+            found = _of_peer(setup, system, cell, model)
+            if isinstance(found, str):
+                print(f"quality of {system.name} in {cell.name}: not measured, {found}", flush=True)
+            else:
+                _keep(folder, key | found)
+
+
+def _keep(folder: Path, line: Line) -> None:
+    line |= {"prompts": PROMPTS, "date": common.date(), "commit": common.commit()}
+    with (folder / FILE).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    kl, flipped = line["kl"]["value"], line["flips"]["value"]
+    print(f"quality of {line['variant']}: KL {kl:.4f}, flips {flipped:.1%}", flush=True)
+
+
+def _measure_ours(folder: Path, cell: Cell, systems: Iterable[System], model: str, offload_dir: Path) -> None:
     lines = read(folder)
     missing: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by flags: variants that one command compares
     for system in systems:
@@ -85,11 +119,7 @@ def measure(folder: Path, cell: Cell, systems: Iterable[System], model: str, off
         for variant, policy in variants:
             line = of_cell(cell, variant) | {"model": model}
             line |= {name: cells[policy][name] for name in ("kl", "flips", "kv_share", "read_share")}
-            line |= {"prompts": PROMPTS, "command": command}
-            line |= {"date": common.date(), "commit": common.commit()}
-            with (folder / FILE).open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"quality of {variant}: KL {line['kl']['value']:.4f}, flips {line['flips']['value']:.1%}", flush=True)
+            _keep(folder, line | {"command": command})
 
 
 def _cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
@@ -101,3 +131,34 @@ def _cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
         if code != 0:
             return "out of time" if code is None else (said.strip().splitlines() or [f"exit code {code}"])[-1]
         return {cell["policy"]: cell for cell in json.loads(output.read_text())["cells"]}
+
+
+def _of_peer(setup: Setup, system: System, cell: Cell, model: str) -> Line | str:
+    """KL and flips of the decode steps; or why they are not measured."""
+    rows, full = _reference(model, cell.prompt_len, cell.gen_len, str(setup.offload_dir))
+    weights = find_model(model, None).folder
+    assert weights is not None
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder) / "given.json"
+        tokens = {"prompts": [row.prompt for row in rows], "continuations": [row.continuation for row in rows]}
+        given.write_text(json.dumps(tokens))
+        command = [*command_of(setup, system, cell, weights, PROMPTS, None), "--score", str(given)]
+        code, _, said = common.run_limited(command, environment_of(setup, system)[0], LIMIT_S)
+        if code != 0:
+            return "out of time" if code is None else reason_of(said) or f"exit code {code}"
+        scores = torch.from_numpy(np.load(given.with_suffix(".npy")))
+    measures = {"kl": divergence, "flips": flips}
+    boot = Bootstrap(len(rows), RESAMPLES, SEED)
+    # As of our policies: without the first token, which prompts give.
+    steps = {name: compared(full[:, 1:], scores[:, 1:]).double() for name, compared in measures.items()}
+    return {name: boot.mean(values.mean(1).numpy()) for name, values in steps.items()}
+
+
+@cache
+def _reference(model: str, prompt_len: int, gen_len: int, offload_dir: str) -> tuple[list[TextRow], torch.Tensor]:
+    """The rows that `evaluate fidelity` has, and the full cache's logits in bf16: (rows, new tokens, vocabulary)."""
+    with LLM(model, Policy(ROWS, -(-PROMPTS // ROWS)), dtype="bfloat16", offload_dir=offload_dir) as llm:
+        rows = held_out_rows(text_of(None, llm.model, ""), PROMPTS, prompt_len, gen_len, SEED)
+        watch = FullWatch([prompt_len] * len(rows), gen_len, frozenset())
+        llm.follow([row.prompt for row in rows], [row.continuation for row in rows], watch.see_logits)
+    return rows, watch.logits

@@ -87,8 +87,8 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     """Run the system once. Returns its JSON with `status`, `reason` when it gave none, and what neighbours took."""
     weights = sorted(model_dir.glob("*.safetensors"))
     budget = cell.budget_bytes(sum(path.stat().st_size for path in weights))
-    command = _command(setup, system, cell, model_dir, rows, budget)
-    environment, malloc = _environment(setup, system)
+    command = command_of(setup, system, cell, model_dir, rows, budget)
+    environment, malloc = environment_of(setup, system)
     # A peer's own copies too: what an earlier run has left cached would not count in this one's group.
     _drop_page_cache([*weights, *(path for path in setup.offload_dir.glob("*") if path.is_file())])
     busy = common.wait_for_quiet(setup.quiet_wait)
@@ -103,11 +103,11 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
     if code:
-        reason = _reason(said) or f"exit code {code}"
+        reason = reason_of(said) or f"exit code {code}"
         return {"status": STATUS_OF_EXIT.get(code, FAILED), "reason": reason} | facts
     found = _figures(out)
     if found is None:
-        return {"status": FAILED, "reason": f"printed no figures; {_reason(said)}".removesuffix("; ")} | facts
+        return {"status": FAILED, "reason": f"printed no figures; {reason_of(said)}".removesuffix("; ")} | facts
     # A group lets nothing be over: what counts as a process's own memory may be pages of a file that it has mapped.
     over = not held and ram is not None and found["peak_rss_bytes"] > ram + OVER_BUDGET
     return found | {"status": OVER if over else OK} | facts
@@ -119,7 +119,7 @@ def measure_profile(setup: Setup) -> None:
     command = [sys.executable, "-m", "flexgen_h2o.hardware", "--offload-dir", str(setup.offload_dir)]
     code, _, said = common.run_limited(command, common.environment(), setup.limit_s)
     if code != 0:
-        why = f"not done after {setup.limit_s:.0f} s" if code is None else _reason(said) or f"exit code {code}"
+        why = f"not done after {setup.limit_s:.0f} s" if code is None else reason_of(said) or f"exit code {code}"
         raise UsageError(f"the machine's profile was not measured: {why}")
 
 
@@ -158,7 +158,7 @@ def can_limit() -> bool:
         return False
 
 
-def _command(
+def command_of(
     setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int, budget: int | None
 ) -> list[str]:  # fmt: skip
     command = [
@@ -179,7 +179,7 @@ def _command(
     return command
 
 
-def _environment(setup: Setup, system: System) -> tuple[dict[str, str], str]:
+def environment_of(setup: Setup, system: System) -> tuple[dict[str, str], str]:
     """Variables of the process, and the name of its malloc: a peer's keeps pages, ours must do without."""
     passed = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_PRELOAD", "VIRTUAL_ENV")}
     passed |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads), "HF_HUB_OFFLINE": "1"}
@@ -201,7 +201,7 @@ def _figures(out: str) -> Line | None:
     return found if isinstance(found, dict) and found.keys() >= set(FIGURES) else None
 
 
-def _reason(said: str) -> str:
+def reason_of(said: str) -> str:
     lines = [line for line in said.strip().splitlines() if line.strip()]
     return lines[-1][:SAID] if lines else ""
 

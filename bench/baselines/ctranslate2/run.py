@@ -17,18 +17,33 @@ from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, main
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    model, words = _loaded(request)
+    _generate(model, request.prompts(1, WARM_UP_PROMPT), words, WARM_UP_TOKENS, lambda: None)
+    prompts = request.prompts()
+    meter.begin()
+    _generate(model, prompts, words, request.gen_len, meter.mark)
+    return meter.result(request.rows, request.gen_len) | {"setting": {"compute_type": model.compute_type}}
+
+
+def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
+    import numpy as np
+
+    (model, words), found = _loaded(request), []
+    for prompt, more in zip(prompts, continuations, strict=True):
+        row = [words[i] for i in (*prompt, *more[:-1])]
+        found.append(np.array(model.forward_batch([row], return_log_probs=True))[0, len(prompt) - 1 :])
+    return np.stack(found)[:, :, : len(words)]
+
+
+def _loaded(request: Request) -> tuple[Any, list[str]]:
+    """The model, and the words that stand for token ids."""
     import ctranslate2
 
     folder = _converted(request)
     model = ctranslate2.Generator(
         str(folder), device="cpu", compute_type=request.variant, inter_threads=1, intra_threads=request.threads
     )
-    words = (folder / "words.txt").read_text().splitlines()
-    _generate(model, request.prompts(1, WARM_UP_PROMPT), words, WARM_UP_TOKENS, lambda: None)
-    prompts = request.prompts()
-    meter.begin()
-    _generate(model, prompts, words, request.gen_len, meter.mark)
-    return meter.result(request.rows, request.gen_len) | {"setting": {"compute_type": model.compute_type}}
+    return model, (folder / "words.txt").read_text().splitlines()
 
 
 def _generate(model: Any, prompts: list[list[int]], words: list[str], gen_len: int, mark: Any) -> None:
@@ -60,4 +75,6 @@ def _converted(request: Request) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ("int8", "float32"), ("ctranslate2",), framework="ctranslate2", devices=("cpu",)))
+    sys.exit(
+        main(measure, ("int8", "float32"), ("ctranslate2",), framework="ctranslate2", devices=("cpu",), score=score)
+    )

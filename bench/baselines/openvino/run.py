@@ -21,6 +21,31 @@ VARIANTS = ("int8", "bf16")
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    model, settings = _loaded(request)
+    _generate(model, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, lambda: None)
+    prompts = request.prompts()
+    meter.begin()
+    _generate(model, prompts, request.gen_len, meter.mark)
+    return meter.result(request.rows, request.gen_len) | {"setting": settings}
+
+
+def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
+    import numpy as np
+
+    model, _ = _loaded(request)
+    model.reset_state()
+    given, beams = np.array(continuations, np.int64), np.arange(len(prompts), dtype=np.int32)
+    found = []
+    for tokens in (np.array(prompts, np.int64), *(given[:, i : i + 1] for i in range(given.shape[1] - 1))):
+        found.append(_logits(model, tokens, beams).copy())
+    scores = np.stack(found, 1)
+    if scores.dtype == np.float32:
+        return scores
+    return (scores.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # bf16, which numpy does not have
+
+
+def _loaded(request: Request) -> tuple[Any, dict[str, int]]:
+    """The compiled model, and its settings."""
     import openvino
 
     settings = SETTINGS | request.settings
@@ -30,11 +55,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": settings["group"],
     }  # fmt: skip
     model = openvino.Core().compile_model(str(_converted(request)), "CPU", told).create_infer_request()
-    _generate(model, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, lambda: None)
-    prompts = request.prompts()
-    meter.begin()
-    _generate(model, prompts, request.gen_len, meter.mark)
-    return meter.result(request.rows, request.gen_len) | {"setting": settings}
+    return model, settings
 
 
 def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> list[list[int]]:
@@ -44,12 +65,18 @@ def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> 
     model.reset_state()
     tokens, beams, out = np.array(prompts, np.int64), np.arange(len(prompts), dtype=np.int32), []
     for _ in range(gen_len):
-        model.infer({"input_ids": tokens, "beam_idx": beams})
-        tokens = model.get_output_tensor(0).data.argmax(axis=-1)[:, None]
+        tokens = _logits(model, tokens, beams).argmax(axis=-1)[:, None]
         out.append(tokens)
         mark()
     chosen: list[list[int]] = np.concatenate(out, 1).tolist()
     return chosen
+
+
+def _logits(model: Any, tokens: Any, beams: Any) -> Any:
+    """Of the last of `tokens` (rows, n), which follow on what the model's state holds: (rows, vocabulary), a view; of
+    bf16 as whole numbers, of which the largest is the same."""
+    model.infer({"input_ids": tokens, "beam_idx": beams})
+    return model.get_output_tensor(0).data
 
 
 def _converted(request: Request) -> Path:
@@ -68,4 +95,5 @@ def _converted(request: Request) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, VARIANTS, ("openvino", "nncf"), framework="openvino", devices=("cpu",)))
+    packages = ("openvino", "nncf")
+    sys.exit(main(measure, VARIANTS, packages, framework="openvino", devices=("cpu",), score=score))

@@ -9,21 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import common
 from bench.sweep import __main__ as door
-from bench.sweep import page, quality, rounds
+from bench.sweep import page, quality, rounds, runner
 from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, SIGNED, Cell, System, systems_of
 from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
+from bench.sweep.runner import BASELINES, Setup
 from bench.sweep.store import FAILED, OK, Line, Store
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import mix_of
 from flexgen_h2o.models.load import find_model
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures
 
 CELL = SIGNED["signed-opt-1.3b-third"][0]
 OURS, PEER = System("ours", "full", ("ram", "offload")), System("accelerate", "disk", ("offload",))
+SETUP = Setup(Path("peers"), Path("offload"), threads=2, limit_s=60.0, quiet_wait=0.0)
 STEADY = {PRODUCTS: 1e12, MEMORY: 2e10, DISK: 2e9}
 
 
@@ -198,14 +202,52 @@ def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
     systems = [System("ours", name, ("offload",)) for name in ("full", "h2o:kv-budget=0.2", "full-4bit-int8")]
     systems.append(System("ours", "h2o-4bit-int8:kv-budget=0.2", ("offload",)))
     for _ in range(2):
-        quality.measure(tmp_path, CELL, systems, "opt-tiny", tmp_path)
+        quality.measure(tmp_path, CELL, systems, "opt-tiny", SETUP)
     # of both passes: H2O in bf16, which fails, and once what full-4bit-int8 and h2o-4bit-int8 share
     assert len(ran) == 3 and capsys.readouterr().out.count("not measured, too few positions") == 2
     found = quality.read(tmp_path)
     assert [line["variant"] for line in found] == ["full-4bit-int8", "h2o-4bit-int8:kv-budget=0.2"]
     assert page.lost(page.H2O_SMALL, CELL, found) == "0.5; 25%" and page.lost(page.H2O, CELL, found).endswith("yet")
-    assert page.lost("llamacpp-q8_0", CELL, found).startswith("not measured")
+    assert page.lost("llamacpp-q8_0", CELL, found).startswith("not measured yet")
     assert page.lost(PEER.name, CELL, []) == "0; 0%"
+
+
+PEER_SCRIPT = """
+import sys
+sys.path.append({baselines!r})
+import numpy as np
+from contract import main
+
+def score(request, prompts, continuations):
+    assert request.variant == "int8" and (prompts, continuations) == ([[1, 2]] * 2, [[3, 4, 5]] * 2)
+    return np.zeros((2, 3, 11), np.float32)
+
+knows = score if "int8" in sys.argv else None
+sys.exit(main(None, ("int8", "int4"), (), framework="json", devices=("cpu",), score=knows))
+"""
+
+
+def test_quality_of_a_peer_with_bits_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that takes every token for as likely, one that cannot be given tokens, and one that is exact."""
+    rows, logits = [TextRow((1, 2), (3, 4, 5))] * 2, torch.randn(2, 3, 11)
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "run.py").write_text(PEER_SCRIPT.format(baselines=str(BASELINES)))
+    monkeypatch.setattr(runner, "BASELINES", tmp_path)
+    monkeypatch.setattr(Setup, "python", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(quality, "_reference", lambda *_: (rows, logits))
+    systems = [System("stub", variant, ("offload",)) for variant in ("int8", "int4", "bf16")]
+    for _ in range(2):
+        quality.measure(tmp_path, CELL, systems, "opt-tiny", SETUP)
+    (line,) = quality.read(tmp_path)
+    after = logits[:, 1:].double()
+    p = after.softmax(-1)
+    assert line["kl"]["value"] == pytest.approx(float((p * (p * 11).log()).sum(-1).mean()))
+    assert line["flips"]["value"] == pytest.approx(float((after.argmax(-1) != 0).double().mean()))
+    assert page.lost("stub-int8", CELL, [line]).endswith("%") and page.lost("stub-bf16", CELL, []) == "0; 0%"
+    said = capsys.readouterr().out
+    assert said.count("stub-int8: KL") == 1 and said.count("not measured, --score: this system is not given") == 2
 
 
 def test_the_page_of_no_lines_says_so(tmp_path: Path) -> None:
