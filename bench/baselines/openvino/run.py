@@ -39,9 +39,9 @@ def score(request: Request, prompts: list[list[int]], continuations: list[list[i
     for tokens in (np.array(prompts, np.int64), *(given[:, i : i + 1] for i in range(given.shape[1] - 1))):
         found.append(_logits(model, tokens, beams).copy())
     scores = np.stack(found, 1)
-    if scores.dtype == np.float32:
-        return scores
-    return (scores.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # bf16, which numpy does not have
+    if model.get_output_tensor(0).element_type.get_type_name() != "bf16":
+        return scores.astype(np.float32)
+    return (scores.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # numpy does not have it
 
 
 def _loaded(request: Request) -> tuple[Any, dict[str, int]]:
@@ -74,7 +74,7 @@ def _generate(model: Any, prompts: list[list[int]], gen_len: int, mark: Any) -> 
 
 def _logits(model: Any, tokens: Any, beams: Any) -> Any:
     """Of the last of `tokens` (rows, n), which follow on what the model's state holds: (rows, vocabulary), a view; of
-    bf16 as whole numbers, of which the largest is the same."""
+    bf16 its bits as other numbers, of which the largest is the same."""
     model.infer({"input_ids": tokens, "beam_idx": beams})
     return model.get_output_tensor(0).data
 
