@@ -191,6 +191,7 @@ SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area
 WIRE_BUFFERS = 2  # micro-batches of hidden states on their way to, or from, a neighbour of a pipeline
 UNPACK_CHUNK = 2**20  # packed weights that torch operations unpack at a time
 PACK_CHUNK = 2**20  # weights that are packed at a time
+REQUANTISE_CHUNK = 16 * 2**20  # weights in 4 bits that become int8 rows at a time, where they are kept in memory
 INT8_TILE = 2**21  # sums of int8 products that exist at a time
 BLOCK_CHUNK = 4 * 2**20  # bytes of a matrix that are brought into the blocked layout at a time
 BLOCK_ROWS = 64  # of a panel of a blocked matrix; its rows and columns are multiples of this

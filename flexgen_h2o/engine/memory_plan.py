@@ -263,7 +263,7 @@ def memory_plan(
     blocking = blocking_bytes(spec, form, device_is_host)
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
-        workspace |= int8_sizes(spec, shape.joined if spec.experts else tokens)
+        workspace |= int8_sizes(spec, shape.joined if spec.experts else tokens, form.requantises)
     # A stage of a pipeline exchanges the hidden states of a micro-batch with one neighbour or two.
     neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
     row_threads = any(tensor.looked_up for tensor in spec.embedding)

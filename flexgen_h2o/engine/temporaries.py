@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.checkpoint.formats import WeightFormat, weight_format
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
-from flexgen_h2o.core.packing import INT8_ROW_BYTES
+from flexgen_h2o.core.packing import INT8_ROW_BYTES, int8_row_bytes
 from flexgen_h2o.core.units import (
     ALIGN,
     BLOCK_CHUNK,
@@ -22,6 +22,7 @@ from flexgen_h2o.core.units import (
     INT8_TILE,
     MASK_ROWS,
     PACKED_CHUNK,
+    REQUANTISE_CHUNK,
     ROLLING_CHUNK,
     SAMPLING_CHUNK,
     SCORE_TILE_BYTES,
@@ -64,14 +65,15 @@ def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[s
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
 
 
-def int8_sizes(spec: ModelSpec, tokens: int) -> dict[str, int]:
+def int8_sizes(spec: ModelSpec, tokens: int, requantises: bool) -> dict[str, int]:
     """Step buffers by name, for the largest matrix of the model. tokens: the most that a step sees, each as often as it
-    has experts; TOKEN_CHUNK are quantised at a time."""
+    has experts; TOKEN_CHUNK are quantised at a time. requantises: as of the format."""
     tensors = chain(spec.embedding, *_blocks(spec), spec.head)
     shapes = [t.shape for t in tensors if len(t.shape) == 2]
     outer, inner = (max(sizes) for sizes in zip(*shapes, strict=True))
     inputs = tokens * (spec.experts.per_token if spec.experts else 1)
-    return product_sizes(min(TOKEN_CHUNK, inputs), inner, outer)
+    rows = max(min(a, max(1, REQUANTISE_CHUNK // b)) * int8_row_bytes(b) for a, b in shapes) if requantises else 0
+    return product_sizes(min(TOKEN_CHUNK, inputs), inner, outer) | {"int8 rows": round_up(rows, ALIGN)}
 
 
 def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ takes off for inputs around 128; the scales. Looked up, a row is gathered from i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from flexgen_h2o.core.packing import GROUP, INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
-from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
+from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, REQUANTISE_CHUNK, TOKEN_CHUNK, UNPACK_CHUNK
 from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import RowPart, block_words
 from flexgen_h2o.kernels.packed import unpack_rows_reference
@@ -96,14 +96,7 @@ class Int8Rows(RowPart):
         return len(self.packed)
 
     def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, _Inputs]]:
-        """Quantised in the workspace, TOKEN_CHUNK rows at a time."""
-        for start in range(0, len(x), TOKEN_CHUNK):
-            rows = slice(start, min(start + TOKEN_CHUNK, len(x)))
-            some = x[rows]
-            codes = self.workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
-            scales = self.workspace.get("int8 input scales", len(some), dtype=torch.float32)
-            quantise_rows(some, codes.view(torch.int8), scales)
-            yield rows, _Inputs(codes, scales)
+        return quantised_inputs(x, self.workspace)
 
     def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         is_taken = is_compiled(out) and self.columns <= _MOST_COLUMNS
@@ -153,6 +146,59 @@ class Int8Rows(RowPart):
             out[some] = codes.float().mul_(scales.unsqueeze(1))
 
 
+@dataclass(frozen=True)
+class RequantisedRows(RowPart):
+    """Some rows of a matrix in 4 bits, (n, packed row bytes) uint8, that are multiplied as the int8 rows of
+    `requantise_rows`: by the compiled loop a panel at a time in the caches, elsewhere some rows at a time in the
+    workspace ("int8 rows")."""
+
+    packed: torch.Tensor
+    columns: int
+    workspace: Workspace
+    codes: ClassVar[torch.dtype] = torch.uint8
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, _Inputs]]:
+        return quantised_inputs(x, self.workspace)
+
+    def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
+        whole = self.columns % GROUP == 0 and len(self) % BLOCK_ROWS == 0 and self.columns <= _MOST_COLUMNS
+        if not (whole and is_compiled(out) and products.requantises(inputs.codes)):
+            return None
+        weight = self.packed.data_ptr(), self.packed.stride(0), len(self), self.columns
+        ends = WORD * SlotPacking(self.columns, 4).value_words
+        return products.job_of(
+            inputs.around(ZERO), weight, bias, out, x_scales=inputs.scales.data_ptr(), zero=ZERO, ends=ends
+        )
+
+    def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+        before = inputs.zero
+        for rows in _slices(len(self), self.columns, REQUANTISE_CHUNK):
+            packed = self.packed[rows]
+            memory = self.workspace.get("int8 rows", len(packed), int8_row_bytes(self.columns), dtype=torch.uint8)
+            requantise_rows(packed, memory, self.columns)
+            some = None if bias is None else bias[rows]
+            Int8Rows(memory, self.columns, self.workspace).multiply(inputs, some, out[:, rows], adds)
+        inputs.around(before)  # other rows of the matrix may have become jobs of the loop, which is yet to run
+
+    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        for some in _slices(len(ids), self.columns):
+            look_up_requantised(self.workspace, self.packed.index_select(0, ids[some]), out[some])
+
+
+def quantised_inputs(x: torch.Tensor, workspace: Workspace) -> Iterator[tuple[slice, _Inputs]]:
+    """x (rows, columns) in int8 in the workspace, TOKEN_CHUNK rows at a time."""
+    for start in range(0, len(x), TOKEN_CHUNK):
+        rows = slice(start, min(start + TOKEN_CHUNK, len(x)))
+        some = x[rows]
+        codes = workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
+        scales = workspace.get("int8 input scales", len(some), dtype=torch.float32)
+        quantise_rows(some, codes.view(torch.int8), scales)
+        yield rows, _Inputs(codes, scales)
+
+
 def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
     """rows: (n, columns), any float dtype, on the host. Returns (n, row bytes) uint8.
 
@@ -179,9 +225,9 @@ def scales_of(packed: torch.Tensor) -> torch.Tensor:
     return packed[:, -INT8_ROW_BYTES:].view(torch.float32)[:, 0]
 
 
-def _slices(rows: int, columns: int) -> Iterator[slice]:
-    """So many rows at a time that their elements are at most UNPACK_CHUNK."""
-    step = max(1, UNPACK_CHUNK // columns)
+def _slices(rows: int, columns: int, most: int = 0) -> Iterator[slice]:
+    """So many rows at a time that their elements are at most `most`, or UNPACK_CHUNK."""
+    step = max(1, (most or UNPACK_CHUNK) // columns)
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
 
@@ -312,7 +358,7 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
 
 
 def blank_int8_rows(memory: torch.Tensor) -> tuple[Packed, ...]:
-    """Parts as `block_int8_rows` makes them, of rows that `requantise_rows` is yet to fill."""
+    """Parts as `block_int8_rows` makes them, of rows that are yet to be filled."""
     return _parts(memory) if cpu_has("avx512bw") else (memory,)
 
 
@@ -329,32 +375,31 @@ def _parts(packed: torch.Tensor) -> tuple[Packed, ...]:
 # ---- packed rows of 4 bits (kernels/packed.py) into int8 rows
 
 
-def requantise_rows(packed: torch.Tensor, first: int, parts: Sequence[Packed], columns: int) -> None:
-    """Fill rows of an int8 matrix from `first` on. packed: (n, packed row bytes) uint8; parts: of the whole matrix.
-
-    Of a blocked part, rows are filled 16 at a time: `first` and, where more rows follow, n are multiples of 16.
+def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
+    """Fill int8 rows in order, (n, int8_row_bytes(columns)) uint8, from packed rows (n, packed row bytes) uint8.
 
     A row's scale is the largest magnitude that its groups can hold, |least| or |least + 15 x scale|, over 127: it
     follows from the groups' ends, so values are gone through once. int8 = round(value x 127 / largest). Beside the 4
     bits' own error, a value is off by at most half of a scale.
     """
-    start = 0
-    for part in parts:
-        begin, end = max(first, start), min(first + len(packed), start + len(part))
-        if begin < end:
-            some = packed[begin - first : end - first]
-            if isinstance(part, BlockedInt8) or part.device.type == "cpu":
-                _fill(some, begin - start, part, columns)
-            else:
-                requantise_rows_reference(some, part[begin - start : end - start], columns)
-        start += len(part)
+    if packed.device.type != "cpu":
+        requantise_rows_reference(packed, out, columns)
+        return
+    from flexgen_h2o.kernels.compiled import int8 as loops
+
+    packing = SlotPacking(columns, 4)
+    values, ends = (packed.data_ptr(), packed.stride(0)), WORD * packing.value_words
+    job = loops.Job(*values, ends, packing.group, columns, out.data_ptr(), out.stride(0))
+    by_groups = columns % GROUP == 0 and cpu_has("avx512bw")
+    loop = loops.in_order_by_groups if by_groups else loops.in_order
+    parallel_rows(partial(loop, job), len(packed), packed.shape[1] + columns)
 
 
 def look_up_requantised(workspace: Workspace, packed: torch.Tensor, out: torch.Tensor) -> None:
     """out (n, columns): the numbers of packed rows (n, packed row bytes), uint8, once they are in int8."""
     n, columns = out.shape
     rows = torch.empty(n, int8_row_bytes(columns), dtype=torch.uint8, device=packed.device)
-    requantise_rows(packed, 0, [rows], columns)
+    requantise_rows(packed, rows, columns)
     Int8Rows(rows, columns, workspace).look_up(torch.arange(n, device=packed.device), out)
 
 
@@ -376,20 +421,3 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
         rows[:, :columns] = codes.view(torch.uint8)
         ends = torch.stack([(largest * (1 / _LEVELS)).view(torch.int32), codes.sum(1, dtype=torch.int32)], dim=1)
         rows[:, -INT8_ROW_BYTES:] = ends.view(torch.uint8)
-
-
-def _fill(packed: torch.Tensor, first: int, part: Packed, columns: int) -> None:
-    """`requantise_rows` for rows of one part, from its row `first` on."""
-    from flexgen_h2o.kernels.compiled import int8 as loops
-
-    packing, row_bytes = SlotPacking(columns, 4), packed.shape[1] + columns
-    source = packed.data_ptr(), packed.stride(0), WORD * packing.value_words, packing.group, columns
-    if isinstance(part, BlockedInt8):
-        assert first % loops.ROWS == 0 and len(packed) % loops.ROWS == 0
-        job = loops.Job(*source, part.memory.data_ptr(), int8_row_bytes(columns), len(part), first)
-        parallel_rows(partial(loops.blocked, job), len(packed) // loops.ROWS, loops.ROWS * row_bytes)
-    else:
-        job = loops.Job(*source, part[first:].data_ptr(), part.stride(0), len(part), 0)
-        by_groups = columns % GROUP == 0 and cpu_has("avx512bw")
-        loop = loops.in_order_by_groups if by_groups else loops.in_order
-        parallel_rows(partial(loop, job), len(packed), row_bytes)

@@ -25,16 +25,26 @@ _types: Any = numba.types
 # Sums may be reordered and products fused, or nothing vectorises. 'nnan' and 'ninf' are left out on purpose: they let
 # the compiler assume that there is no NaN and no infinity, and a broken model must show, not turn into numbers.
 FASTMATH = ("reassoc", "contract", "nsz", "arcp", "afn")
-_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": set(FASTMATH)}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _STAMP = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(Path(__file__).parent.rglob("*.py")))
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """numba.njit for a loop over addresses. The compiled code is cached on disk where numba finds a writable folder."""
+    return _jitted(function, fastmath=set(FASTMATH))
+
+
+def jit_rounded(function: Callable[..., Any]) -> Any:
+    """`jit` for what gives the same bits in every loop: each operation is rounded, in the order that is written."""
+    return _jitted(function, fastmath=False)
+
+
+def _jitted(function: Callable[..., Any], **options: Any) -> Any:
+    options |= _OPTIONS
     try:
-        compiled = _njit(function, cache=True, **_OPTIONS)
+        compiled = _njit(function, cache=True, **options)
     except RuntimeError:  # no folder can be written to
-        return _njit(function, **_OPTIONS)
+        return _njit(function, **options)
     # numba compares only the function's own file with the cache; a loop also depends on the other files here.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP

@@ -18,6 +18,7 @@ from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, paralle
 _NEEDED = {torch.bfloat16: ("avx512bf16", "amx-bf16"), torch.uint8: ("avx512vnni", "amx-int8")}
 _WORD = 4  # bytes: two columns in bf16, four in int8
 _LEAST = 64  # bytes of a row: a vector
+FEW_ROWS = 64  # of inputs that are faster without AMX's products where a weight is in 4 bits
 _AS_LONG = 24  # input rows that are multiplied with a weight as long as it takes to come from memory
 
 
@@ -36,13 +37,21 @@ def takes(x: torch.Tensor, columns: int) -> bool:
     return x.device.type == "cpu" and nbytes % _WORD == 0 and nbytes >= _LEAST and has_loop(x.dtype)
 
 
+def requantises(x: torch.Tensor) -> bool:
+    """Does the loop take these uint8 inputs, with rows in 4 bits that it makes int8? Where AMX multiplies many rows
+    faster, it takes few: what it saves is the pass over memory that makes them."""
+    has_own = all(map(cpu_has, ("avx512bw", "avx512vnni")))
+    return x.device.type == "cpu" and has_own and (has_loop(x.dtype) or len(x) <= FEW_ROWS)
+
+
 class Job(NamedTuple):
     """A product of some input rows with some rows of a weight. Addresses and bytes.
 
     first: panels of the jobs before it; tokens: input rows; rows: of the weight; words: of a row.
     row_step: from a row of the weight to the next; 0: it is blocked. bias: 0 where there is none.
     In int8 alone: the scales of the inputs, of the rows, and the sums of these; with inputs around 128, `zero` times a
-    row's sum is added to its products.
+    row's sum is added to its products. ends: of rows in 4 bits (packing.SlotPacking), which become int8 a panel at a
+    time in the caches, bytes from a row to its scales and least values; 0 of others.
     """
 
     first: int
@@ -62,6 +71,7 @@ class Job(NamedTuple):
     row_sums: int = 0
     sum_step: int = 0
     zero: int = 0
+    ends: int = 0
 
 
 def job_of(

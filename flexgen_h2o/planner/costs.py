@@ -246,6 +246,9 @@ class Costs:
                     rate *= rates.blocked_speedup.at(rows)
                 flops = 2.0 * rows * product.inner * product.outer
                 seconds += count * (flops / rate + self.profile.kernel_s)
+                if self.at.form.requantises:
+                    decoded = product.inner * product.outer * self.at.itemsize
+                    seconds += count * decoded / (rates.device_dequantise_bytes_per_s * rates.requantise_speedup)
         return seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:

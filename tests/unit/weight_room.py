@@ -127,8 +127,8 @@ def unpacked_layers(room: Room, stream: WeightStream) -> Iterator[tuple[WeightUn
 
 def int8_workspace(dtype: torch.dtype = torch.bfloat16) -> Workspace:
     """Room for products in int8 of the shapes here."""
-    sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**16)
-    return Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, dtype)
+    names = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"
+    return Workspace(torch.empty(len(names) * 2**16, dtype=torch.uint8), dict.fromkeys(names, 2**16), dtype)
 
 
 def values(parts: RowParts) -> torch.Tensor:

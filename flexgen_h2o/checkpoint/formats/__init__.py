@@ -209,6 +209,11 @@ class WeightFormat:
         return False
 
     @property
+    def requantises(self) -> bool:
+        """Do matrices become int8 rows as they are multiplied?"""
+        return False
+
+    @property
     def decodes_in_place(self) -> bool:
         """Does decoding a matrix take no memory besides?"""
         return True
@@ -379,8 +384,9 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> Non
     from flexgen_h2o.kernels.linear import linear
     from flexgen_h2o.kernels.workspace import Workspace
 
-    sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**15)
-    workspace = Workspace(torch.zeros(2**17, dtype=torch.uint8, device=device), sizes, dtype)
+    names = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"
+    sizes = dict.fromkeys(names, 2**15)
+    workspace = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device), sizes, dtype)
     for rows, columns in product((BLOCK_ROWS, 8), form.sample_columns):
         layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
         part = Part("device", 0, layout.cut_shape[0])

@@ -1,7 +1,7 @@
 """--compress-weight: matrices in 4 or 8 bits a value, in groups with a scale and a least value (core/packing.py).
 
-They are decoded when their unit is opened: into the compute dtype, or, from 4 bits, into int8 rows for products in
-int8. Of a table of which rows are looked up, these alone are decoded, to the same numbers.
+They are decoded into the compute dtype when their unit is opened, but for a table of which rows are looked up: these
+alone are decoded. For products in int8 4 bits stay as they are, and become int8 rows as they are multiplied.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import Held, PackedFormat, TensorLayout
+from flexgen_h2o.checkpoint.formats import PackedFormat, TensorLayout
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.core.packing import GROUP, SlotPacking, int8_row_bytes
+from flexgen_h2o.core.packing import GROUP, SlotPacking
 from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
@@ -29,11 +29,10 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Groupwise(PackedFormat):
-    """bits: of a value. to_int8: rows are decoded into int8."""
+    """bits: of a value. to_int8: products are in int8."""
 
     bits: int
     to_int8: bool = False
-    decodes = True
     sample_columns = (GROUP, GROUP + 8)  # whole groups, and others
     flag = "--compress-weight"
 
@@ -46,12 +45,20 @@ class Groupwise(PackedFormat):
         return {"format": FORMAT, "bits": self.bits, "group": GROUP}
 
     @property
+    def decodes(self) -> bool:  # type: ignore[override]
+        return not self.to_int8
+
+    @property
+    def requantises(self) -> bool:
+        return self.to_int8
+
+    @property
     def in_int8(self) -> bool:
         return self.to_int8
 
     def layout(self, tensor: TensorSpec) -> TensorLayout:
         columns = tensor.shape[-1]
-        decoded = int8_row_bytes(columns) if self.to_int8 else columns * self.itemsize
+        decoded = columns * self.itemsize if self.decodes else 0
         return self.packed_layout(tensor, SlotPacking(columns, self.bits).slot_bytes, decoded)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -64,22 +71,13 @@ class Groupwise(PackedFormat):
     ) -> RowParts:
         if layout.stored[0].is_values:
             return super().row_parts(layout, pieces, workspace, blocks)
-        from flexgen_h2o.kernels.int8 import look_up_requantised
+        from flexgen_h2o.kernels.int8 import RequantisedRows
         from flexgen_h2o.kernels.packed import PackedTable, unpack_rows
 
         packed, columns = pieces[0].view(-1, layout.stored[0].row_bytes), layout.shape[1]
-        some = partial(look_up_requantised, workspace) if self.to_int8 else partial(unpack_rows, bits=self.bits)
-        return (PackedTable(packed, columns, some),)
-
-    def decode(self, layout: TensorLayout, held: Sequence[Held], out: RowParts) -> None:
-        if not self.to_int8:
-            super().decode(layout, held, out)
-            return
-        from flexgen_h2o.kernels.int8 import Int8Rows, requantise_rows
-
-        rows = [some.packed for some in out if isinstance(some, Int8Rows)]
-        for part, pieces in held:
-            requantise_rows(pieces[0].view(part.rows, -1), part.start, rows, layout.shape[1])
+        if self.to_int8:
+            return (RequantisedRows(packed, columns, workspace),)
+        return (PackedTable(packed, columns, partial(unpack_rows, bits=self.bits)),)
 
     def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes:
         from flexgen_h2o.kernels.coded import groupwise_codes

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS
@@ -28,6 +26,7 @@ from flexgen_h2o.kernels.jit import (
     ints_at,
     is_float,
     jit,
+    jit_rounded,
     number_at,
     set_number,
     shorts_at,
@@ -37,6 +36,17 @@ from flexgen_h2o.kernels.jit import (
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of a float without its sign, which sort as the numbers do, NaN last
 _LEVELS = np.float32(127)
 _NOTHING = np.float32(1e-30)  # a row without larger values is all zeros: 127 over it would be infinite
+
+
+@jit_rounded
+def scaled(total, scale, column_scale, bias, before):  # type: ignore[no-untyped-def]
+    """What becomes of a sum of products of codes; bias, before: 0 where there is none."""
+    return total * scale * column_scale + bias + before
+
+
+@jit_rounded
+def quotient(above, below):  # type: ignore[no-untyped-def]
+    return above / below
 
 
 class QuantiseJob(NamedTuple):
@@ -96,12 +106,9 @@ def rescale(element, counted, job, first, end):  # type: ignore[no-untyped-def]
         sums, out = job.sums + 4 * row * job.columns, job.out + row * job.out_step
         scale = floats_at(job.row_scales)[row]
         for i in range(job.columns):
-            value = _sum(counted, sums, i) * scale * columns[i]
-            if job.bias != 0:
-                value += number_at(element, job.bias, i)
-            if job.adds:
-                value += number_at(element, out, i)
-            set_number(element, out, i, value)
+            bias = number_at(element, job.bias, i) if job.bias != 0 else np.float32(0)
+            before = number_at(element, out, i) if job.adds else np.float32(0)
+            set_number(element, out, i, scaled(_sum(counted, sums, i), scale, columns[i], bias, before))
 
 
 @jit
@@ -109,7 +116,7 @@ def _sum(counted, at, i):  # type: ignore[no-untyped-def]
     return floats_at(at)[i] if is_float(counted) else np.float32(ints_at(at)[i])
 
 
-_STEP = np.float32(1 / 127)
+SCALE_STEP = np.float32(1 / 127)
 _MOST = np.uint32(15)  # the last code
 
 
@@ -117,8 +124,7 @@ class Job(NamedTuple):
     """packed: the address of the first packed row; row_bytes, value_bytes: of one, and of its codes; group: values of a
     group.
 
-    out: the address of the first row in order, or of a blocked part, in which the first row is `first_row`; rows: of
-    this part; out_step: bytes from a row to the next, in order.
+    out: the address of the first int8 row; out_step: bytes from a row to the next.
     """
 
     packed: int
@@ -128,8 +134,6 @@ class Job(NamedTuple):
     columns: int
     out: int
     out_step: int
-    rows: int
-    first_row: int
 
 
 @jit
@@ -139,14 +143,14 @@ def in_order(job, first, end):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
         ends = words_at(codes + job.value_bytes)
-        largest, steps = _largest(ends, groups)
+        largest, steps = largest_of(ends, groups)
         total = np.int32(0)
         for g in range(groups):
             n = min(job.group, job.columns - g * job.group)
             total += _group(codes + g * (job.group // 2), ends[g], steps, out + g * job.group, n)
         for i in range(job.columns, job.out_step - 8):
             bytes_at(out)[i] = np.uint8(0)
-        floats_at(out + job.out_step - 8)[0] = largest * _STEP
+        floats_at(out + job.out_step - 8)[0] = largest * SCALE_STEP
         ints_at(out + job.out_step - 4)[0] = total
 
 
@@ -157,32 +161,14 @@ def in_order_by_groups(job, first, end):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
         ends, total = codes + job.value_bytes, out + job.out_step - 4
-        largest, steps = _largest(words_at(ends), groups)
-        floats_at(out + job.out_step - 8)[0] = largest * _STEP
+        largest, steps = largest_of(words_at(ends), groups)
+        floats_at(out + job.out_step - 8)[0] = largest * SCALE_STEP
         floats_at(total)[0] = steps
         row_of_groups((codes, ends, groups, out, total))
 
 
 @jit
-def blocked(job, first, end):  # type: ignore[no-untyped-def]
-    """Strips first..end-1, ROWS rows each, of a blocked part: values, negative sums and scales."""
-    groups = job.columns // GROUP
-    for number in range(first, end):
-        row, packed = job.first_row + number * ROWS, job.packed + number * ROWS * job.row_bytes
-        sums = job.out + job.rows * job.columns + 4 * row
-        scales = floats_at(sums + 4 * job.rows)
-        for i in range(ROWS):
-            ends = words_at(packed + i * job.row_bytes + job.value_bytes)
-            largest, steps = _largest(ends, groups)
-            scales[i] = largest * _STEP
-            floats_at(sums)[i] = steps
-        block, inside = row // BLOCK_ROWS, row % BLOCK_ROWS
-        out = job.out + block * BLOCK_ROWS * job.columns + 4 * inside
-        strip((packed, job.row_bytes, job.value_bytes, groups, out, sums))
-
-
-@jit
-def _largest(ends, groups):  # type: ignore[no-untyped-def]
+def largest_of(ends, groups):  # type: ignore[no-untyped-def]
     """The largest magnitude that codes of these groups can stand for, and 127 over it; zeros where there is none."""
     most = np.int32(0)
     for g in range(groups):
@@ -225,14 +211,6 @@ _LINE = 64  # bytes of a cache line
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _BYTES, _HALVES = ir.VectorType(_I8, GROUP), ir.VectorType(_I16, GROUP // 2)
 _WORDS, _FLOATS = ir.VectorType(I32, ROWS), ir.VectorType(F32, ROWS)
-
-
-def _quotient(_context: Any, above: Any, below: Any) -> Any:
-    """Of two float32, rounded: what jit.FASTMATH allows may be off by the last bit."""
-    return types.float32(above, below), lambda _context, builder, _signature, arguments: builder.fdiv(*arguments)
-
-
-quotient: Any = intrinsic(_quotient)
 
 
 def _emit_strip(e: Emitter, packed: Any, row_bytes: Any, ends: Any, groups: Any, out: Any, totals: Any) -> None:

@@ -20,7 +20,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
+from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled, strip
 from flexgen_h2o.kernels.compiled.vectors import F32, I32, I64, Emitter, cgutils, emitted, emitted_by_type, prefetch
 from flexgen_h2o.kernels.jit import (
     floats_at,
@@ -32,6 +34,7 @@ from flexgen_h2o.kernels.jit import (
     planes,
     rounded,
     set_number,
+    words_at,
 )
 from flexgen_h2o.kernels.products import Job
 
@@ -43,6 +46,7 @@ _LINE = 64  # bytes of a cache line
 _VECTORS = PANEL // LANES
 _STEP = 4 * PANEL  # bytes of a word of each row of a panel
 _LAY_SHARES = 1  # of what is asked for, while a panel is laid out: as if it were as many tiles
+_GROUP_WORDS = GROUP // 4
 _NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
@@ -65,7 +69,7 @@ def multiply(kind, element, table, ending, skip, first, end):  # type: ignore[no
     as many panels as these are others' before the next that this thread is likely to get.
     """
     jobs, count, panels = table
-    rooms = _sums_room(), _strip_room(), _ends_room()
+    rooms = _sums_room(), _strip_room(), _ends_room(), _factors_room()
     number, ahead = np.int64(0), np.int64(0)
     for panel in range(first, end):
         number = _job_of(jobs, count, number, panel)
@@ -73,7 +77,7 @@ def multiply(kind, element, table, ending, skip, first, end):  # type: ignore[no
         ahead = _job_of(jobs, count, number, after)
         job, next_job = _job(jobs, number), _job(jobs, ahead)
         come = np.int64(0), np.int64(0), np.int64(0)
-        if after < panels:
+        if after < panels and next_job.ends == 0:
             _, words = _chunk(next_job, 0)
             come = _place(next_job, after - next_job.first, 0), _line_step(next_job, words), words
         _multiply_panel(kind, element, job, ending, panel - job.first, come, rooms)
@@ -91,7 +95,24 @@ def _job_of(jobs, count, number, panel):  # type: ignore[no-untyped-def]
 def _job(jobs, number):  # type: ignore[no-untyped-def]
     f = longs_at(jobs + 8 * _FIELDS * number)
     return Job(
-        f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15], f[16]
+        f[0],
+        f[1],
+        f[2],
+        f[3],
+        f[4],
+        f[5],
+        f[6],
+        f[7],
+        f[8],
+        f[9],
+        f[10],
+        f[11],
+        f[12],
+        f[13],
+        f[14],
+        f[15],
+        f[16],
+        f[17],
     )
 
 
@@ -121,7 +142,7 @@ def _line_step(job, words):  # type: ignore[no-untyped-def]
 @jit
 def _multiply_panel(kind, element, job, ending, panel, come, rooms):  # type: ignore[no-untyped-def]
     """come: of the chunk that follows these, the address, the line step, and the words."""
-    sums, strip, ends = rooms
+    sums, panel_room, ends, factors = rooms
     chunks, size = (job.words + _CHUNK - 1) // _CHUNK, 4 // planes(element)
     for token in range(0, job.tokens, _TOKENS):
         tokens = min(_TOKENS, job.tokens - token)
@@ -129,7 +150,9 @@ def _multiply_panel(kind, element, job, ending, panel, come, rooms):  # type: ig
         for number in range(chunks):
             word, words = _chunk(job, number)
             ahead, step, more = come
-            if number + 1 < chunks:
+            if job.ends != 0:
+                more = np.int64(0)
+            elif number + 1 < chunks:
                 following, more = _chunk(job, number + 1)
                 ahead, step = _place(job, panel, following), _line_step(job, more)
             elif token + tokens < job.tokens:
@@ -140,10 +163,13 @@ def _multiply_panel(kind, element, job, ending, panel, come, rooms):  # type: ig
             shares = tiles if job.row_step == 0 else tiles + _LAY_SHARES
             lines = (PANEL * run + shares * blocks - 1) // (shares * blocks)
             asked = np.int64(0)
-            if job.row_step != 0:
+            if job.ends != 0:
+                _requantise(job, panel, (word, words), (panel_room, ends, factors))
+                here = panel_room
+            elif job.row_step != 0:
                 last = min(PANEL, job.rows - panel * PANEL) - 1
-                lay((here, job.row_step, last, words, strip, lines, ahead, step, run, asked))
-                here, asked = strip, _LAY_SHARES * blocks * lines
+                lay((here, job.row_step, last, words, panel_room, lines, ahead, step, run, asked))
+                here, asked = panel_room, _LAY_SHARES * blocks * lines
             done = np.int64(0)
             for t in range(tiles):
                 rows = tokens * (t + 1) // tiles - tokens * t // tiles
@@ -154,7 +180,7 @@ def _multiply_panel(kind, element, job, ending, panel, come, rooms):  # type: ig
                 tile(kind, (rows, words, here, x, job.x_step, sums + done * _STEP, number, *to_come))
                 done += rows
                 asked += blocks * lines
-        if planes(kind) == 1:
+        if planes(kind) == 1 and job.ends == 0:
             _gather_ends(job, panel * PANEL, ends)
         for t in range(tokens):
             out = job.out + (token + t) * job.out_step + size * panel * PANEL
@@ -163,6 +189,30 @@ def _multiply_panel(kind, element, job, ending, panel, come, rooms):  # type: ig
             else:
                 scale = floats_at(job.x_scales)[token + t]
                 _finish_int8(element, job, ending, panel * PANEL, sums + t * _STEP, (scale, ends, out))
+
+
+@jit
+def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
+    """A chunk of a panel of rows in 4 bits as int8 in the blocked layout; the first one's also has the panel's ends.
+
+    places: of the panel, of its ends, and of the factors of its rows' values before they are rounded.
+    """
+    (word, words), (out, ends, factors) = chunk, places
+    group, groups = word // _GROUP_WORDS, words // _GROUP_WORDS
+    own = factors + _STEP  # a strip's factors, which it overwrites
+    for i in range(0, PANEL, LANES):
+        packed = job.weight + (panel * PANEL + i) * job.row_step
+        for r in range(LANES):
+            if word == 0:
+                largest, factor = largest_of(words_at(packed + r * job.row_step + job.ends), job.words // _GROUP_WORDS)
+                floats_at(ends)[i + r] = largest * SCALE_STEP
+                ints_at(ends)[PANEL + i + r] = 0
+                floats_at(factors)[i + r] = factor
+            floats_at(own)[r] = floats_at(factors)[i + r]
+        codes = packed + group * (GROUP // 2)
+        strip((codes, job.row_step, packed + job.ends + 4 * group - codes, groups, out + 4 * i, own))
+        for r in range(LANES):
+            ints_at(ends)[PANEL + i + r] += ints_at(own)[r] * np.int32(job.zero)
 
 
 @jit
@@ -211,11 +261,10 @@ def _finish_int8(element, job, ending, row, sums, places):  # type: ignore[no-un
     """In fp32, rounded once (int8.rescale). places: the input row's scale, the ends, and the result."""
     scale, ends, out = places
     for i in range(min(PANEL, job.rows - row)):
-        value = np.float32(ints_at(sums)[i] + ints_at(ends)[PANEL + i]) * scale * floats_at(ends)[i]
-        if job.bias != 0:
-            value += number_at(element, job.bias, row + i)
-        if ending.adds:
-            value += number_at(element, out, i)
+        total = np.float32(ints_at(sums)[i] + ints_at(ends)[PANEL + i])
+        bias = number_at(element, job.bias, row + i) if job.bias != 0 else np.float32(0)
+        before = number_at(element, out, i) if ending.adds else np.float32(0)
+        value = scaled(total, scale, floats_at(ends)[i], bias, before)
         set_number(element, out, i, _active(ending.relu, value))
 
 
@@ -239,6 +288,7 @@ def _room(nbytes: int) -> Any:
 
 
 _sums_room, _strip_room, _ends_room = _room(_TOKENS * _STEP), _room(_CHUNK * _STEP), _room(2 * _STEP)
+_factors_room = _room(_STEP + _LINE)
 
 
 def dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:

@@ -14,7 +14,7 @@ from flexgen_h2o.checkpoint.writing import any_bytes
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
-from flexgen_h2o.kernels.int8 import blank_int8_rows, requantise_rows
+from flexgen_h2o.kernels.int8 import requantise_rows
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import built_in_spec
@@ -104,13 +104,13 @@ def weight_rates(
     out = bench.empty(dtype, len(packed), width)
     calls: dict[str, tuple[Call, int]] = {"": (lambda: unpack_rows(packed, PACKED_BITS, out), out.numel())}
     if bench.device.is_host:
-        parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), int8_row_bytes(width)))
-        calls["int8"] = lambda: requantise_rows(packed, 0, parts, width), out.numel()
+        in_int8 = bench.empty(torch.uint8, len(packed), int8_row_bytes(width))
+        calls["int8"] = lambda: requantise_rows(packed, in_int8, width), out.numel()
     columns = -(-width // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
     rows = -(-len(packed) // DECODED_SHARE // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
     for config in checkpoints.values():
-        for in_int8 in (False, True)[: 1 + bench.device.is_host]:
-            form = quantised_format(config, dtype, in_int8)
+        for to_int8 in (False, True)[: 1 + bench.device.is_host]:
+            form = quantised_format(config, dtype, to_int8)
             calls[form.decoder] = decoding(bench, form, dtype, rows, columns)[0], rows * columns
     seconds = bench.seconds_of(*(call for call, _ in calls.values()))
     rates = {name: count / spent for (name, (_, count)), spent in zip(calls.items(), seconds, strict=True)}

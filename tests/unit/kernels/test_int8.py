@@ -14,6 +14,7 @@ from flexgen_h2o.kernels import linear as linear_kernels
 from flexgen_h2o.kernels.int8 import (
     BlockedInt8,
     Int8Rows,
+    RequantisedRows,
     blank_int8_rows,
     block_int8_rows,
     codes_of,
@@ -30,7 +31,7 @@ from flexgen_h2o.kernels.int8 import (
 )
 from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_each, lookup
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
-from flexgen_h2o.kernels.workspace import Workspace, cpu_has
+from flexgen_h2o.kernels.workspace import Workspace
 
 WIDTHS = [1, 2, 3, 16, 60, 64, 83, 127, 200, 1025]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -40,7 +41,7 @@ needs_blocking = pytest.mark.skipif(not products.has_loop(torch.uint8), reason="
 def room(rows: int, columns: int, n: int, dtype: torch.dtype = torch.float32) -> Workspace:
     sizes = {
         "int8 inputs": rows * columns, "int8 input scales": 4 * rows, "int8 weight scales": 4 * n,
-        "int8 sums": 4 * min(rows * n, INT8_TILE),
+        "int8 sums": 4 * min(rows * n, INT8_TILE), "int8 rows": n * int8_row_bytes(columns),
     }  # fmt: skip
     sizes = {name: round_up(nbytes, ALIGN) for name, nbytes in sizes.items()}
     return Workspace(torch.full((sum(sizes.values()),), 77, dtype=torch.uint8), sizes, dtype)
@@ -340,7 +341,7 @@ def packed_rows(n: int, columns: int) -> torch.Tensor:
 
 def in_order(packed: torch.Tensor, columns: int) -> torch.Tensor:
     out = torch.full((len(packed), int8_row_bytes(columns)), 77, dtype=torch.uint8)
-    requantise_rows(packed, 0, (out,), columns)
+    requantise_rows(packed, out, columns)
     return out
 
 
@@ -364,21 +365,26 @@ def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.Monkey
     assert bool((scales * 127 <= values.abs().amax(dim=1, keepdim=True) * 1.1)[usual].all())
 
 
-@pytest.mark.skipif(
-    not (products.has_loop(torch.uint8) and cpu_has("avx512bw")), reason="int8 rows are not filled blocked here"
-)
 @torch.inference_mode()
-@pytest.mark.parametrize("at", [0, 48, 64])
-@pytest.mark.parametrize("shape", SHAPES[4:])
-def test_requantised_blocked_it_is_the_same_rows_blocked(shape: tuple[int, int], at: int) -> None:
-    """Filled in two parts, as a matrix comes that is split over tiers; what is left of the rows stays in order."""
+@pytest.mark.parametrize("has_loop", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7, 600])
+@pytest.mark.parametrize("shape", SHAPES[:7])
+def test_rows_in_4_bits_are_multiplied_and_looked_up_as_their_int8_rows(
+    shape: tuple[int, int], tokens: int, dtype: torch.dtype, has_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, by the compiled loop where this CPU has its instructions, and elsewhere."""
+    monkeypatch.setattr(products, "FEW_ROWS", 1000 if has_loop else 0)
+    if not has_loop:
+        monkeypatch.setattr(products, "has_loop", lambda _: False)
     n, columns = shape
-    packed, memory = packed_rows(n, columns), torch.full((n, int8_row_bytes(columns)), 77, dtype=torch.uint8)
-    parts = blank_int8_rows(memory)
-    assert isinstance(parts[0], BlockedInt8) and sum(map(len, parts)) == n
-    requantise_rows(packed[at:], at, parts, columns)
-    requantise_rows(packed[:at], 0, parts, columns)
-    want = in_order(packed, columns)
-    for part, other in zip(parts, block_int8_rows(want), strict=True):
-        assert type(part) is type(other)
-    assert torch.equal(memory, want)
+    packed, x, bias = packed_rows(n, columns), torch.randn(tokens, columns).to(dtype), torch.randn(n).to(dtype)
+    ws = room(tokens, columns, n, dtype)
+    whole, coded = (Int8Rows(in_order(packed, columns), columns, ws),), (RequantisedRows(packed, columns, ws),)
+    for adds in (False, True):
+        want, found = (torch.ones(tokens, n, dtype=dtype) for _ in range(2))
+        linear_each(x, [(whole, bias, want)], adds)
+        linear_each(x, [(coded, bias, found)], adds)
+        assert torch.equal(found, want)
+    ids, rows = torch.tensor([n - 1, 0, n // 2]), torch.zeros(2, 3, columns, dtype=dtype)
+    assert torch.equal(lookup(ids, whole, rows[0]), lookup(ids, coded, rows[1]))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.units import WRITE_BACK_STEPS
+from flexgen_h2o.core.units import TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import prices_of
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
 from flexgen_h2o.kvcache.eviction import Full
@@ -199,18 +199,20 @@ def test_products_in_int8_and_blocked_ones_are_faster_by_rows(rows: int) -> None
     where = measured(TIMES, blocked=1.5)
     in_order, blocked = (product_seconds(Policy(4), where, rows, is_blocked) for is_blocked in (False, True))
     assert in_order == pytest.approx(1.5 * blocked)
-    for packed in (False, True):
-        int8 = product_seconds(Policy(4, compress_weight=packed, int8_compute=True), where, rows)
-        assert in_order == pytest.approx(int8 * TIMES.at(rows))
+    int8 = product_seconds(Policy(4, int8_compute=True), where, rows)
+    assert in_order == pytest.approx(int8 * TIMES.at(rows))
 
 
-def test_unpacking_to_int8_has_its_own_rate() -> None:
-    where = measured(TIMES, requantise=1.25)
-    to_dtype, to_int8 = (
-        costs_of(Policy(4, compress_weight=True, int8_compute=on), NEED, where).dequantise_s(1) for on in (False, True)
-    )
-    assert to_dtype == pytest.approx(1.25 * to_int8)
-    assert costs_of(Policy(4, int8_compute=True), NEED, where).dequantise_s(1) == 0.0
+@pytest.mark.parametrize(("rows", "times"), [(5, 1), (TOKEN_CHUNK, 1), (2 * TOKEN_CHUNK + 1, 3)])
+def test_4_bits_become_int8_at_their_own_rate_as_they_are_multiplied(rows: int, times: int) -> None:
+    """Once for so many rows; into the dtype when their unit is opened."""
+    where, both = measured(TIMES, requantise=1.25), Policy(4, compress_weight=True, int8_compute=True)
+    rates, alone = where.profile.rates(DTYPE), Policy(4, int8_compute=True)
+    values = 128 * 512 * costs_of(both, NEED, where).at.itemsize
+    more = product_seconds(both, where, rows) - product_seconds(alone, where, rows)
+    assert more == pytest.approx(times * values / (1.25 * rates.device_dequantise_bytes_per_s))
+    opened = [costs_of(p, NEED, where).dequantise_s(1) for p in (both, alone, Policy(4, compress_weight=True))]
+    assert opened[:2] == [0.0, 0.0] and opened[2] > 0
 
 
 def test_of_a_quantised_checkpoint_only_what_is_quantised_is_unpacked() -> None:

@@ -125,7 +125,7 @@ SWITCHES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("switches", [{}, *SWITCHES])
 def test_a_tied_table_is_whole_on_a_card(switches: dict[str, Any]) -> None:
     """But for the last stage of a pipeline, which has no embedding: its rows cannot be read one by one."""
-    large, policy = make_spec(vocab_size=60_000), Policy(percent=ON_DISK, **switches)
+    large, policy = make_spec(vocab_size=100_000), Policy(percent=ON_DISK, **switches)
     last, shape = large.stage(range(3, 4)), replace(SMALL, slots=(9,))
     assert not rows_of(large, policy, is_host=False) and rows_of(large, policy)
     assert rows_of(last, policy, shape, is_host=False) and rows_of(last, policy, shape)
