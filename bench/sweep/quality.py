@@ -13,7 +13,6 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,18 @@ def flags_of(variant: str) -> tuple[list[str], str]:
 def measure(folder: Path, cell: Cell, systems: Sequence[System], model: str, setup: Setup) -> None:
     """Add the lines that are missing; what fails is said, and the sweep goes on."""
     _measure_ours(folder, cell, systems, model, setup.offload_dir)
-    for system in systems:
-        key = of_cell(cell, system.name) | {"model": model}
-        if not system.ours and LOSSY.search(system.name) and find(read(folder), **key) is None:
-            found = _of_peer(setup, system, cell, model)
-            if isinstance(found, str):
-                print(f"quality of {system.name} in {cell.name}: not measured, {found}", flush=True)
-            else:
-                _keep(folder, key | found)
+    lines, of_model = read(folder), {"model": model}
+    peers = [system for system in systems if not system.ours and LOSSY.search(system.name)]
+    missing = [peer for peer in peers if find(lines, **of_cell(cell, peer.name), **of_model) is None]
+    if not missing:
+        return
+    rows, full = _reference(model, cell, setup.offload_dir)
+    for peer in missing:
+        scores = _scores_of(setup, peer, cell, model, rows)
+        if isinstance(scores, str):
+            print(f"quality of {peer.name} in {cell.name}: not measured, {scores}", flush=True)
+        else:
+            _keep(folder, of_cell(cell, peer.name) | of_model | _compared(full, scores))
 
 
 def _keep(folder: Path, line: Line) -> None:
@@ -133,32 +136,35 @@ def _cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
         return {cell["policy"]: cell for cell in json.loads(output.read_text())["cells"]}
 
 
-def _of_peer(setup: Setup, system: System, cell: Cell, model: str) -> Line | str:
-    """KL and flips of the decode steps; or why they are not measured."""
-    rows, full = _reference(model, cell.prompt_len, cell.gen_len, str(setup.offload_dir))
+def _reference(model: str, cell: Cell, offload_dir: Path) -> tuple[list[TextRow], torch.Tensor]:
+    """The rows that `evaluate fidelity` has, and the full cache's logits in bf16: (rows, new tokens, vocabulary)."""
+    with LLM(model, Policy(ROWS, -(-PROMPTS // ROWS)), dtype="bfloat16", offload_dir=offload_dir) as llm:
+        rows = held_out_rows(text_of(None, llm.model, ""), PROMPTS, cell.prompt_len, cell.gen_len, SEED)
+        watch = FullWatch([cell.prompt_len] * len(rows), cell.gen_len, frozenset())
+        llm.follow([row.prompt for row in rows], [row.continuation for row in rows], watch.see_logits)
+    return rows, watch.logits
+
+
+def _scores_of(
+    setup: Setup, peer: System, cell: Cell, model: str, rows: Sequence[TextRow]
+) -> torch.Tensor | str:  # fmt: skip
+    """What a peer thinks of the rows, in the shape of `_reference`; or why that is not known."""
     weights = find_model(model, None).folder
     assert weights is not None
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "given.json"
         tokens = {"prompts": [row.prompt for row in rows], "continuations": [row.continuation for row in rows]}
         given.write_text(json.dumps(tokens))
-        command = [*command_of(setup, system, cell, weights, PROMPTS, None), "--score", str(given)]
-        code, _, said = common.run_limited(command, environment_of(setup, system)[0], LIMIT_S)
+        command = [*command_of(setup, peer, cell, weights, PROMPTS, None), "--score", str(given)]
+        code, _, said = common.run_limited(command, environment_of(setup, peer)[0], LIMIT_S)
         if code != 0:
             return "out of time" if code is None else reason_of(said) or f"exit code {code}"
-        scores = torch.from_numpy(np.load(given.with_suffix(".npy")))
-    measures = {"kl": divergence, "flips": flips}
-    boot = Bootstrap(len(rows), RESAMPLES, SEED)
-    # As of our policies: without the first token, which prompts give.
-    steps = {name: compared(full[:, 1:], scores[:, 1:]).double() for name, compared in measures.items()}
-    return {name: boot.mean(values.mean(1).numpy()) for name, values in steps.items()}
+        return torch.from_numpy(np.load(given.with_suffix(".npy")))
 
 
-@cache
-def _reference(model: str, prompt_len: int, gen_len: int, offload_dir: str) -> tuple[list[TextRow], torch.Tensor]:
-    """The rows that `evaluate fidelity` has, and the full cache's logits in bf16: (rows, new tokens, vocabulary)."""
-    with LLM(model, Policy(ROWS, -(-PROMPTS // ROWS)), dtype="bfloat16", offload_dir=offload_dir) as llm:
-        rows = held_out_rows(text_of(None, llm.model, ""), PROMPTS, prompt_len, gen_len, SEED)
-        watch = FullWatch([prompt_len] * len(rows), gen_len, frozenset())
-        llm.follow([row.prompt for row in rows], [row.continuation for row in rows], watch.see_logits)
-    return rows, watch.logits
+def _compared(full: torch.Tensor, scores: torch.Tensor) -> Line:
+    """KL and flips; as of our policies without the first token, which prompts give."""
+    boot, found = Bootstrap(len(full), RESAMPLES, SEED), Line()
+    for name, measure_of in (("kl", divergence), ("flips", flips)):
+        found[name] = boot.mean(measure_of(full[:, 1:], scores[:, 1:]).double().mean(1).numpy())
+    return found
