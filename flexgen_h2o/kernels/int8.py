@@ -79,13 +79,14 @@ class BlockedInt8:
         return words[ids // BLOCK_ROWS, :, ids % BLOCK_ROWS].view(torch.int8)
 
 
+BUFFERS = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"  # that a Workspace has
 Packed = torch.Tensor | BlockedInt8  # rows: (n, row bytes) uint8 (packing.int8_row_bytes), or the same blocked
 
 
 @dataclass(frozen=True)
-class Int8Rows(RowPart):
+class _MultipliedInInt8(RowPart):
     """Some rows of a matrix. columns: of a row. workspace: where products find room ("int8 ..." of
-    engine/temporaries.workspace_sizes)."""
+    engine/temporaries.int8_sizes)."""
 
     packed: Packed
     columns: int
@@ -96,7 +97,19 @@ class Int8Rows(RowPart):
         return len(self.packed)
 
     def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, _Inputs]]:
-        return quantised_inputs(x, self.workspace)
+        """Quantised in the workspace, TOKEN_CHUNK rows at a time."""
+        for start in range(0, len(x), TOKEN_CHUNK):
+            rows = slice(start, min(start + TOKEN_CHUNK, len(x)))
+            some = x[rows]
+            codes = self.workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
+            scales = self.workspace.get("int8 input scales", len(some), dtype=torch.float32)
+            quantise_rows(some, codes.view(torch.int8), scales)
+            yield rows, _Inputs(codes, scales)
+
+
+@dataclass(frozen=True)
+class Int8Rows(_MultipliedInInt8):
+    """Rows that are in int8 already."""
 
     def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         is_taken = is_compiled(out) and self.columns <= _MOST_COLUMNS
@@ -147,21 +160,11 @@ class Int8Rows(RowPart):
 
 
 @dataclass(frozen=True)
-class RequantisedRows(RowPart):
-    """Some rows of a matrix in 4 bits, (n, packed row bytes) uint8, that are multiplied as the int8 rows of
-    `requantise_rows`: by the compiled loop a panel at a time in the caches, elsewhere some rows at a time in the
-    workspace ("int8 rows")."""
+class RequantisedRows(_MultipliedInInt8):
+    """Rows in 4 bits, (n, packed row bytes) uint8, that are multiplied as the int8 rows of `requantise_rows`: by the
+    compiled loop a panel at a time in the caches, elsewhere some rows at a time in the workspace ("int8 rows")."""
 
     packed: torch.Tensor
-    columns: int
-    workspace: Workspace
-    codes: ClassVar[torch.dtype] = torch.uint8
-
-    def __len__(self) -> int:
-        return len(self.packed)
-
-    def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, _Inputs]]:
-        return quantised_inputs(x, self.workspace)
 
     def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         whole = self.columns % GROUP == 0 and len(self) % BLOCK_ROWS == 0 and self.columns <= _MOST_COLUMNS
@@ -174,29 +177,21 @@ class RequantisedRows(RowPart):
         )
 
     def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        before = inputs.zero
+        row_bytes = int8_row_bytes(self.columns)
         for rows in _slices(len(self), self.columns, REQUANTISE_CHUNK):
-            packed = self.packed[rows]
-            memory = self.workspace.get("int8 rows", len(packed), int8_row_bytes(self.columns), dtype=torch.uint8)
-            requantise_rows(packed, memory, self.columns)
-            some = None if bias is None else bias[rows]
-            Int8Rows(memory, self.columns, self.workspace).multiply(inputs, some, out[:, rows], adds)
-        inputs.around(before)  # other rows of the matrix may have become jobs of the loop, which is yet to run
+            packed, some = self.packed[rows], None if bias is None else bias[rows]
+            memory = self.workspace.get("int8 rows", len(packed), row_bytes, dtype=torch.uint8)
+            self._in_int8(packed, memory).multiply(inputs, some, out[:, rows], adds)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for some in _slices(len(ids), self.columns):
-            look_up_requantised(self.workspace, self.packed.index_select(0, ids[some]), out[some])
+            packed = self.packed.index_select(0, ids[some])
+            memory = packed.new_empty(len(packed), int8_row_bytes(self.columns))
+            self._in_int8(packed, memory).look_up(torch.arange(len(packed), device=packed.device), out[some])
 
-
-def quantised_inputs(x: torch.Tensor, workspace: Workspace) -> Iterator[tuple[slice, _Inputs]]:
-    """x (rows, columns) in int8 in the workspace, TOKEN_CHUNK rows at a time."""
-    for start in range(0, len(x), TOKEN_CHUNK):
-        rows = slice(start, min(start + TOKEN_CHUNK, len(x)))
-        some = x[rows]
-        codes = workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
-        scales = workspace.get("int8 input scales", len(some), dtype=torch.float32)
-        quantise_rows(some, codes.view(torch.int8), scales)
-        yield rows, _Inputs(codes, scales)
+    def _in_int8(self, packed: torch.Tensor, memory: torch.Tensor) -> Int8Rows:
+        requantise_rows(packed, memory, self.columns)
+        return Int8Rows(memory, self.columns, self.workspace)
 
 
 def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -393,14 +388,6 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
     by_groups = columns % GROUP == 0 and cpu_has("avx512bw")
     loop = loops.in_order_by_groups if by_groups else loops.in_order
     parallel_rows(partial(loop, job), len(packed), packed.shape[1] + columns)
-
-
-def look_up_requantised(workspace: Workspace, packed: torch.Tensor, out: torch.Tensor) -> None:
-    """out (n, columns): the numbers of packed rows (n, packed row bytes), uint8, once they are in int8."""
-    n, columns = out.shape
-    rows = torch.empty(n, int8_row_bytes(columns), dtype=torch.uint8, device=packed.device)
-    requantise_rows(packed, rows, columns)
-    Int8Rows(rows, columns, workspace).look_up(torch.arange(n, device=packed.device), out)
 
 
 def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:

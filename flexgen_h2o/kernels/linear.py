@@ -185,18 +185,21 @@ def _products(
 
 
 def _multiply(found: Sequence[Product], relu: bool = False) -> None:
-    """All of them add to what is there, or none of those that the loop takes."""
-    jobs = []
+    """All of them add to what is there, or none of those that the loop takes. These come first: other parts may take
+    the inputs in another form, and change them in place."""
+    jobs, others = [], list[Product]()
     for part, inputs, bias, out, adds in found:
         job = part.job(inputs, bias, out)
-        if job is not None:
+        if job is None:
+            others.append((part, inputs, bias, out, adds))
+        else:
             jobs.append(job)
-            continue
+    if jobs:
+        products.run(jobs, found[0][0].codes, found[0][3].dtype, found[0][4], relu)
+    for part, inputs, bias, out, adds in others:
         part.multiply(inputs, bias, out, adds)
         if relu:
             torch.relu_(out)
-    if jobs:
-        products.run(jobs, found[0][0].codes, found[0][3].dtype, found[0][4], relu)
 
 
 def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -48,19 +47,18 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
 
 
 class PackedTable(Table):
-    """Packed rows (n, row bytes), uint8, that are decoded as they are looked up. decode(rows, out=): fills (n, columns)
-    from some of them."""
+    """Packed rows (n, row bytes), uint8, that are decoded as they are looked up. bits: of a value."""
 
-    def __init__(self, packed: torch.Tensor, columns: int, decode: Callable[..., object]) -> None:
-        self._packed, self._columns, self._decode = packed, columns, decode
+    def __init__(self, packed: torch.Tensor, bits: int) -> None:
+        self._packed, self._bits = packed, bits
 
     def __len__(self) -> int:
         return len(self._packed)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        step = max(1, UNPACK_CHUNK // self._columns)
+        step = max(1, UNPACK_CHUNK // out.shape[1])
         for some, found in zip(ids.split(step), out.split(step), strict=True):
-            self._decode(self._packed.index_select(0, some), out=found)
+            unpack_rows(self._packed.index_select(0, some), self._bits, found)
 
 
 def _unpack_on_card(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from flexgen_h2o.core.model import ModelSpec, WeightUnit
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
 from flexgen_h2o.engine.stores import WeightStore, WeightStream
-from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, scales_of
+from flexgen_h2o.kernels.int8 import BUFFERS, BlockedInt8, Int8Rows, scales_of
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config
@@ -127,8 +127,7 @@ def unpacked_layers(room: Room, stream: WeightStream) -> Iterator[tuple[WeightUn
 
 def int8_workspace(dtype: torch.dtype = torch.bfloat16) -> Workspace:
     """Room for products in int8 of the shapes here."""
-    names = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"
-    return Workspace(torch.empty(len(names) * 2**16, dtype=torch.uint8), dict.fromkeys(names, 2**16), dtype)
+    return Workspace(torch.empty(len(BUFFERS) * 2**16, dtype=torch.uint8), dict.fromkeys(BUFFERS, 2**16), dtype)
 
 
 def values(parts: RowParts) -> torch.Tensor:

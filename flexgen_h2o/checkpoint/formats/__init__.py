@@ -381,11 +381,11 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> Non
     cannot."""
     import torch
 
+    from flexgen_h2o.kernels.int8 import BUFFERS
     from flexgen_h2o.kernels.linear import linear
     from flexgen_h2o.kernels.workspace import Workspace
 
-    names = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"
-    sizes = dict.fromkeys(names, 2**15)
+    sizes = dict.fromkeys(BUFFERS, 2**15)
     workspace = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device), sizes, dtype)
     for rows, columns in product((BLOCK_ROWS, 8), form.sample_columns):
         layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))

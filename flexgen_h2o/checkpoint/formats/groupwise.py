@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.formats import PackedFormat, TensorLayout
@@ -72,12 +71,12 @@ class Groupwise(PackedFormat):
         if layout.stored[0].is_values:
             return super().row_parts(layout, pieces, workspace, blocks)
         from flexgen_h2o.kernels.int8 import RequantisedRows
-        from flexgen_h2o.kernels.packed import PackedTable, unpack_rows
+        from flexgen_h2o.kernels.packed import PackedTable
 
-        packed, columns = pieces[0].view(-1, layout.stored[0].row_bytes), layout.shape[1]
+        packed = pieces[0].view(-1, layout.stored[0].row_bytes)
         if self.to_int8:
-            return (RequantisedRows(packed, columns, workspace),)
-        return (PackedTable(packed, columns, partial(unpack_rows, bits=self.bits)),)
+            return (RequantisedRows(packed, layout.shape[1], workspace),)
+        return (PackedTable(packed, self.bits),)
 
     def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes:
         from flexgen_h2o.kernels.coded import groupwise_codes

@@ -95,25 +95,9 @@ def _job_of(jobs, count, number, panel):  # type: ignore[no-untyped-def]
 def _job(jobs, number):  # type: ignore[no-untyped-def]
     f = longs_at(jobs + 8 * _FIELDS * number)
     return Job(
-        f[0],
-        f[1],
-        f[2],
-        f[3],
-        f[4],
-        f[5],
-        f[6],
-        f[7],
-        f[8],
-        f[9],
-        f[10],
-        f[11],
-        f[12],
-        f[13],
-        f[14],
-        f[15],
-        f[16],
+        f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15], f[16],
         f[17],
-    )
+    )  # fmt: skip
 
 
 @jit

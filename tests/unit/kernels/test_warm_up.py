@@ -25,7 +25,7 @@ from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
 from flexgen_h2o.kernels.compiled import packed_slots, products, prompts, rows, slots
 from flexgen_h2o.kernels.elementwise import Rotation, clamped_gate, rms_norm, silu_gated
-from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows, pack_int8_rows, requantise_rows
+from flexgen_h2o.kernels.int8 import BUFFERS, Int8Rows, RequantisedRows, pack_int8_rows, requantise_rows
 from flexgen_h2o.kernels.linear import DenseRows, linear_each, linear_relu
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
@@ -76,8 +76,7 @@ def requantises() -> None:
     for columns in (100, 128):
         packed = pack_rows(torch.randn(128, columns), 4)
         requantise_rows(packed, torch.empty(128, int8_row_bytes(columns), dtype=torch.uint8), columns)
-        names = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"
-        sizes = dict.fromkeys(names, 2**17)
+        sizes = dict.fromkeys(BUFFERS, 2**17)
         room = Workspace(torch.empty(sum(sizes.values()), dtype=torch.uint8), sizes, BF16)
         x, out = torch.randn(3, columns).to(BF16), torch.zeros(3, 128, dtype=BF16)
         linear_each(x, [((RequantisedRows(packed, columns, room),), None, out)])
