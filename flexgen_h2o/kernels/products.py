@@ -1,13 +1,14 @@
 """Products that the compiled loop of compiled/products.py takes: in bf16, and of int8 weights with uint8 inputs.
 
-It needs AVX-512's instructions for them. Where AMX has its own, oneDNN's products in torch are faster with many rows.
+It needs AVX-512's instructions for them. Where AMX has its own, the loop takes these in int8; in bf16 oneDNN's products
+in torch are faster with many rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,20 +16,25 @@ import torch
 from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, parallel_rows
 
-_NEEDED = {torch.bfloat16: ("avx512bf16", "amx-bf16"), torch.uint8: ("avx512vnni", "amx-int8")}
 _WORD = 4  # bytes: two columns in bf16, four in int8
 _LEAST = 64  # bytes of a row: a vector
-FEW_ROWS = 64  # of inputs that are faster without AMX's products where a weight is in 4 bits
+_AMX_WORDS = 16  # of a row of a register of AMX
 _AS_LONG = 24  # input rows that are multiplied with a weight as long as it takes to come from memory
 
 
 @lru_cache
 def has_loop(dtype: torch.dtype) -> bool:
     """Is the loop to be used for inputs of this dtype, on this CPU?"""
-    if dtype not in _NEEDED:
-        return False
-    own, faster = _NEEDED[dtype]
-    return cpu_has(own) and not cpu_has(faster)
+    if dtype == torch.bfloat16:
+        return cpu_has("avx512bf16") and not cpu_has("amx-bf16")
+    return dtype == torch.uint8 and cpu_has("avx512vnni")
+
+
+@lru_cache
+def has_amx() -> bool:
+    """Does AMX multiply in int8: has this CPU its instructions, and does Linux let this process use its registers?"""
+    ask = getattr(torch.cpu, "_init_amx", None)  # private; once it is gone, AVX-512 multiplies
+    return cpu_has("amx-int8") and ask is not None and bool(ask())
 
 
 def takes(x: torch.Tensor, columns: int) -> bool:
@@ -38,10 +44,8 @@ def takes(x: torch.Tensor, columns: int) -> bool:
 
 
 def requantises(x: torch.Tensor) -> bool:
-    """Does the loop take these uint8 inputs, with rows in 4 bits that it makes int8? Where AMX multiplies many rows
-    faster, it takes few: what it saves is the pass over memory that makes them."""
-    has_own = all(map(cpu_has, ("avx512bw", "avx512vnni")))
-    return x.device.type == "cpu" and has_own and (has_loop(x.dtype) or len(x) <= FEW_ROWS)
+    """Does the loop take these uint8 inputs, with rows in 4 bits that it makes int8?"""
+    return x.device.type == "cpu" and has_loop(x.dtype) and cpu_has("avx512bw")
 
 
 class Job(NamedTuple):
@@ -108,7 +112,13 @@ def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bo
         nbytes += count * BLOCK_ROWS * job.words * _WORD * (1 + job.tokens // _AS_LONG)
     numbers = np.array(table, dtype=np.int64)
     loop = partial(
-        loops.multiply, element_of(inputs), element_of(results), (numbers.ctypes.data, len(jobs), panels),
+        loops.multiply, _kind_of(jobs, inputs), element_of(results), (numbers.ctypes.data, len(jobs), panels),
         loops.Ending(adds, relu), torch.get_num_threads() - 1,
     )  # fmt: skip
     parallel_rows(loop, panels, nbytes // panels)
+
+
+def _kind_of(jobs: Sequence[Job], inputs: torch.dtype) -> np.number[Any]:
+    """The number whose type tells the loop what inputs are."""
+    by_amx = inputs == torch.uint8 and has_amx() and not any(job.words % _AMX_WORDS for job in jobs)
+    return np.int8(0) if by_amx else element_of(inputs)

@@ -1,0 +1,259 @@
+"""The vector code of the loop of products: tiles of sums, and panels in order into the blocked layout.
+
+A tile is some input rows by a panel (compiled/products.py), by AVX-512 or, in int8, by AMX. What is next of the weights
+is asked for meanwhile: else memory rests while cores multiply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
+from flexgen_h2o.kernels.compiled.vectors import F32, I32, I64, Emitter, cgutils, emitted, emitted_by_type
+from flexgen_h2o.kernels.jit import bytes_at, jit, num_planes, shorts_at
+
+LANES = 16
+LINE = 64  # bytes of a cache line
+STEP = 4 * PANEL  # bytes of a word of each row of a panel
+_VECTORS = PANEL // LANES
+_MOST_ROWS = 6  # input rows by 4 vectors: 24 sums, of 32 registers
+_SIDE = 16  # rows of a register of AMX, of LINE bytes each; a tile has up to twice as many input rows
+REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48  # bytes that say how AMX's registers are; where their bytes and rows are
+_NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
+INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+
+
+def _is_amx(kind: Any) -> bool:
+    """Of the type of `kind` (products.multiply)."""
+    return bool(kind == types.int8)
+
+
+def _most_rows(_context: Any, kind: Any) -> Any:
+    """Input rows of a tile at most; known at compile time."""
+    constant = ir.Constant(I64, 2 * _SIDE if _is_amx(kind) else _MOST_ROWS)
+    return types.int64(kind), lambda *_: constant
+
+
+most_rows: Any = intrinsic(_most_rows)
+
+
+def dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
+    kind, name = (FLOATS, "avx512bf16.dpbf16ps.512") if planes_of == 2 else (INTS, "avx512.vpdpbusd.512")
+    function = ir.FunctionType(kind, [kind, INTS, INTS])
+    return e.builder.call(cgutils.get_or_insert_function(e.builder.module, function, f"llvm.x86.{name}"), [total, x, w])
+
+
+def _emit_tile(e: Emitter, kind: Any, *numbers: Any) -> None:
+    if _is_amx(kind):
+        _emit_amx_tile(e, *numbers)
+    else:
+        _emit_vector_tile(e, num_planes(kind), *numbers)
+
+
+def _emit_vector_tile(e: Emitter, planes_of: int, rows: Any, *numbers: Any) -> None:
+    """The code of a tile of each size, of which one is run."""
+    b = e.builder
+    end = b.append_basic_block("end")
+    choice = b.switch(rows, end)
+    for count in range(1, _MOST_ROWS + 1):
+        block = b.append_basic_block(f"tile{count}")
+        choice.add_case(ir.Constant(I64, count), block)
+        b.position_at_end(block)
+        _emit_rows(e, planes_of, count, numbers)
+        b.branch(end)
+    b.position_at_end(end)
+
+
+def _emit_rows(e: Emitter, planes_of: int, rows: int, numbers: tuple[Any, ...]) -> None:
+    b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
+    kind = FLOATS if planes_of == 2 else INTS
+    totals = e.variables(kind, rows, _VECTORS)
+    places = [[b.add(sums, e.number(r * STEP + 4 * LANES * v)) for v in range(_VECTORS)] for r in range(rows)]
+    with b.if_then(b.icmp_signed("!=", begun, e.number(0))):
+        for total, place in _each(totals, places):
+            b.store(e.load(place, kind), total)
+    coming = _Ahead.begin(e, *to_come)
+    with e.loop(b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))) as block:
+        coming.ask()
+        first = b.mul(block.index, e.number(LANES))
+        for r in range(rows, 2 * rows):
+            e.prefetch(e.onward(b.add(x, b.mul(x_step, e.number(r))), first), _NEXT_CACHE)
+        left = b.sub(words, first)
+        with e.loop(b.select(b.icmp_signed("<", left, e.number(LANES)), left, e.number(LANES))) as loop:
+            word = b.add(first, loop.index)
+            at = b.add(weight, b.mul(word, e.number(STEP)))
+            vectors = [e.load(b.add(at, e.number(4 * LANES * v)), INTS) for v in range(_VECTORS)]
+            for r in range(rows):
+                asked = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), word), I32)
+                spread = e.spread([asked], LANES)
+                for total, vector in zip(totals[r], vectors, strict=True):
+                    b.store(dot(e, planes_of, b.load(total), spread, vector), total)
+    for total, place in _each(totals, places):
+        e.store(b.load(total), place)
+
+
+def _amx(e: Emitter, name: str, *arguments: Any) -> None:
+    """An instruction of AMX. Registers are int; of other numbers the first is an address."""
+    values = [ir.Constant(ir.IntType(8), a) if isinstance(a, int) else a for a in arguments]
+    addresses = [i for i, a in enumerate(arguments) if not isinstance(a, int)][:1]
+    for i in addresses:
+        values[i] = e.builder.inttoptr(arguments[i], ir.IntType(8).as_pointer())
+    function = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    e.builder.call(cgutils.get_or_insert_function(e.builder.module, function, f"llvm.x86.{name}"), values)
+
+
+def _emit_amx_tile(e: Emitter, rows: Any, *numbers: Any) -> None:
+    with e.builder.if_else(e.builder.icmp_signed(">", rows, e.number(_SIDE))) as (pair, single):
+        with pair:
+            for half in (0, 1):
+                _emit_registers(e, numbers, half, is_pair=True)
+        with single:
+            _emit_registers(e, numbers, 0, is_pair=False)
+
+
+def _emit_registers(e: Emitter, numbers: tuple[Any, ...], half: int, is_pair: bool) -> None:
+    """16 input rows by a panel, or two times 16 by a half of it. Registers of 16 rows: 0 to 3 are sums, 4 and 5 input
+    rows, 6 and 7 words of 16 rows of the panel."""
+    b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
+    step, many = e.number(STEP), e.number(_SIDE)
+    start = b.add(sums, e.number(half * 2 * LINE))
+    rest = b.add(start, e.number(_SIDE * STEP if is_pair else 2 * LINE))
+    places = [start, b.add(start, e.number(LINE)), rest, b.add(rest, e.number(LINE))]
+    with b.if_else(b.icmp_signed("!=", begun, e.number(0))) as (again, fresh):
+        with again:
+            for register, place in enumerate(places):
+                _amx(e, "tileloadd64", register, place, step)
+        with fresh:
+            for register in range(4):
+                _amx(e, "tilezero", register)
+    coming = _Ahead.begin(e, *to_come)
+    with e.loop(b.sdiv(words, many)) as loop:
+        if not half:
+            coming.ask()
+        at = b.add(weight, b.mul(loop.index, e.number(_SIDE * STEP)))
+        mine = b.add(x, b.mul(loop.index, e.number(LINE)))
+        _amx(e, "tileloadd64", 4, mine, x_step)
+        if is_pair:
+            _amx(e, "tileloadd64", 5, b.add(mine, b.mul(many, x_step)), x_step)
+        for vector in range(2 if is_pair else _VECTORS):
+            register = 6 + vector % 2
+            _amx(e, "tileloadd64", register, b.add(at, e.number(LINE * (2 * half + vector))), step)
+            _amx(e, "tdpbusd", vector, 4, register)
+            if is_pair:
+                _amx(e, "tdpbusd", vector + 2, 5, register)
+    for register, place in enumerate(places):
+        _amx(e, "tilestored64", register, place, step)
+
+
+def _each(totals: list[list[Any]], places: list[list[Any]]) -> list[tuple[Any, Any]]:
+    return [pair for of_row in zip(totals, places, strict=True) for pair in zip(*of_row, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Lines to ask for: of PANEL runs of `run` lines, `step` bytes apart, those from `first` on.
+
+    lines: at a time. place, column, left: variables: the next line's address, its number in its run, and how many lines
+    there are from it on.
+    """
+
+    e: Emitter
+    lines: Any
+    run: Any
+    step: Any
+    place: Any
+    column: Any
+    left: Any
+
+    @classmethod
+    def begin(cls, e: Emitter, lines: Any, ahead: Any, step: Any, run: Any, first: Any) -> _Ahead:
+        b = e.builder
+        some = b.select(b.icmp_signed(">", run, e.number(0)), run, e.number(1))
+        of_run = b.sdiv(first, some)
+        column = b.sub(first, b.mul(of_run, some))
+        place = b.add(ahead, b.add(b.mul(of_run, step), b.mul(column, e.number(LINE))))
+        left = b.sub(b.mul(run, e.number(PANEL)), first)
+        return cls(e, lines, run, step, *(cgutils.alloca_once_value(b, value) for value in (place, column, left)))
+
+    def ask(self) -> None:
+        e, b = self.e, self.e.builder
+        left = b.load(self.left)
+        with e.loop(b.select(b.icmp_signed("<", left, self.lines), left, self.lines)):
+            place, column = b.load(self.place), b.add(b.load(self.column), e.number(1))
+            e.prefetch(place, _NEXT_CACHE)
+            is_last = b.icmp_signed("==", column, self.run)
+            back = b.sub(self.step, b.mul(self.run, e.number(LINE)))
+            onward = b.add(place, e.number(LINE))
+            b.store(b.select(is_last, b.add(onward, back), onward), self.place)
+            b.store(b.select(is_last, e.number(0), column), self.column)
+        b.store(b.sub(left, self.lines), self.left)
+
+
+def _emit_lay(e: Emitter, source: Any, step: Any, last: Any, words: Any, out: Any, *to_come: Any) -> None:
+    b, coming = e.builder, _Ahead.begin(e, *to_come)
+    end = b.sub(words, e.number(LANES))
+    blocks = b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))
+    for group in range(_VECTORS):
+        rows = [e.number(group * LANES + i) for i in range(LANES)]
+        starts = [b.add(source, b.mul(step, b.select(b.icmp_signed("<", r, last), r, last))) for r in rows]
+        with e.loop(blocks) as loop:
+            coming.ask()
+            regular = b.mul(loop.index, e.number(LANES))
+            first = b.select(b.icmp_signed("<", regular, end), regular, end)
+            at = b.add(b.add(out, b.mul(first, e.number(STEP))), e.number(4 * LANES * group))
+            for quarter in range(0, LANES, 4):
+                places = [e.onward(e.onward(start, first), e.number(quarter)) for start in starts]
+                lines = e.across([_quarters(e, places[i::4]) for i in range(4)])
+                for i, line in enumerate(lines, quarter):
+                    e.store(line, b.add(at, e.number(i * STEP)))
+
+
+def _quarters(e: Emitter, places: list[Any]) -> Any:
+    """A vector of 4 words each from four addresses: loaded into place, which takes no shuffle."""
+    found = None
+    for number, place in enumerate(places):
+        words = e.load(place, ir.VectorType(I32, 4))
+        spread = e.shuffle(words, words, list(range(4)) * 4)
+        mask = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [lane // 4 == number for lane in range(LANES)])
+        found = spread if found is None else e.builder.select(mask, spread, found)
+    return found
+
+
+# tile(kind, (rows, words, weight, x, x_step, sums, begun, lines, ahead, step, run, first)): sums (rows, PANEL), which
+# products of so many words begin, or are added to; and what is asked for meanwhile (_Ahead).
+tile = emitted_by_type(lambda kind: kind, _emit_tile)
+# load_registers(kind, (address,)), release_registers(kind, ()): of AMX; nothing for other kinds.
+load_registers = emitted_by_type(_is_amx, lambda e, is_amx, at: _amx(e, "ldtilecfg", at) if is_amx else None)
+release_registers = emitted_by_type(_is_amx, lambda e, is_amx: _amx(e, "tilerelease") if is_amx else None)
+# lay((source, row_step, last, words, out, lines, ahead, step, run, first)): a panel of rows in order into the blocked
+# layout; rows beyond the last one are like it. words: at least LANES.
+lay = emitted(_emit_lay)
+
+
+@jit
+def set_registers(kind, registers, rows):  # type: ignore[no-untyped-def]
+    """Tell AMX how many input rows its registers hold, where it is not so yet; they are what `_emit_registers` says.
+
+    registers: the address of REGISTERS bytes, zeros at first.
+    """
+    if most_rows(kind) <= _SIDE:
+        return
+    first = min(rows, _SIDE)
+    second = rows - first if rows > first else first
+    heights = bytes_at(registers + _HEIGHTS)
+    if heights[0] == first and heights[2] == second:
+        return
+    bytes_at(registers)[0] = 1
+    for i in range(8):
+        shorts_at(registers + _WIDTHS)[i] = LINE
+        heights[i] = _SIDE
+    for i in (0, 1, 4):
+        heights[i] = first
+    for i in (2, 3, 5):
+        heights[i] = second
+    load_registers(kind, (registers,))
