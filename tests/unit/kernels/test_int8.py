@@ -374,7 +374,6 @@ def test_rows_in_4_bits_are_multiplied_and_looked_up_as_their_int8_rows(
     shape: tuple[int, int], tokens: int, dtype: torch.dtype, has_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, by the compiled loop where this CPU has its instructions, and elsewhere."""
-    monkeypatch.setattr(products, "FEW_ROWS", 1000 if has_loop else 0)
     if not has_loop:
         monkeypatch.setattr(products, "has_loop", lambda _: False)
     n, columns = shape

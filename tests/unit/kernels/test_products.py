@@ -9,7 +9,16 @@ import torch
 
 from flexgen_h2o.core.units import ALIGN, round_up
 from flexgen_h2o.kernels import products
-from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows, codes_of, pack_int8_rows, quantise_rows, scales_of
+from flexgen_h2o.kernels.int8 import (
+    BUFFERS,
+    Int8Rows,
+    RequantisedRows,
+    block_int8_rows,
+    codes_of,
+    pack_int8_rows,
+    quantise_rows,
+    scales_of,
+)
 from flexgen_h2o.kernels.linear import (
     DenseRows,
     RowParts,
@@ -20,14 +29,25 @@ from flexgen_h2o.kernels.linear import (
     linear_each,
     linear_relu,
 )
-from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kernels.packed import pack_rows
+from flexgen_h2o.kernels.workspace import Workspace, cpu_has
 
 BF16 = torch.bfloat16
 ROUNDING = 2.0**-8  # of bf16, relative
 KINDS = ["bf16", "int8"]
 pytestmark = pytest.mark.skipif(
-    not (products.has_loop(BF16) and products.has_loop(torch.uint8)), reason="nothing is compiled for them here"
+    not all(map(cpu_has, ("avx512bf16", "avx512vnni"))), reason="nothing is compiled for them here"
 )
+
+
+@pytest.fixture(autouse=True, params=["AVX-512", "AMX"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that this CPU has, also where it has others that are preferred."""
+    by_amx = request.param == "AMX"
+    if by_amx and not products.has_amx():
+        pytest.skip("this CPU has no AMX")
+    monkeypatch.setattr(products, "has_loop", lambda dtype: dtype in (BF16, torch.uint8))
+    monkeypatch.setattr(products, "has_amx", lambda: by_amx)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -86,7 +106,7 @@ def apart(rows: torch.Tensor, more: int = 6) -> torch.Tensor:
     ("n", "rows", "columns"),
     [
         (1, 64, 64), (1, 1, 64), (6, 65, 68), (7, 63, 96), (13, 130, 200), (5, 192, 1028), (64, 96, 2112),
-        (600, 70, 64),
+        (600, 70, 64), (17, 130, 2112), (33, 64, 1024), (530, 192, 128),
     ],
 )  # fmt: skip
 def test_products_of_all_shapes(kind: str, n: int, rows: int, columns: int) -> None:
@@ -103,6 +123,22 @@ def test_products_of_all_shapes(kind: str, n: int, rows: int, columns: int) -> N
         check(total, want + before.double() + bias.double(), want + before.double())
         found = linear_relu(x, parts, bias, torch.empty(n, rows, dtype=BF16))
         assert torch.equal(found, torch.relu(linear(x, parts, bias, torch.empty(n, rows, dtype=BF16))))
+
+
+def test_amx_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As AVX-512 does; rows in 4 bits too. Registers with one row and with all, and tiles that are not whole."""
+    if not products.has_amx():
+        pytest.skip("by AVX-512")
+    for n in (1, 15, 16, 17, 31, 32, 33, 64, 100):
+        held, x, bias = Held("int8", 192, 2304, n), normal(n, 2304), normal(192)
+        held.workspace = Workspace(torch.empty(2**21, dtype=torch.uint8), dict.fromkeys(BUFFERS, 2**18), BF16)
+        packed = RequantisedRows(pack_rows(held.weight, 4), 2304, held.workspace)
+        for parts in (held.parts(), held.parts(blocks=True), (packed,)):
+            outs = []
+            for by_amx in (True, False):
+                monkeypatch.setattr(products, "has_amx", lambda by_amx=by_amx: by_amx)
+                outs.append(linear(x, parts, bias, torch.empty(n, 192, dtype=BF16)))
+            assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,7 +231,8 @@ def test_int8_in_dtypes_that_the_loop_does_not_write() -> None:
 
 
 def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd columns, fewer than a vector, other dtypes; a CPU without the instructions, or with faster ones."""
+    """Odd columns, fewer than a vector, other dtypes; a CPU without the instructions, or with faster ones; registers of
+    AMX that Linux does not give."""
     for x, columns in ((normal(1, 65), 65), (normal(1, 30), 30), (torch.zeros(1, 64), 64), (normal(1, 64).half(), 64)):
         assert not products.takes(x, columns)
         out = torch.empty(1, 5, dtype=x.dtype)
@@ -203,6 +240,11 @@ def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(
             linear(x, (DenseRows(weight),), None, out).float(), x.float().sum().expand(1, 5), rtol=0.02, atol=0.1
         )
-    for features in ((), ("avx512bf16", "amx-bf16")):
+    monkeypatch.undo()
+    for features in ((), ("avx512bf16", "amx-bf16"), ("avx512vnni", "amx-int8")):
         monkeypatch.setattr(products, "cpu_has", lambda feature, features=features: feature in features)
         assert not products.has_loop.__wrapped__(BF16)
+        assert products.has_loop.__wrapped__(torch.uint8) == ("avx512vnni" in features)
+        for found in (None, lambda: False, lambda: True):
+            monkeypatch.setattr(torch.cpu, "_init_amx", found, raising=False)
+            assert products.has_amx.__wrapped__() == ("amx-int8" in features and found is not None and found())

@@ -83,14 +83,15 @@ def requantises() -> None:
 
 
 def multiplies() -> None:
-    """With a bias and without, into a result and added to it."""
-    packed, x = pack_int8_rows(torch.randn(5, 100)), torch.randn(3, 100).to(BF16)
-    sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 320)
-    part = Int8Rows(packed, 100, Workspace(torch.empty(1280, dtype=torch.uint8), sizes, BF16))
-    for bias in (None, torch.randn(5).to(BF16)):
-        for adds in (False, True):
-            out = torch.zeros(3, 5, dtype=BF16)
-            linear_each(x, [((part,), bias, out)], adds)
+    """With a bias and without, into a result and added to it; columns that AMX takes, and others."""
+    for columns in (100, 128):
+        packed, x = pack_int8_rows(torch.randn(5, columns)), torch.randn(3, columns).to(BF16)
+        sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 384)
+        part = Int8Rows(packed, columns, Workspace(torch.empty(1536, dtype=torch.uint8), sizes, BF16))
+        for bias in (None, torch.randn(5).to(BF16)):
+            for adds in (False, True):
+                out = torch.zeros(3, 5, dtype=BF16)
+                linear_each(x, [((part,), bias, out)], adds)
 
 
 def multiplies_in_order() -> None:
