@@ -30,8 +30,8 @@ OVER_BUDGET = 300 * common.MB  # what a budget does not count: code, the interpr
 BESIDE_BUDGET = 768 * 2**20  # of a cgroup: an empty process that has imported its libraries, and OVER_BUDGET
 # A group of its own in the first hierarchy that can be written: version 1, then version 2.
 CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))
-# -9: the kernel ran out of memory; the sweep itself kills only at the time limit.
-STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT, -9: DOES_NOT_FIT}
+KILLED = -9  # by the kernel, which ran out of memory; the sweep itself kills only at the time limit
+STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT, KILLED: DOES_NOT_FIT}
 SAID = 300  # characters of a failure that are kept
 # What tables, pictures and people are shown of a run; contract.py makes it.
 FIGURES = (
@@ -103,7 +103,7 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
     if code:
-        reason = reason_of(said) or f"exit code {code}"
+        reason = "killed: no memory left" if code == KILLED else reason_of(said) or f"exit code {code}"
         return {"status": STATUS_OF_EXIT.get(code, FAILED), "reason": reason} | facts
     found = _figures(out)
     if found is None:
