@@ -103,8 +103,9 @@ class _MultipliedInInt8(RowPart):
             some = x[rows]
             codes = self.workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
             scales = self.workspace.get("int8 input scales", len(some), dtype=torch.float32)
-            quantise_rows(some, codes.view(torch.int8), scales)
-            yield rows, _Inputs(codes, scales)
+            zero = ZERO if is_compiled(some) and products.has_loop(torch.uint8) else 0
+            quantise_rows(some, codes, scales, zero)
+            yield rows, _Inputs(codes, scales, zero)
 
 
 @dataclass(frozen=True)
@@ -230,13 +231,16 @@ def _slices(rows: int, columns: int, most: int = 0) -> Iterator[slice]:
 # ---- numbers into codes, and sums into numbers
 
 
-def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Each row of x (n, columns) into int8 codes and one scale, its largest magnitude / 127; 0 for a row of zeros.
+def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zero: int = 0) -> None:
+    """Each row of x (n, columns) into codes (int8 or uint8) and one scale, its largest magnitude / 127; 0 for a row of
+    zeros. zero: 0, or ZERO, which is added to each code.
 
     Rows may lie apart, their values may not. A value that is not finite makes the scale infinite or NaN.
     """
     if not is_compiled(x):
-        quantise_rows_reference(x, codes, scales)
+        quantise_rows_reference(x, codes.view(torch.int8), scales)
+        if zero:
+            codes.view(torch.uint8).bitwise_xor_(zero)
         return
     from flexgen_h2o.kernels.compiled import int8 as loops
 
@@ -244,7 +248,7 @@ def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
     assert x.stride(1) == codes.stride(1) == 1
     job = loops.QuantiseJob(
         x.data_ptr(), x.stride(0) * x.itemsize, columns, codes.data_ptr(), codes.stride(0), scales.data_ptr(),
-        4 * scales.stride(0),
+        4 * scales.stride(0), zero,
     )  # fmt: skip
     parallel_rows(partial(loops.quantise, element_of(x.dtype), job), n, columns * (x.itemsize + 1) // _IN_CACHE)
 

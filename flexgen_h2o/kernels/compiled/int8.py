@@ -50,7 +50,8 @@ def quotient(above, below):  # type: ignore[no-untyped-def]
 
 
 class QuantiseJob(NamedTuple):
-    """Addresses of the first row's values, codes and scale; *_step: bytes from a row to the next."""
+    """Addresses of the first row's values, codes and scale; *_step: bytes from a row to the next. zero: added to each
+    code."""
 
     values: int
     values_step: int
@@ -59,6 +60,7 @@ class QuantiseJob(NamedTuple):
     codes_step: int
     scales: int
     scales_step: int
+    zero: int
 
 
 @jit
@@ -73,9 +75,9 @@ def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
         steps = _LEVELS / largest
         if largest < _NOTHING:
             largest = steps = np.float32(0)
-        codes = bytes_at(job.codes + row * job.codes_step)
+        codes, zero = bytes_at(job.codes + row * job.codes_step), np.int32(job.zero)
         for i in range(job.columns):
-            codes[i] = np.uint8(np.int32(np.rint(number_at(element, values, i) * steps)))
+            codes[i] = np.uint8(np.int32(np.rint(number_at(element, values, i) * steps)) + zero)
         floats_at(job.scales + row * job.scales_step)[0] = largest / _LEVELS
 
 
