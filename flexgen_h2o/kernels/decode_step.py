@@ -13,8 +13,7 @@ import torch
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm
-from flexgen_h2o.kernels.packed import pack_columns_reference
-from flexgen_h2o.kernels.slots import Pair, ScoreState, attend_reference, put_slots_reference
+from flexgen_h2o.kernels.slots import Pair, ScoreState, attend_reference, put_packed_reference, put_slots_reference
 
 FILLED, SLOT, POSITION, OLDEST, NEWEST, GAIN, PLACE = range(7)
 _BLOCK = 64  # columns of prompts that are put at a time
@@ -115,12 +114,12 @@ def attend_step_reference(
     queries, keys, values, result = (
         t.view(len(t) * kv_heads, -1, width)[slots.first : slots.first + rows] for t in (q, k, v, out)
     )
-    columns, packing, whole = (keys, values), slots.form.packing, slots.form.whole
-    if packing is not None and whole is not None:
-        whole.enter(state[PLACE], taken, keys.squeeze(1), values.squeeze(1))
-        smoothed = whole.smoothed(keys.squeeze(1)).unsqueeze(1)
-        columns = pack_columns_reference(smoothed, packing.keys), pack_columns_reference(values, packing.values)
-    put_slots_reference((slots.keys, slots.values), taken.unsqueeze(1), columns)
+    areas = slots.keys, slots.values
+    if slots.form.packing is None:
+        put_slots_reference(areas, taken.unsqueeze(1), (keys, values))
+    else:
+        columns = keys.squeeze(1), values.squeeze(1)
+        put_packed_reference(areas, taken, columns, slots.form, state[PLACE])
     scores = None
     if slots.scores is not None and slots.positions is not None and slots.victims is not None:
         slots.positions[here, taken], slots.scores[here, taken] = state[POSITION], 0.0

@@ -29,7 +29,7 @@ from flexgen_h2o.kernels.beside import (
     whole_addresses,
     with_whole,
 )
-from flexgen_h2o.kernels.packed import unpack_columns
+from flexgen_h2o.kernels.packed import pack_columns_reference, unpack_columns
 from flexgen_h2o.kernels.workspace import element_of, is_compiled_beside_card, mismatch, parallel_rows
 
 if TYPE_CHECKING:
@@ -309,6 +309,46 @@ def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
 
     rows, count = slots.shape
     parallel_rows(partial(loops.put, job, count), rows, 2 * count * (job.key_bytes + job.value_bytes))
+
+
+def put_packed(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor) -> None:
+    """The new columns of a decode step into packed slots, and among those that lie whole beside them.
+
+    areas: keys and values, (segments, R, S, W) int32; slots: (R,) int64; columns: keys and values (R, d), as they are;
+    form: a packing and whole columns; places: (R,) int64, where columns take the places of whole ones, -1 for none. All
+    on one device.
+
+    In a compiled loop on the CPU.
+    """
+    packing, whole, rows = form.packing, form.whole, len(slots)
+    assert packing is not None and whole is not None
+    keys, values, places = (t.contiguous() for t in (*columns, places))
+    sizes = packing.keys.words, packing.values.words
+    packed_keys, packed_values = (areas[0].new_empty(rows, 1, size) for size in sizes)
+    job = _job(areas, slots.unsqueeze(1), (packed_keys, packed_values)) if is_compiled_beside_card(keys) else None
+    if job is None:
+        put_packed_reference(areas, slots, columns, form, places)
+        return
+    if not (keys.shape == values.shape == (rows, packing.width) and keys.dtype == values.dtype):
+        raise mismatch("put_packed: keys, values", keys, values)
+    if (places.shape, places.dtype) != ((rows,), torch.int64):
+        raise mismatch("put_packed: slots, places", slots, places)
+    from flexgen_h2o.kernels.compiled import packed_slots as loops
+
+    new = keys.data_ptr(), values.data_ptr(), places.data_ptr()
+    of_rows = job, new, whole_addresses(whole, keys.unsqueeze(1))
+    loop = partial(loops.put_new, element_of(keys.dtype), loops.formats_of(packing), *of_rows)
+    parallel_rows(loop, rows, 16 * packing.width * keys.itemsize)
+
+
+def put_packed_reference(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor) -> None:
+    """`put_packed` in torch operations; a scale or a value may differ by a rounding."""
+    (keys, values), packing, whole = columns, form.packing, form.whole
+    assert packing is not None and whole is not None
+    whole.enter(places, slots, keys, values)
+    packed_keys = pack_columns_reference(whole.smoothed(keys), packing.keys)
+    packed_values = pack_columns_reference(values, packing.values)
+    put_slots_reference(areas, slots.unsqueeze(1), (packed_keys.unsqueeze(1), packed_values.unsqueeze(1)))
 
 
 def add_to_pages(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: SlotForm) -> None:

@@ -22,7 +22,7 @@ from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, clamped_gate
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, empty_sketch, fill_sketch
-from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, get_last_slots, put_packed, put_slots
 
 _LONGEST_S = 300.0
 # The process that compiles imports from where this one does, and from nowhere else.
@@ -110,6 +110,8 @@ def warm_up(
     put_slots((columns, columns), first, (column, column))
     get_last_slots((columns, columns), first, (column, column))
     stored, form, q = _stored(packing, dtype, device)
+    if packing is not None:
+        put_packed(stored, first[:, 0], (q[:, 0], q[:, 0]), form, first[:, 0] - 1)
     attend(q, *stored, filled, 1.0, state, form)
     if rotary:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)

@@ -25,7 +25,6 @@ from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
     PrefixSums,
-    keep_new_whole,
     keep_prompt_columns,
     keep_whole,
     rank_victims,
@@ -225,9 +224,7 @@ def attend_slots(
         form = view.form if sinks is None else replace(view.form, sinks=sinks[here].to(where))
         if view.metadata is not None and view.metadata.pages is not None:
             sum_up_replaced(view, rows, new, slots)
-        put_columns(view, slots, keys, values)
-        if view.whole is not None:
-            keep_new_whole(view.whole, rows, view, new.numbers, (slots, keys, values))
+        put_columns(view, slots, keys, values, rows.whole_places(view, new.numbers))
         state = None
         if view.metadata is not None:
             sizes = None if view.metadata.norms is None else value_sizes(rows.policy.needs, values)

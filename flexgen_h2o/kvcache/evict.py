@@ -18,7 +18,6 @@ from flexgen_h2o.kernels.beside import Pages, WholeColumns
 from flexgen_h2o.kernels.prefill_attention import column_sums
 from flexgen_h2o.kernels.slots import add_to_pages
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs, value_sizes
-from flexgen_h2o.kvcache.rows import StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, SlotMetadata
 
 LEAST_RANGE = 1 / 16  # of a key's channel, of the mean range of a row's channels
@@ -134,18 +133,6 @@ def keep_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torc
     place = row, positions % window
     whole.keys[place], whole.values[place] = k[positions, row], v[positions, row]
     whole.slots[place] = (first + entry).int()
-
-
-def keep_new_whole(
-    whole: WholeColumns, rows: KVRows, view: PartView, numbers: StepNumbers, new: tuple[torch.Tensor, ...]
-) -> None:
-    """New columns (slots (rows,) int64, keys and values (rows, d)) take the places of those that leave the window."""
-    slots, keys, values = new
-    most = whole.slots.shape[1]
-    if not most:
-        return
-    places = numbers.whole_places(most).repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
-    whole.enter(places, slots, keys, values)
 
 
 def sum_up_prompt(pages: Pages, page: int, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:

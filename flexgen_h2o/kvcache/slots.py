@@ -18,7 +18,7 @@ from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.select import Sketch
-from flexgen_h2o.kernels.slots import put_slots
+from flexgen_h2o.kernels.slots import put_packed, put_slots
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, SCORES, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
 from flexgen_h2o.kvcache.rows import Move, RowBudgets, StepNumbers
@@ -197,9 +197,18 @@ def sketch_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> Sketch | 
     return Sketch(centres, steps, codes, sums)
 
 
-def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device."""
-    keys = keys if view.whole is None else view.whole.smoothed(keys)
+def put_columns(
+    view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor | None = None
+) -> None:
+    """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device.
+
+    places: (rows,) int64, whose places they take among the columns that are whole beside packed slots, -1 for none;
+    None: of no row.
+    """
+    if view.whole is not None:
+        places = slots.new_full(slots.shape, -1) if places is None else places
+        put_packed((view.keys, view.values), slots, (keys, values), view.form, places)
+        return
     keys, values = _stored(view, keys, values)
     columns = keys.unsqueeze(1), values.unsqueeze(1)
     put_slots((view.keys, view.values), slots.unsqueeze(1), columns)
@@ -312,6 +321,13 @@ class KVRows:
                 slots = torch.where(slots < 0, view.metadata.victims, slots)
             taken.append(slots)
         return NewColumns(numbers, taken)
+
+    def whole_places(self, view: PartView, numbers: StepNumbers) -> torch.Tensor | None:
+        """(rows of the view,) int64, on its device: the places of new columns among the whole ones; None without."""
+        if view.whole is None or not view.whole.slots.shape[1]:
+            return None
+        places = numbers.whole_places(view.whole.slots.shape[1]).repeat_interleave(self.kv_heads)
+        return places[view.start : view.end].to(view.keys.device)
 
     def is_one_launch(self, view: PartView) -> bool:
         """Does `attend_step` take a decode step of the view's rows?"""

@@ -25,9 +25,11 @@ from flexgen_h2o.kernels.compiled.slots import (
     BLOCK,
     Pass,
     address_ahead,
+    copy,
     fetch,
     fetch_scores,
     onwards,
+    put,
     row_at,
     score_row,
     softmax,
@@ -38,6 +40,7 @@ from flexgen_h2o.kernels.jit import (
     float_to_bits,
     ints_at,
     jit,
+    longs_at,
     number_at,
     ordered,
     planes,
@@ -317,3 +320,35 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
             high = np.uint32(float_to_bits(least)) & np.uint32(0xFFFF0000)
             slot[group] = (np.uint32(float_to_bits(scale)) >> np.uint32(16)) | high
             group += 1
+
+
+@jit
+def put_new(element, forms, job, new, whole, first, end):  # type: ignore[no-untyped-def]
+    """New columns of the rows first..end-1 into packed slots, and among the whole ones beside them.
+
+    job: a ColumnSlots, whose columns are room for what is packed. new: the addresses of keys and values (rows, width),
+    and of each row's place among its whole columns, int64; -1 for none.
+    """
+    (form, of_values), (keys, values, places), width = forms, new, whole.width
+    count, size = end - first, 4 // planes(element) * width
+    smoothed = np.empty((count, width), np.float32)
+    for r in range(first, end):
+        centres, ranges = whole.centres + 2 * r * width, whole.ranges + 2 * r * width
+        for i in range(width):
+            above = number_at(element, keys, r * width + i) - number_at(_BF16, centres, i)
+            smoothed[r - first, i] = above / number_at(_BF16, ranges, i)
+    packed_keys, packed_values = job.column_keys + first * job.keys_step, job.column_values + first * job.values_step
+    pack_rows(FLOAT, form, smoothed.ctypes.data, packed_keys, job.key_bytes // 4, 0, count)
+    pack_rows(element, of_values, values + first * size, packed_values, job.value_bytes // 4, 0, count)
+    put(job, 1, first, end)
+    for r in range(first, end):
+        slot, place = longs_at(job.slots + r * job.slots_step)[0], longs_at(places)[r]
+        held = ints_at(whole.slots + 4 * r * whole.columns)
+        for j in range(whole.columns):
+            if held[j] == slot:  # evicted within the window
+                held[j] = np.int32(-1)
+        if place >= 0:
+            at = (r * whole.columns + place) * size
+            copy(whole.keys + at, keys + r * size, size)
+            copy(whole.values + at, values + r * size, size)
+            held[place] = np.int32(slot)

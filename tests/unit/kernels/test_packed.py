@@ -22,7 +22,13 @@ from flexgen_h2o.kernels.packed import (
     unpack_rows,
     unpack_rows_reference,
 )
-from flexgen_h2o.kernels.slots import attend, attend_reference
+from flexgen_h2o.kernels.slots import (
+    attend,
+    attend_reference,
+    put_packed,
+    put_packed_reference,
+    put_slots_reference,
+)
 from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_state, ragged, victims
 
 WIDTHS = [1, 3, 16, 20, 33, 63, 64, 65, 67, 80, 96, 128, 160, 200, 256, 1024]
@@ -294,6 +300,37 @@ def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: 
     whole = WholeColumns(centres.bfloat16(), ranges.bfloat16(), keys, values, slots)
     means = [torch.randn(rows, pages, width, generator=g) for _ in range(2)]
     return whole, Pages(*means, torch.randint(0, 4, (rows, pages), generator=g).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "bits"), [(64, 4), (80, "4/2"), (128, 3), (33, 8)])
+@pytest.mark.parametrize("count", [0, 8])
+def test_new_columns_go_to_slots_and_among_whole_ones(
+    dtype: torch.dtype, width: int, bits: int | str, count: int
+) -> None:
+    """To the bit what smoothing, packing and putting give one after the other; as the reference but for a rounding."""
+    rows, length, packing = 37, 7, KVPacking.of(width, bits)
+    whole, _ = beside(rows, width, dtype, [12] * rows, count, 0)
+    slots, (keys, values) = torch.randint(0, 14, (rows,)), torch.randn(2, rows, width).to(dtype)
+    if count:
+        slots[3] = int(whole.slots[3].max())  # its whole column is evicted
+    places = torch.randint(-1, max(count, 1), (rows,)) if count else torch.full((rows,), -1)
+    sizes = [rows * length * of.words for of in (packing.keys, packing.values)]
+    parts = torch.randint(0, 9, (2, sum(sizes))).int().split(sizes, dim=1)  # as slots lie, segment by segment
+    areas = [part.unflatten(1, (rows, length, -1)) for part in parts]
+    want, of_want = [t.clone() for t in areas], whole.map(torch.clone)
+    of_want.enter(places, slots, keys, values)
+    packed = pack_columns(of_want.smoothed(keys), packing.keys), pack_columns(values, packing.values)
+    put_slots_reference((want[0], want[1]), slots.unsqueeze(1), (packed[0].unsqueeze(1), packed[1].unsqueeze(1)))
+    plain, of_plain = [t.clone() for t in areas], whole.map(torch.clone)
+    put_packed_reference((plain[0], plain[1]), slots, (keys, values), SlotForm(packing, whole=of_plain), places)
+    put_packed((areas[0], areas[1]), slots, (keys, values), SlotForm(packing, whole=whole), places)
+    assert all(map(torch.equal, areas, want))
+    for found in (whole, of_plain):
+        assert all(map(torch.equal, vars(found).values(), vars(of_want).values()))
+    ids = slots // length, torch.arange(rows), slots % length
+    for area, other, of in zip(areas, plain, (packing.keys, packing.values), strict=True):
+        assert torch.allclose(*(unpack_columns(t[ids], of, torch.float32) for t in (area, other)), rtol=1e-2, atol=1.2)
 
 
 @EACH_SLOT_LOOP
