@@ -103,7 +103,7 @@ class _MultipliedInInt8(RowPart):
             some = x[rows]
             codes = self.workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
             scales = self.workspace.get("int8 input scales", len(some), dtype=torch.float32)
-            zero = ZERO if is_compiled(some) and products.has_loop(torch.uint8) else 0
+            zero = ZERO if is_compiled(some) and products.takes(codes, some.shape[1]) else 0
             quantise_rows(some, codes, scales, zero)
             yield rows, _Inputs(codes, scales, zero)
 

@@ -25,7 +25,7 @@ _MOST_ROWS = 6  # input rows by 4 vectors: 24 sums, of 32 registers
 _SIDE = 16  # rows of a register of AMX, of LINE bytes each; a tile has up to twice as many input rows
 REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48  # bytes that say how AMX's registers are; where their bytes and rows are
 _NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
-INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+_INTS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
 
 def _is_amx(kind: Any) -> bool:
@@ -42,9 +42,9 @@ def _most_rows(_context: Any, kind: Any) -> Any:
 most_rows: Any = intrinsic(_most_rows)
 
 
-def dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
-    kind, name = (FLOATS, "avx512bf16.dpbf16ps.512") if planes_of == 2 else (INTS, "avx512.vpdpbusd.512")
-    function = ir.FunctionType(kind, [kind, INTS, INTS])
+def _dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
+    kind, name = (_FLOATS, "avx512bf16.dpbf16ps.512") if planes_of == 2 else (_INTS, "avx512.vpdpbusd.512")
+    function = ir.FunctionType(kind, [kind, _INTS, _INTS])
     return e.builder.call(cgutils.get_or_insert_function(e.builder.module, function, f"llvm.x86.{name}"), [total, x, w])
 
 
@@ -71,7 +71,7 @@ def _emit_vector_tile(e: Emitter, planes_of: int, rows: Any, *numbers: Any) -> N
 
 def _emit_rows(e: Emitter, planes_of: int, rows: int, numbers: tuple[Any, ...]) -> None:
     b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
-    kind = FLOATS if planes_of == 2 else INTS
+    kind = _FLOATS if planes_of == 2 else _INTS
     totals = e.variables(kind, rows, _VECTORS)
     places = [[b.add(sums, e.number(r * STEP + 4 * LANES * v)) for v in range(_VECTORS)] for r in range(rows)]
     with b.if_then(b.icmp_signed("!=", begun, e.number(0))):
@@ -87,12 +87,12 @@ def _emit_rows(e: Emitter, planes_of: int, rows: int, numbers: tuple[Any, ...]) 
         with e.loop(b.select(b.icmp_signed("<", left, e.number(LANES)), left, e.number(LANES))) as loop:
             word = b.add(first, loop.index)
             at = b.add(weight, b.mul(word, e.number(STEP)))
-            vectors = [e.load(b.add(at, e.number(4 * LANES * v)), INTS) for v in range(_VECTORS)]
+            vectors = [e.load(b.add(at, e.number(4 * LANES * v)), _INTS) for v in range(_VECTORS)]
             for r in range(rows):
                 asked = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), word), I32)
                 spread = e.spread([asked], LANES)
                 for total, vector in zip(totals[r], vectors, strict=True):
-                    b.store(dot(e, planes_of, b.load(total), spread, vector), total)
+                    b.store(_dot(e, planes_of, b.load(total), spread, vector), total)
     for total, place in _each(totals, places):
         e.store(b.load(total), place)
 
@@ -131,9 +131,9 @@ def _emit_registers(e: Emitter, numbers: tuple[Any, ...], half: int, is_pair: bo
         with fresh:
             for register in range(4):
                 _amx(e, "tilezero", register)
-    coming = _Ahead.begin(e, *to_come)
+    coming = None if half else _Ahead.begin(e, *to_come)
     with e.loop(b.sdiv(words, many)) as loop:
-        if not half:
+        if coming is not None:
             coming.ask()
         at = b.add(weight, b.mul(loop.index, e.number(_SIDE * STEP)))
         mine = b.add(x, b.mul(loop.index, e.number(LINE)))
