@@ -5,8 +5,8 @@ ever copied together: each is multiplied where it lies and fills its own columns
 inputs (`InputRows`), adds its share to all of them.
 
 In bf16 on a CPU the compiled loop of kernels/products.py multiplies, where there is one, and torch elsewhere. Rows may
-be in the loop's blocked layout, in which it need not bring them first. They are blocked in place: the bytes are the
-same in another order, so that the memory plan and the owner of the memory need not know; and so is the result.
+be in the loop's blocked layout, in which it need not bring them first; with AMX it takes only these. They are blocked
+in place: the bytes are the same in another order, so that the memory plan and the owner of the memory need not know.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DenseRows(RowPart):
         return len(self.rows)
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
-        if not products.takes(inputs, self.rows.shape[1]) or self.rows.stride(1) != 1:
+        if not products.takes(inputs, self.rows.shape[1], in_order=True) or self.rows.stride(1) != 1:
             return None
         rows = self.rows
         return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out)

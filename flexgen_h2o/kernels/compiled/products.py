@@ -1,7 +1,7 @@
 """The compiled loop of products: bf16 by bf16 with sums in fp32, uint8 by int8 with sums in int32.
 
 A word (4 bytes) is two neighbouring columns in bf16, or four in int8. An instruction of AVX-512 adds to each of 16 sums
-the product of two words; in int8 one of AMX adds to each of 16 x 16 sums those of 16 words with 16 others. A panel is
+the product of two words; one of AMX adds to each of 16 x 16 sums those of 16 words with 16 others. A panel is
 PANEL neighbouring rows of a weight. Blocked, its first words are side by side, one of each row, then its second ones,
 which is what both want (compiled/tiles.py). A panel of rows in order is brought into that layout a chunk of words at a
 time, in the caches, so that both give the same bits.
@@ -27,6 +27,9 @@ from flexgen_h2o.kernels.compiled.tiles import (
     LINE,
     REGISTERS,
     STEP,
+    finish_floats,
+    finish_ints,
+    is_amx,
     lay,
     most_rows,
     release_registers,
@@ -38,6 +41,7 @@ from flexgen_h2o.kernels.jit import (
     floats_at,
     ints_at,
     jit,
+    jit_rounded,
     longs_at,
     number_at,
     planes,
@@ -49,6 +53,8 @@ from flexgen_h2o.kernels.products import Job
 
 _CHUNK = 512  # words of a row at a time: 128 KiB of a panel, of 1 MiB of the cache that they share with inputs and sums
 _TOKENS = 512  # input rows at a time, whose sums wait in the same cache from chunk to chunk
+# With AMX, which has 2 MiB of that cache. Few rows wait for the weights, whose next chunk must fit beside this one.
+_AMX_CHUNK, _AMX_TOKENS, _AMX_FEW = 1024, 256, 128
 _LAY_SHARES = 1  # of what is asked for, while a panel is laid out: as if it were as many tiles
 _GROUP_WORDS = GROUP // 4
 _FIELDS = len(Job._fields)
@@ -63,8 +69,8 @@ class Ending(NamedTuple):
 
 @jit
 def multiply(kind, element, table, ending, skip, first, end):  # type: ignore[no-untyped-def]
-    """Panels first..end-1 of all jobs. kind: a number whose type says what inputs are: uint16 for bf16, uint8 for int8,
-    int8 for int8 that AMX multiplies.
+    """Panels first..end-1 of all jobs. kind: a number whose type says what inputs are: uint16 for bf16, uint8 for int8;
+    int16 and int8 for what AMX multiplies.
 
     element: of biases and results. table: its address, how many jobs it has, and the panels of all of them. skip: times
     as many panels as these are others' before the next that this thread is likely to get.
@@ -84,12 +90,12 @@ def multiply(kind, element, table, ending, skip, first, end):  # type: ignore[no
             job, next_job = _job(jobs, number), _job(jobs, ahead)
             come = np.int64(0), np.int64(0), np.int64(0)
             if after < panels and next_job.ends == 0:
-                _, words = _chunk(next_job, 0)
+                _, words = _chunk(next_job, 0, _chunks(kind, next_job))
                 come = _place(next_job, after - next_job.first, 0), _line_step(next_job, words), words
             if token < job.tokens:
                 _multiply_panel(kind, element, job, ending, (panel - job.first, token), come, rooms)
-            more = more or token + _TOKENS < job.tokens
-        token += _TOKENS
+            more = more or token + _tokens(kind) < job.tokens
+        token += _tokens(kind)
     release_registers(kind, ())
 
 
@@ -111,9 +117,19 @@ def _job(jobs, number):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _chunk(job, number):  # type: ignore[no-untyped-def]
-    """The first word of a chunk, and how many it has: at least LANES, as a row has."""
-    count = (job.words + _CHUNK - 1) // _CHUNK
+def _tokens(kind):  # type: ignore[no-untyped-def]
+    return _AMX_TOKENS if is_amx(kind) else _TOKENS
+
+
+@jit
+def _chunks(kind, job):  # type: ignore[no-untyped-def]
+    size = _AMX_CHUNK if is_amx(kind) and (job.ends != 0 or job.tokens > _AMX_FEW) else _CHUNK
+    return (job.words + size - 1) // size
+
+
+@jit
+def _chunk(job, number, count):  # type: ignore[no-untyped-def]
+    """The first word of one of so many chunks, and how many it has: at least LANES, as a row has."""
     first = job.words * number // count // LANES * LANES
     end = job.words if number + 1 == count else job.words * (number + 1) // count // LANES * LANES
     return first, end - first
@@ -138,16 +154,16 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
     """place: the panel of the job, and the first of its input rows. come: of the chunk that follows these, the address,
     the line step, and the words."""
     (panel, token), (sums, panel_room, ends, factors, registers) = place, rooms
-    tokens, most = min(_TOKENS, job.tokens - token), most_rows(kind)
-    chunks, size = (job.words + _CHUNK - 1) // _CHUNK, 4 // planes(element)
+    tokens, most = min(_tokens(kind), job.tokens - token), most_rows(kind)
+    chunks, size = _chunks(kind, job), 4 // planes(element)
     tiles = (tokens + most - 1) // most
     for number in range(chunks):
-        word, words = _chunk(job, number)
+        word, words = _chunk(job, number, chunks)
         ahead, step, more = come
         if job.ends != 0:
             more = np.int64(0)
         elif number + 1 < chunks:
-            following, more = _chunk(job, number + 1)
+            following, more = _chunk(job, number + 1, chunks)
             ahead, step = _place(job, panel, following), _line_step(job, more)
         here = _place(job, panel, word)
         # In each tile its share of the lines, over all blocks of 16 words.
@@ -162,26 +178,52 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
             last = min(PANEL, job.rows - panel * PANEL) - 1
             lay((here, job.row_step, last, words, panel_room, lines, ahead, step, run, asked))
             here, asked = panel_room, _LAY_SHARES * blocks * lines
+        if number + 1 == chunks and planes(kind) == 1 and job.ends == 0:
+            _gather_ends(job, panel * PANEL, ends)
         done = np.int64(0)
         for t in range(tiles):
             rows = tokens * (t + 1) // tiles - tokens * t // tiles
             x = job.x + (token + done) * job.x_step + 4 * word
             to_come = lines, ahead, step, run, asked
-            if number + 1 == chunks:
+            if number + 1 == chunks and not is_amx(kind):
                 _ask_for_results(job, token + done, rows, size * panel * PANEL, size * PANEL)
             set_registers(kind, registers, rows)
             tile(kind, (rows, words, here, x, job.x_step, sums + done * STEP, number, *to_come))
+            if number + 1 == chunks:
+                _finish(kind, element, job, ending, (panel, token + done, rows), (sums + done * STEP, ends))
             done += rows
             asked += blocks * lines
-    if planes(kind) == 1 and job.ends == 0:
-        _gather_ends(job, panel * PANEL, ends)
-    for t in range(tokens):
-        out = job.out + (token + t) * job.out_step + size * panel * PANEL
-        if planes(kind) == 2:
-            _finish(element, job, ending, panel * PANEL, sums + t * STEP, out)
-        else:
-            scale = floats_at(job.x_scales)[token + t]
-            _finish_int8(element, job, ending, panel * PANEL, sums + t * STEP, (scale, ends, out))
+
+
+@jit_rounded
+def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untyped-def]
+    """What becomes of a tile's sums, while they are in the nearest cache. place: the panel, and which input rows.
+
+    They are rounded once; in bf16, where they are added to what is there, once more for the bias.
+    """
+    (panel, token, rows), (sums, ends), size = place, rooms, 4 // planes(element)
+    row, out = panel * PANEL, job.out + token * job.out_step + size * panel * PANEL
+    bias = job.bias + size * row if job.bias != 0 else job.bias
+    flags = np.int64(ending.adds), np.int64(ending.relu)
+    count = min(PANEL, job.rows - row)
+    whole = count // LANES
+    if planes(kind) == 2:
+        finish_floats(element, (rows, whole, sums, out, job.out_step, bias, *flags))
+    else:
+        finish_ints(element, (rows, whole, sums, out, job.out_step, bias, *flags, job.x_scales + 4 * token, ends))
+    for t in range(rows if whole * LANES < count else 0):
+        for i in range(whole * LANES, count):
+            at = out + t * job.out_step
+            added = number_at(element, bias, i) if bias != 0 else np.float32(0)
+            before = number_at(element, at, i) if ending.adds else np.float32(0)
+            if planes(kind) == 1:
+                total = np.float32(ints_at(sums + t * STEP)[i] + ints_at(ends)[PANEL + i])
+                scale = floats_at(job.x_scales)[token + t]
+                value = scaled(total, scale, floats_at(ends)[i], added, before)
+            else:
+                value = floats_at(sums + t * STEP)[i] + before
+                value = (rounded(element, value) if ending.adds and bias != 0 else value) + added
+            set_number(element, at, i, np.float32(0) if ending.relu and value < np.float32(0) else value)
 
 
 @jit
@@ -210,35 +252,11 @@ def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
 
 @jit
 def _ask_for_results(job, token, tokens, place, nbytes):  # type: ignore[no-untyped-def]
-    """The lines that a tile's rows of a panel end in, which the next products would wait for."""
+    """The lines that a tile's rows of a panel end in, which the next products would wait for (not AMX's)."""
     for t in range(token, token + tokens):
         at = job.out + t * job.out_step + place
         for line in range(at, at + nbytes, LINE):
             prefetch((line,))
-
-
-@jit
-def _finish(element, job, ending, row, sums, out):  # type: ignore[no-untyped-def]
-    """Rounded once; where it is added to what is there, once more for the bias. Each loop is vectorised."""
-    count, bias = min(PANEL, job.rows - row), job.bias
-    if ending.adds:
-        for i in range(count):
-            value = floats_at(sums)[i] + number_at(element, out, i)
-            if bias != 0:
-                value = rounded(element, value) + number_at(element, bias, row + i)
-            set_number(element, out, i, _active(ending.relu, value))
-    elif bias != 0:
-        for i in range(count):
-            value = floats_at(sums)[i] + number_at(element, bias, row + i)
-            set_number(element, out, i, _active(ending.relu, value))
-    else:
-        for i in range(count):
-            set_number(element, out, i, _active(ending.relu, floats_at(sums)[i]))
-
-
-@jit
-def _active(relu, value):  # type: ignore[no-untyped-def]
-    return np.float32(0) if relu and value < np.float32(0) else value
 
 
 @jit
@@ -247,21 +265,6 @@ def _gather_ends(job, row, ends):  # type: ignore[no-untyped-def]
     for i in range(min(PANEL, job.rows - row)):
         floats_at(ends)[i] = floats_at(job.scales + (row + i) * job.scale_step)[0]
         ints_at(ends)[PANEL + i] = ints_at(job.row_sums + (row + i) * job.sum_step)[0] * np.int32(job.zero)
-
-
-@jit
-def _finish_int8(element, job, ending, row, sums, places):  # type: ignore[no-untyped-def]
-    """In fp32, rounded once (int8.rescale). places: the input row's scale, the ends, and the result."""
-    scale, ends, out = places
-    for i in range(min(PANEL, job.rows - row)):
-        total = np.float32(ints_at(sums)[i] + ints_at(ends)[PANEL + i])
-        bias = number_at(element, job.bias, row + i) if job.bias != 0 else np.float32(0)
-        before = number_at(element, out, i) if ending.adds else np.float32(0)
-        value = scaled(total, scale, floats_at(ends)[i], bias, before)
-        set_number(element, out, i, _active(ending.relu, value))
-
-
-# ---- memory
 
 
 def _room(nbytes: int) -> Any:
@@ -280,5 +283,5 @@ def _room(nbytes: int) -> Any:
     return run
 
 
-_sums_room, _strip_room, _ends_room = _room(_TOKENS * STEP), _room(_CHUNK * STEP), _room(2 * STEP)
+_sums_room, _strip_room, _ends_room = _room(_TOKENS * STEP), _room(_AMX_CHUNK * STEP), _room(2 * STEP)
 _factors_room, _registers_room = _room(STEP + LINE), _room(REGISTERS)

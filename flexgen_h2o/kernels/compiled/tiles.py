@@ -1,12 +1,13 @@
 """The vector code of the loop of products: tiles of sums, and panels in order into the blocked layout.
 
-A tile is some input rows by a panel (compiled/products.py), by AVX-512 or, in int8, by AMX. What is next of the weights
+A tile is some input rows by a panel (compiled/products.py), by AVX-512 or by AMX. What is next of the weights
 is asked for meanwhile: else memory rests while cores multiply.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -14,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
-from flexgen_h2o.kernels.compiled.vectors import F32, I32, I64, Emitter, cgutils, emitted, emitted_by_type
+from flexgen_h2o.kernels.compiled.vectors import F32, I16, I32, I64, Emitter, cgutils, emitted, emitted_by_type
 from flexgen_h2o.kernels.jit import bytes_at, jit, num_planes, shorts_at
 
 LANES = 16
@@ -26,11 +27,12 @@ _SIDE = 16  # rows of a register of AMX, of LINE bytes each; a tile has up to tw
 REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48  # bytes that say how AMX's registers are; where their bytes and rows are
 _NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
 _INTS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+_SHORTS, _HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
 
 
 def _is_amx(kind: Any) -> bool:
     """Of the type of `kind` (products.multiply)."""
-    return bool(kind == types.int8)
+    return kind in (types.int8, types.int16)
 
 
 def _most_rows(_context: Any, kind: Any) -> Any:
@@ -39,7 +41,14 @@ def _most_rows(_context: Any, kind: Any) -> Any:
     return types.int64(kind), lambda *_: constant
 
 
+def _by_amx(_context: Any, kind: Any) -> Any:
+    """Known at compile time."""
+    constant = ir.Constant(ir.IntType(1), _is_amx(kind))
+    return types.boolean(kind), lambda *_: constant
+
+
 most_rows: Any = intrinsic(_most_rows)
+is_amx: Any = intrinsic(_by_amx)
 
 
 def _dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
@@ -50,7 +59,7 @@ def _dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
 
 def _emit_tile(e: Emitter, kind: Any, *numbers: Any) -> None:
     if _is_amx(kind):
-        _emit_amx_tile(e, *numbers)
+        _emit_amx_tile(e, "tdpbf16ps" if num_planes(kind) == 2 else "tdpbusd", *numbers)
     else:
         _emit_vector_tile(e, num_planes(kind), *numbers)
 
@@ -107,16 +116,16 @@ def _amx(e: Emitter, name: str, *arguments: Any) -> None:
     e.builder.call(cgutils.get_or_insert_function(e.builder.module, function, f"llvm.x86.{name}"), values)
 
 
-def _emit_amx_tile(e: Emitter, rows: Any, *numbers: Any) -> None:
+def _emit_amx_tile(e: Emitter, dot: str, rows: Any, *numbers: Any) -> None:
     with e.builder.if_else(e.builder.icmp_signed(">", rows, e.number(_SIDE))) as (pair, single):
         with pair:
             for half in (0, 1):
-                _emit_registers(e, numbers, half, is_pair=True)
+                _emit_registers(e, dot, numbers, half, is_pair=True)
         with single:
-            _emit_registers(e, numbers, 0, is_pair=False)
+            _emit_registers(e, dot, numbers, 0, is_pair=False)
 
 
-def _emit_registers(e: Emitter, numbers: tuple[Any, ...], half: int, is_pair: bool) -> None:
+def _emit_registers(e: Emitter, dot: str, numbers: tuple[Any, ...], half: int, is_pair: bool) -> None:
     """16 input rows by a panel, or two times 16 by a half of it. Registers of 16 rows: 0 to 3 are sums, 4 and 5 input
     rows, 6 and 7 words of 16 rows of the panel."""
     b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
@@ -131,10 +140,14 @@ def _emit_registers(e: Emitter, numbers: tuple[Any, ...], half: int, is_pair: bo
         with fresh:
             for register in range(4):
                 _amx(e, "tilezero", register)
-    coming = None if half else _Ahead.begin(e, *to_come)
-    with e.loop(b.sdiv(words, many)) as loop:
-        if coming is not None:
-            coming.ask()
+    steps = b.sdiv(words, many)
+    if is_pair:  # each half asks for half of it: memory would rest during the other
+        lines, *where, first = to_come
+        some = b.sdiv(b.add(lines, e.number(1)), e.number(2))
+        to_come = [some, *where, b.add(first, b.mul(e.number(half), b.mul(some, steps)))]
+    coming = _Ahead.begin(e, *to_come)
+    with e.loop(steps) as loop:
+        coming.ask()
         at = b.add(weight, b.mul(loop.index, e.number(_SIDE * STEP)))
         mine = b.add(x, b.mul(loop.index, e.number(LINE)))
         _amx(e, "tileloadd64", 4, mine, x_step)
@@ -143,9 +156,9 @@ def _emit_registers(e: Emitter, numbers: tuple[Any, ...], half: int, is_pair: bo
         for vector in range(2 if is_pair else _VECTORS):
             register = 6 + vector % 2
             _amx(e, "tileloadd64", register, b.add(at, e.number(LINE * (2 * half + vector))), step)
-            _amx(e, "tdpbusd", vector, 4, register)
+            _amx(e, dot, vector, 4, register)
             if is_pair:
-                _amx(e, "tdpbusd", vector + 2, 5, register)
+                _amx(e, dot, vector + 2, 5, register)
     for register, place in enumerate(places):
         _amx(e, "tilestored64", register, place, step)
 
@@ -183,14 +196,21 @@ class _Ahead:
     def ask(self) -> None:
         e, b = self.e, self.e.builder
         left = b.load(self.left)
-        with e.loop(b.select(b.icmp_signed("<", left, self.lines), left, self.lines)):
-            place, column = b.load(self.place), b.add(b.load(self.column), e.number(1))
-            e.prefetch(place, _NEXT_CACHE)
-            is_last = b.icmp_signed("==", column, self.run)
-            back = b.sub(self.step, b.mul(self.run, e.number(LINE)))
-            onward = b.add(place, e.number(LINE))
-            b.store(b.select(is_last, b.add(onward, back), onward), self.place)
-            b.store(b.select(is_last, e.number(0), column), self.column)
+        some = b.select(b.icmp_signed("<", left, self.lines), left, self.lines)
+        with b.if_else(b.icmp_signed("==", self.step, b.mul(self.run, e.number(LINE)))) as (in_one, in_runs):
+            with in_one:
+                place = b.load(self.place)
+                with e.loop(some) as loop:
+                    e.prefetch(b.add(place, b.mul(loop.index, e.number(LINE))), _NEXT_CACHE)
+                b.store(b.add(place, b.mul(self.lines, e.number(LINE))), self.place)
+            with in_runs, e.loop(some):
+                place, column = b.load(self.place), b.add(b.load(self.column), e.number(1))
+                e.prefetch(place, _NEXT_CACHE)
+                is_last = b.icmp_signed("==", column, self.run)
+                back = b.sub(self.step, b.mul(self.run, e.number(LINE)))
+                onward = b.add(place, e.number(LINE))
+                b.store(b.select(is_last, b.add(onward, back), onward), self.place)
+                b.store(b.select(is_last, e.number(0), column), self.column)
         b.store(b.sub(left, self.lines), self.left)
 
 
@@ -224,9 +244,77 @@ def _quarters(e: Emitter, places: list[Any]) -> Any:
     return found
 
 
+def _numbers(e: Emitter, element: Any, at: Any) -> Any:
+    """A vector of the numbers at an address, in fp32 (jit.number_at)."""
+    return e.load(at, _FLOATS) if element == types.float32 else _widened(e, element, e.load(at, _SHORTS, align=2))
+
+
+def _widened(e: Emitter, element: Any, kept: Any) -> Any:
+    if element == types.float32:
+        return kept
+    if element == types.int16:
+        return e.builder.fpext(e.builder.bitcast(kept, _HALVES), _FLOATS)
+    return e.builder.bitcast(e.builder.shl(e.builder.zext(kept, _INTS), e.constant(_INTS, 16)), _FLOATS)
+
+
+def _rounded(e: Emitter, element: Any, value: Any) -> Any:
+    """A vector of fp32 as it is kept: fp32, or 16 bits of each (jit.set_number)."""
+    b = e.builder
+    if element == types.float32:
+        return value
+    if element == types.int16:
+        return b.bitcast(b.fptrunc(value, _HALVES), _SHORTS)
+    bits = b.bitcast(value, _INTS)
+    odd = b.and_(b.lshr(bits, e.constant(_INTS, 16)), e.constant(_INTS, 1))
+    near = b.add(b.add(bits, e.constant(_INTS, 0x7FFF)), odd)
+    quiet = b.or_(bits, e.constant(_INTS, 0x400000))
+    kept = b.select(b.fcmp_unordered("uno", value, value), quiet, near)
+    return b.trunc(b.lshr(kept, e.constant(_INTS, 16)), _SHORTS)
+
+
+def _emit_finish(is_int: bool, e: Emitter, element: Any, *numbers: Any) -> None:
+    """To be called from what is jit_rounded, which gets the same of what is less than a vector."""
+    b, (rows, vectors, sums, out, out_step, bias, *flags) = e.builder, numbers
+    ends, zero, size = flags[2:], e.constant(_FLOATS, 0.0), e.number(4 // num_planes(element))
+    is_added, has_relu, has_bias = (b.icmp_signed("!=", flag, e.number(0)) for flag in (*flags[:2], bias))
+    with e.loop(rows) as row, e.loop(vectors) as vector:
+        first = b.mul(vector.index, e.number(LANES))
+        at = e.onward(b.add(sums, b.mul(row.index, e.number(STEP))), first)
+        place = b.add(b.add(out, b.mul(row.index, out_step)), b.mul(first, size))
+        there, added = (cgutils.alloca_once_value(b, zero) for _ in range(2))
+        for variable, of_it in ((there, zero), (added, zero)):
+            b.store(of_it, variable)
+        with b.if_then(is_added):
+            b.store(_numbers(e, element, place), there)
+        with b.if_then(has_bias):
+            b.store(_numbers(e, element, b.add(bias, b.mul(first, size))), added)
+        if is_int:
+            total = b.fadd(b.fadd(_rescaled(e, at, row.index, first, *ends), b.load(added)), b.load(there))
+        else:
+            value = cgutils.alloca_once(b, _FLOATS)
+            b.store(b.fadd(e.load(at, _FLOATS), b.load(there)), value)
+            with b.if_then(b.and_(is_added, has_bias)):
+                b.store(_widened(e, element, _rounded(e, element, b.load(value))), value)
+            total = b.fadd(b.load(value), b.load(added))
+        least = b.select(b.fcmp_ordered("<", total, zero), zero, total)
+        e.store(_rounded(e, element, b.select(has_relu, least, total)), place, align=2)
+
+
+def _rescaled(e: Emitter, at: Any, row: Any, first: Any, x_scales: Any, ends: Any) -> Any:
+    """Sums of codes as int8.scaled has them before bias. ends: scales of the panel's rows, then what is added."""
+    b, scales = e.builder, e.onward(ends, first)
+    total = b.add(e.load(at, _INTS), e.load(b.add(scales, e.number(STEP)), _INTS))
+    x_scale = e.spread([e.load(e.onward(x_scales, row), F32)], LANES)
+    return b.fmul(b.fmul(b.sitofp(total, _FLOATS), x_scale), e.load(scales, _FLOATS))
+
+
 # tile(kind, (rows, words, weight, x, x_step, sums, begun, lines, ahead, step, run, first)): sums (rows, PANEL), which
 # products of so many words begin, or are added to; and what is asked for meanwhile (_Ahead).
 tile = emitted_by_type(lambda kind: kind, _emit_tile)
+# finish_floats(element, (rows, vectors, sums, out, out_step, bias, adds, relu)): so many vectors of a panel's sums of
+# each input row are the result; finish_ints: the same with (..., x_scales, ends), see _rescaled.
+finish_floats = emitted_by_type(lambda element: element, partial(_emit_finish, False))
+finish_ints = emitted_by_type(lambda element: element, partial(_emit_finish, True))
 # load_registers(kind, (address,)), release_registers(kind, ()): of AMX; nothing for other kinds.
 load_registers = emitted_by_type(_is_amx, lambda e, is_amx, at: _amx(e, "ldtilecfg", at) if is_amx else None)
 release_registers = emitted_by_type(_is_amx, lambda e, is_amx: _amx(e, "tilerelease") if is_amx else None)

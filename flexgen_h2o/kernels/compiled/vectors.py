@@ -77,8 +77,8 @@ class Emitter:
             vectors = [self.shuffle(a, b, size) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
         return vectors[0]
 
-    def store(self, value: Any, address: Any) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
+    def store(self, value: Any, address: Any, align: int = 4) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=align)
 
     def add(self, a: Any, b: Any) -> Any:
         return self.builder.fadd(a, b, flags=_FLAGS)

@@ -319,7 +319,7 @@ def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         assert block_int8_rows(packed)[0] is packed
     monkeypatch.setattr(int8, "cpu_has", lambda _: False)
     assert blank_int8_rows(rows[3])[0] is rows[3]
-    monkeypatch.setattr(products, "has_loop", lambda _: False)
+    monkeypatch.setattr(products, "has_loop", lambda *_: False)
     before = rows[3].clone()
     assert block_int8_rows(rows[3])[0] is rows[3] and torch.equal(rows[3], before)
 
@@ -375,7 +375,7 @@ def test_rows_in_4_bits_are_multiplied_and_looked_up_as_their_int8_rows(
 ) -> None:
     """To the bit, by the compiled loop where this CPU has its instructions, and elsewhere."""
     if not has_loop:
-        monkeypatch.setattr(products, "has_loop", lambda _: False)
+        monkeypatch.setattr(products, "has_loop", lambda *_: False)
     n, columns = shape
     packed, x, bias = packed_rows(n, columns), torch.randn(tokens, columns).to(dtype), torch.randn(n).to(dtype)
     ws = room(tokens, columns, n, dtype)

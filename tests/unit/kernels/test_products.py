@@ -46,7 +46,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     by_amx = request.param == "AMX"
     if by_amx and not products.has_amx():
         pytest.skip("this CPU has no AMX")
-    monkeypatch.setattr(products, "has_loop", lambda dtype: dtype in (BF16, torch.uint8))
+    monkeypatch.setattr(products, "has_loop", lambda dtype, in_order=False: dtype in (BF16, torch.uint8))
     monkeypatch.setattr(products, "has_amx", lambda: by_amx)
 
 
@@ -207,7 +207,7 @@ def test_experts_in_one_pass(kinds: Sequence[str], has_bias: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_without_the_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In torch operations, chunks of inputs that end within an expert's rows; in float32 too."""
-    monkeypatch.setattr(products, "has_loop", lambda _: False)
+    monkeypatch.setattr(products, "has_loop", lambda *_: False)
     monkeypatch.setattr("flexgen_h2o.kernels.int8.TOKEN_CHUNK", 16)
     counts, n = [3, 0, 20, 14], 37
     held, x = [Held(kind, 70, 128, n) for _ in counts], normal(n, 128)
@@ -241,10 +241,17 @@ def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
             linear(x, (DenseRows(weight),), None, out).float(), x.float().sum().expand(1, 5), rtol=0.02, atol=0.1
         )
     monkeypatch.undo()
-    for features in ((), ("avx512bf16", "amx-bf16"), ("avx512vnni", "amx-int8")):
+    vectors, tiles = ("avx512bf16", "avx512vnni"), ("amx-bf16", "amx-int8")
+    for features in ((), vectors, vectors[:1] + tiles[:1], vectors[1:] + tiles[1:], vectors + tiles):
         monkeypatch.setattr(products, "cpu_has", lambda feature, features=features: feature in features)
-        assert not products.has_loop.__wrapped__(BF16)
-        assert products.has_loop.__wrapped__(torch.uint8) == ("avx512vnni" in features)
         for found in (None, lambda: False, lambda: True):
             monkeypatch.setattr(torch.cpu, "_init_amx", found, raising=False)
-            assert products.has_amx.__wrapped__() == ("amx-int8" in features and found is not None and found())
+            has_amx = products.has_amx.__wrapped__()
+            assert has_amx == (set(tiles) <= set(features) and found is not None and found())
+            monkeypatch.setattr(products, "has_amx", lambda has_amx=has_amx: has_amx)
+            for in_order in (False, True):
+                is_torch = "amx-bf16" in features and (in_order or not has_amx)
+                assert products.has_loop.__wrapped__(BF16, in_order) == ("avx512bf16" in features and not is_torch)
+                assert products.has_loop.__wrapped__(torch.uint8, in_order) == ("avx512vnni" in features)
+            monkeypatch.undo()
+            monkeypatch.setattr(products, "cpu_has", lambda feature, features=features: feature in features)
