@@ -146,11 +146,9 @@ class WeightStore:
                         held.rows = self._as_held(layout, held, None, blocks)
 
     def _blocks(self, unit: int) -> bool:
-        """Are resident rows of this unit blocked: those that are multiplied where they lie, and where a table is looked
-        up in as well only if that can be done in blocked rows."""
-        kinds = {layer.kind for layer in self.plan.layers if layer.unit == unit}
-        in_order = "embedding" in kinds and not (self._form.blocks_tables and len(kinds) > 1)
-        return self._is_host and not self.decodes and not in_order
+        """Are resident rows of this unit blocked: those that are multiplied where they lie?"""
+        is_multiplied = any(layer.kind != "embedding" for layer in self.plan.layers if layer.unit == unit)
+        return self._is_host and not self.decodes and is_multiplied
 
     def check_unchanged(self) -> None:
         """CheckpointChangedError where a file that sweeps read from is not as it was when the checkpoint was opened.

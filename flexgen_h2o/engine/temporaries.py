@@ -99,7 +99,7 @@ def blocking_bytes(spec: ModelSpec, form: WeightFormat, device_is_host: bool) ->
     itemsize, ends = (1, 3 * INT8_ROW_BYTES) if form.in_int8 else (form.itemsize, 0)
     return max(
         min(outer, max(BLOCK_ROWS, BLOCK_CHUNK // (inner * itemsize))) * inner * itemsize + outer * ends
-        for outer, inner in _blocked_shapes(spec, form.blocks_tables)
+        for outer, inner in _blocked_shapes(spec)
     )
 
 
@@ -110,10 +110,11 @@ def _blocks(spec: ModelSpec) -> Iterator[tuple[TensorSpec, ...]]:
 
 
 @lru_cache(maxsize=16)
-def _blocked_shapes(spec: ModelSpec, with_table: bool) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of the matrices that may be blocked, each once. with_table: one that the head shares too."""
-    head = () if spec.shares_table and not with_table else spec.head
-    return tuple({(t.shape[0], t.shape[1]) for block in (*_blocks(spec), head) for t in block if len(t.shape) == 2})
+def _blocked_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of the matrices that may be blocked, each once."""
+    tables = spec.embedding if spec.shares_table else ()
+    units = (*_blocks(spec), spec.head, tables)
+    return tuple({(t.shape[0], t.shape[1]) for unit in units for t in unit if len(t.shape) == 2})
 
 
 def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: Policy) -> int:

@@ -21,7 +21,7 @@ import torch
 from flexgen_h2o.core.packing import GROUP, INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
 from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, REQUANTISE_CHUNK, TOKEN_CHUNK, UNPACK_CHUNK
 from flexgen_h2o.kernels import products
-from flexgen_h2o.kernels.linear import RowPart, block_words
+from flexgen_h2o.kernels.linear import RowPart, block_words, words_of_blocks
 from flexgen_h2o.kernels.packed import unpack_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows
 
@@ -74,9 +74,8 @@ class BlockedInt8:
 
     def rows_at(self, ids: torch.Tensor) -> torch.Tensor:
         """(len(ids), columns) int8: the values of rows; ids: int64."""
-        values = self.memory.view(-1)[: len(self) * self.columns].view(torch.int32)
-        words = values.view(-1, self.columns // WORD, BLOCK_ROWS)
-        return words[ids // BLOCK_ROWS, :, ids % BLOCK_ROWS].view(torch.int8)
+        values = self.memory.view(-1)[: len(self) * self.columns]
+        return words_of_blocks(values, self.columns // WORD, ids).view(torch.int8)
 
 
 BUFFERS = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"  # that a Workspace has

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
 from flexgen_h2o.kernels import products
 
@@ -252,7 +253,10 @@ class BlockedRows(RowPart):
         return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError("tables of embeddings are not blocked")
+        words = self.memory.shape[1] * self.memory.itemsize // WORD
+        some = max(1, BLOCK_CHUNK // (words * WORD))
+        for wanted, there in zip(ids.split(some), out.split(some), strict=True):
+            there.copy_(words_of_blocks(self.memory.view(-1), words, wanted).view(self.memory.dtype))
 
 
 def block_rows(rows: torch.Tensor) -> RowParts:
@@ -268,6 +272,11 @@ def block_rows(rows: torch.Tensor) -> RowParts:
     block_words(rows[:end].view(torch.int32), rows[:end].view(-1))
     blocked = BlockedRows(rows[:end])
     return (blocked,) if end == len(rows) else (blocked, DenseRows(rows[end:]))
+
+
+def words_of_blocks(memory: torch.Tensor, words: int, ids: torch.Tensor) -> torch.Tensor:
+    """The rows `ids` (int64, (n,)) of blocked ones of so many words, which `memory` (flat) holds: (n, words) int32."""
+    return memory.view(torch.int32).view(-1, words, BLOCK_ROWS)[ids // BLOCK_ROWS, :, ids % BLOCK_ROWS]
 
 
 def block_words(words: torch.Tensor, memory: torch.Tensor) -> None:

@@ -278,8 +278,8 @@ def layer_work(
     if layer.kind == "embedding":
         return Work(elementwise=3.0 * tokens * at.spec.hidden_size * at.itemsize)
     if layer.kind == "head":
-        head, is_table = (WeightUnit("", at.spec.head), True) if at.spec.shares_table else (unit, False)
-        return Work(_products(at, head, batch.rows, is_table), logits=float(batch.rows * len(layer.rows)))
+        head = WeightUnit("", at.spec.head) if at.spec.shares_table else unit
+        return Work(_products(at, head, batch.rows), logits=float(batch.rows * len(layer.rows)))
     if layer.kind == "experts":
         return _experts_work(at, layer, unit, tokens)
     elementwise = float(tokens * _elementwise_width(at.spec, layer.kind) * at.itemsize)
@@ -391,12 +391,12 @@ def _waiting_columns(gen_len: int) -> float:
     return (written * WRITE_BACK_STEPS * (WRITE_BACK_STEPS - 1) + rest * (rest - 1)) / 2 / sweeps
 
 
-def _products(at: CostContext, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:
+def _products(at: CostContext, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
     """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
-    whole once it is unpacked. Resident parts are blocked, but not those of a table, which is looked up in as well."""
+    whole once it is unpacked. Resident parts are blocked."""
     shares = WHOLE if at.form.decodes else at.weight_shares
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
-    blocks = is_blocked(at.form, at.device_is_host) and not is_table
+    blocks = is_blocked(at.form, at.device_is_host)
     return tuple(
         Product(rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0)
         for columns, part in _part_shapes(shapes, shares)

@@ -194,12 +194,11 @@ class WeightFormat:
     This class itself is the format `dense`, of most checkpoints: any float dtype, held in the compute dtype.
 
     itemsize: bytes of the compute dtype. decodes: are matrices decoded into a buffer when their unit is opened? Else
-    they are used as held. blocks_tables: can rows be looked up in what is blocked for products?
+    they are used as held.
     """
 
     itemsize: int
     decodes: ClassVar[bool] = False
-    blocks_tables: ClassVar[bool] = False
     sample_name: ClassVar[str] = ""  # of a tensor that it has matrices of, whatever the model
     sample_columns: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)  # of matrices that take different loops
 

@@ -22,9 +22,6 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Int8(PackedFormat):
-    """Blocked rows can be looked up in as well, so a tied table is blocked too."""
-
-    blocks_tables = True
     flag = "--int8-compute"
 
     @property

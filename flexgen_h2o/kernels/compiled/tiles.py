@@ -282,8 +282,6 @@ def _emit_finish(is_int: bool, e: Emitter, element: Any, *numbers: Any) -> None:
         at = e.onward(b.add(sums, b.mul(row.index, e.number(STEP))), first)
         place = b.add(b.add(out, b.mul(row.index, out_step)), b.mul(first, size))
         there, added = (cgutils.alloca_once_value(b, zero) for _ in range(2))
-        for variable, of_it in ((there, zero), (added, zero)):
-            b.store(of_it, variable)
         with b.if_then(is_added):
             b.store(_numbers(e, element, place), there)
         with b.if_then(has_bias):
@@ -291,8 +289,7 @@ def _emit_finish(is_int: bool, e: Emitter, element: Any, *numbers: Any) -> None:
         if is_int:
             total = b.fadd(b.fadd(_rescaled(e, at, row.index, first, *ends), b.load(added)), b.load(there))
         else:
-            value = cgutils.alloca_once(b, _FLOATS)
-            b.store(b.fadd(e.load(at, _FLOATS), b.load(there)), value)
+            value = cgutils.alloca_once_value(b, b.fadd(e.load(at, _FLOATS), b.load(there)))
             with b.if_then(b.and_(is_added, has_bias)):
                 b.store(_widened(e, element, _rounded(e, element, b.load(value))), value)
             total = b.fadd(b.load(value), b.load(added))

@@ -97,8 +97,21 @@ def test_odd_rows_stay() -> None:
     assert isinstance(whole, BlockedRows) and len(whole) == 320
     assert isinstance(rest, DenseRows) and torch.equal(rest.rows, weight[320:])
     assert rest.rows.data_ptr() == memory[320:].data_ptr()
-    with pytest.raises(NotImplementedError):
-        lookup(torch.tensor([1]), (whole,), normal(1, 128))
+
+
+@needs_loop
+@pytest.mark.parametrize("columns", [64, 128, 2112])
+def test_rows_are_looked_up_in_blocks(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows in order; any ids, some more than once; none; some at a time."""
+    monkeypatch.setattr(linear_kernels, "BLOCK_CHUNK", 100 * columns * 2)
+    weight = normal(208, columns)
+    parts = block_rows(weight.clone())
+    assert [type(part) for part in parts] == [BlockedRows, DenseRows]
+    for ids in (torch.arange(208), torch.tensor([207, 0, 63, 64, 64, 191, 192]), torch.tensor([5, 9, 7])[::2]):
+        out = torch.zeros(len(ids), columns + 6, dtype=torch.bfloat16)
+        lookup(ids, parts, out[:, 2:-4])
+        assert torch.equal(out[:, 2:-4], weight[ids]) and not out[:, :2].any() and not out[:, -4:].any()
+    assert lookup(torch.zeros(0, dtype=torch.int64), parts[:1], normal(0, columns)).shape == (0, columns)
 
 
 @pytest.mark.parametrize(

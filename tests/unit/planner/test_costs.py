@@ -101,8 +101,7 @@ def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[i
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_lies_where_it_is_computed_on_is_multiplied_blocked(tied: bool) -> None:
-    head = 0 if tied else SPEC.vocab_size
-    whole = {"attention": (512, 512), "mlp": (640, 640), "head": (head, SPEC.vocab_size)}
+    whole = {"attention": (512, 512), "mlp": (640, 640), "head": (SPEC.vocab_size, SPEC.vocab_size)}
     nothing = {kind: (0, every) for kind, (_, every) in whole.items()}
     rest = (100, 0, 100, 0)
     for on_device, on_host in ((100, 0), (0, 100)):
