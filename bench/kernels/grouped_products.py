@@ -3,9 +3,9 @@ rows with blocked matrices, at 1.2 times F.linear with matrices in order, and tw
 
 Method: the three matrices of some experts, more than the last cache holds; all of them with as many rows each, in one
 pass of `grouped_linear` for gates and ups and one for downs, against F.linear, which takes one after the other. All in
-turn, in one process and with the same threads, beside the peak (products in registers alone, on all threads) and the
-memory (a sum over the same matrices). The roofline is the lower of the peak and of rows x memory (2 FLOPs a weight and
-row, 2 bytes a weight). `silu_gated` of all rows between the passes is what fusing could save. Medians of each round's.
+turn, in one process and with the same threads, beside the peak (a large product of torch's) and the memory (a sum over
+the same matrices). The roofline is the lower of the peak and of rows x memory (2 FLOPs a weight and row, 2 bytes a
+weight). `silu_gated` of all rows between the passes is what fusing could save. Medians of each round's.
 
     python -m bench.kernels.grouped_products                       both models, some minutes
     python -m bench.kernels.grouped_products --models gpt-oss --repeats 3
@@ -40,7 +40,8 @@ from flexgen_h2o.tiers.device import host_buffer
 SHAPES = {"qwen3-30b-a3b": (2048, 768), "gpt-oss": (2880, 2880)}  # hidden, an expert's own width
 ROWS = (8, 16, 32, 64, 128)
 POOL_BYTES = 160 * 2**20  # of each form of the matrices
-SUMS, STEPS = 24, 2**16  # of the peak: registers that are added to, and how often at a time
+PEAK_SIDE = 2048  # of the matrices of the product that is the peak
+PEAK_FLOPS = 2 * PEAK_SIDE**3
 LEAST_S = 0.05  # of one figure
 BUSY = 0.1  # share of the cores that others may take of a round; else there is another one, and the quietest are kept
 BF16 = torch.bfloat16
@@ -145,36 +146,9 @@ def _copies(matrix: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _peak() -> Call:
-    """Products of bf16 in registers on all threads: SUMS x STEPS of 64 FLOPs each on each."""
-    from flexgen_h2o.kernels.compiled.vectors import emitted
-    from flexgen_h2o.kernels.jit import jit
-
-    run = emitted(_emit_peak)
-    scratch = torch.zeros(torch.get_num_threads(), 64)
-    start = scratch.data_ptr()
-
-    @jit
-    def loop(first, end):  # type: ignore[no-untyped-def]
-        for i in range(first, end):
-            run((STEPS, start + 256 * i))
-
-    return lambda: parallel_rows(loop, len(scratch), 2**30)
-
-
-def _emit_peak(e: Any, steps: Any, out: Any) -> None:
-    """What is added is loaded and unknown to the compiler; the sum of all is stored."""
-    from flexgen_h2o.kernels.compiled.products import FLOATS, INTS, dot
-
-    b = e.builder
-    (sums,) = e.variables(FLOATS, 1, SUMS)
-    words = e.load(out, INTS)
-    with e.loop(steps):
-        for variable in sums:
-            b.store(dot(e, 2, b.load(variable), words, words), variable)
-    total = b.load(sums[0])
-    for variable in sums[1:]:
-        total = b.fadd(total, b.load(variable))
-    e.store(total, out)
+    """A large product in bf16, of PEAK_FLOPS."""
+    a, b, out = (torch.randn(PEAK_SIDE, PEAK_SIDE).to(BF16) for _ in range(3))
+    return lambda: torch.mm(a, b.t(), out=out)
 
 
 def _seconds(call: Call, clock: Callable[[], float]) -> float:
@@ -208,7 +182,7 @@ def _measure(experts: Experts, rows: int, args: argparse.Namespace) -> dict[str,
     each = {name: [spent[name] for _, spent in kept] for name in calls}
     flops = 2 * rows * experts.numel * experts.count
     rates = {name: [flops / s for s in each[name]] for name in ("torch", *experts.forms)}
-    peaks = [torch.get_num_threads() * SUMS * STEPS * 64 / s for s in each["peak"]]
+    peaks = [PEAK_FLOPS / s for s in each["peak"]]
     memory = [2 * experts.numel * experts.count / s for s in each["memory"]]
     roofs = [min(peak, rows * speed) for peak, speed in zip(peaks, memory, strict=True)]
     return {
