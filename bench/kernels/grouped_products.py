@@ -34,7 +34,7 @@ from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.elementwise import silu_gated
 from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import DenseRows, RowParts, block_rows, grouped_linear
-from flexgen_h2o.kernels.workspace import Workspace, parallel_rows
+from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.tiers.device import host_buffer
 
 SHAPES = {"qwen3-30b-a3b": (2048, 768), "gpt-oss": (2880, 2880)}  # hidden, an expert's own width
