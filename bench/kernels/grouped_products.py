@@ -41,7 +41,6 @@ SHAPES = {"qwen3-30b-a3b": (2048, 768), "gpt-oss": (2880, 2880)}  # hidden, an e
 ROWS = (8, 16, 32, 64, 128)
 POOL_BYTES = 160 * 2**20  # of each form of the matrices
 PEAK_SIDE = 2048  # of the matrices of the product that is the peak
-PEAK_FLOPS = 2 * PEAK_SIDE**3
 LEAST_S = 0.05  # of one figure
 BUSY = 0.1  # share of the cores that others may take of a round; else there is another one, and the quietest are kept
 BF16 = torch.bfloat16
@@ -146,7 +145,7 @@ def _copies(matrix: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _peak() -> Call:
-    """A large product in bf16, of PEAK_FLOPS."""
+    """A large product in bf16."""
     a, b, out = (torch.randn(PEAK_SIDE, PEAK_SIDE).to(BF16) for _ in range(3))
     return lambda: torch.mm(a, b.t(), out=out)
 
@@ -182,7 +181,7 @@ def _measure(experts: Experts, rows: int, args: argparse.Namespace) -> dict[str,
     each = {name: [spent[name] for _, spent in kept] for name in calls}
     flops = 2 * rows * experts.numel * experts.count
     rates = {name: [flops / s for s in each[name]] for name in ("torch", *experts.forms)}
-    peaks = [PEAK_FLOPS / s for s in each["peak"]]
+    peaks = [2 * PEAK_SIDE**3 / s for s in each["peak"]]
     memory = [2 * experts.numel * experts.count / s for s in each["memory"]]
     roofs = [min(peak, rows * speed) for peak, speed in zip(peaks, memory, strict=True)]
     return {

@@ -211,7 +211,7 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
         finish_floats(element, (rows, whole, sums, out, job.out_step, bias, *flags))
     else:
         finish_ints(element, (rows, whole, sums, out, job.out_step, bias, *flags, job.x_scales + 4 * token, ends))
-    for t in range(rows if whole * LANES < count else 0):
+    for t in range(rows):
         for i in range(whole * LANES, count):
             at = out + t * job.out_step
             added = number_at(element, bias, i) if bias != 0 else np.float32(0)

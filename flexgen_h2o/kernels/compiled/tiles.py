@@ -35,20 +35,19 @@ def _is_amx(kind: Any) -> bool:
     return kind in (types.int8, types.int16)
 
 
-def _most_rows(_context: Any, kind: Any) -> Any:
-    """Input rows of a tile at most; known at compile time."""
-    constant = ir.Constant(I64, 2 * _SIDE if _is_amx(kind) else _MOST_ROWS)
-    return types.int64(kind), lambda *_: constant
-
-
 def _by_amx(_context: Any, kind: Any) -> Any:
     """Known at compile time."""
     constant = ir.Constant(ir.IntType(1), _is_amx(kind))
     return types.boolean(kind), lambda *_: constant
 
 
-most_rows: Any = intrinsic(_most_rows)
 is_amx: Any = intrinsic(_by_amx)
+
+
+@jit
+def most_rows(kind):  # type: ignore[no-untyped-def]
+    """Input rows of a tile at most."""
+    return 2 * _SIDE if is_amx(kind) else _MOST_ROWS
 
 
 def _dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
@@ -196,21 +195,14 @@ class _Ahead:
     def ask(self) -> None:
         e, b = self.e, self.e.builder
         left = b.load(self.left)
-        some = b.select(b.icmp_signed("<", left, self.lines), left, self.lines)
-        with b.if_else(b.icmp_signed("==", self.step, b.mul(self.run, e.number(LINE)))) as (in_one, in_runs):
-            with in_one:
-                place = b.load(self.place)
-                with e.loop(some) as loop:
-                    e.prefetch(b.add(place, b.mul(loop.index, e.number(LINE))), _NEXT_CACHE)
-                b.store(b.add(place, b.mul(self.lines, e.number(LINE))), self.place)
-            with in_runs, e.loop(some):
-                place, column = b.load(self.place), b.add(b.load(self.column), e.number(1))
-                e.prefetch(place, _NEXT_CACHE)
-                is_last = b.icmp_signed("==", column, self.run)
-                back = b.sub(self.step, b.mul(self.run, e.number(LINE)))
-                onward = b.add(place, e.number(LINE))
-                b.store(b.select(is_last, b.add(onward, back), onward), self.place)
-                b.store(b.select(is_last, e.number(0), column), self.column)
+        with e.loop(b.select(b.icmp_signed("<", left, self.lines), left, self.lines)):
+            place, column = b.load(self.place), b.add(b.load(self.column), e.number(1))
+            e.prefetch(place, _NEXT_CACHE)
+            is_last = b.icmp_signed("==", column, self.run)
+            back = b.sub(self.step, b.mul(self.run, e.number(LINE)))
+            onward = b.add(place, e.number(LINE))
+            b.store(b.select(is_last, b.add(onward, back), onward), self.place)
+            b.store(b.select(is_last, e.number(0), column), self.column)
         b.store(b.sub(left, self.lines), self.left)
 
 
@@ -326,7 +318,7 @@ def set_registers(kind, registers, rows):  # type: ignore[no-untyped-def]
 
     registers: the address of REGISTERS bytes, zeros at first.
     """
-    if most_rows(kind) <= _SIDE:
+    if not is_amx(kind):
         return
     first = min(rows, _SIDE)
     second = rows - first if rows > first else first

@@ -245,13 +245,12 @@ def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     for features in ((), vectors, vectors[:1] + tiles[:1], vectors[1:] + tiles[1:], vectors + tiles):
         monkeypatch.setattr(products, "cpu_has", lambda feature, features=features: feature in features)
         for found in (None, lambda: False, lambda: True):
-            monkeypatch.setattr(torch.cpu, "_init_amx", found, raising=False)
-            has_amx = products.has_amx.__wrapped__()
-            assert has_amx == (set(tiles) <= set(features) and found is not None and found())
-            monkeypatch.setattr(products, "has_amx", lambda has_amx=has_amx: has_amx)
-            for in_order in (False, True):
-                is_torch = "amx-bf16" in features and (in_order or not has_amx)
-                assert products.has_loop.__wrapped__(BF16, in_order) == ("avx512bf16" in features and not is_torch)
-                assert products.has_loop.__wrapped__(torch.uint8, in_order) == ("avx512vnni" in features)
-            monkeypatch.undo()
-            monkeypatch.setattr(products, "cpu_has", lambda feature, features=features: feature in features)
+            with monkeypatch.context() as inner:
+                inner.setattr(torch.cpu, "_init_amx", found, raising=False)
+                has_amx = products.has_amx.__wrapped__()
+                assert has_amx == (set(tiles) <= set(features) and found is not None and found())
+                inner.setattr(products, "has_amx", lambda has_amx=has_amx: has_amx)
+                for in_order in (False, True):
+                    is_torch = "amx-bf16" in features and (in_order or not has_amx)
+                    assert products.has_loop.__wrapped__(BF16, in_order) == ("avx512bf16" in features and not is_torch)
+                    assert products.has_loop.__wrapped__(torch.uint8, in_order) == ("avx512vnni" in features)
