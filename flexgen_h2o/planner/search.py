@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from operator import attrgetter, itemgetter
@@ -43,6 +43,7 @@ from flexgen_h2o.planner.work import disk_read_bytes
 FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
 # A KV unit is read as far as it is filled, on average more than this share of what is set aside for it.
 LEAST_READ = 0.5
+MEMORY = TIERS[:2]
 IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
 MOST_SOLVED = 64
 OPTIMISM = 1.25  # the program knows no waits and no contention: what it says of a plan may come out so much longer
@@ -247,24 +248,25 @@ def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
 
 
 def _largest(space: SearchSpace) -> Iterator[Policy]:
-    """For a few numbers of micro-batches the largest ones with which everything is in memory, and all but the weights;
-    and of as many blocks those that are equal. Measured with the base policy's switches, tried with all."""
-    rows = space.need.rows
+    """For a few numbers of micro-batches the largest ones with which everything is on the device, in memory, or all in
+    memory but the weights; and of as many blocks those that are equal. Measured with the base policy's switches, tried
+    with all."""
+    rows, kinds = space.need.rows, ((IN_MEMORY, MEMORY[:1]), (IN_MEMORY, MEMORY), (STREAMED_WEIGHTS, MEMORY))
     for batches in (k for k in FEW_BATCHES if k <= rows):
-        for percent in (IN_MEMORY, STREAMED_WEIGHTS):
-            gbs = _most_rows(space, replace(space.base, num_gpu_batches=batches, percent=percent))
+        for percent, tiers in kinds:
+            gbs = _most_rows(space, replace(space.base, num_gpu_batches=batches, percent=percent), tiers)
             if gbs:
                 blocks = -(-rows // (gbs * batches))
                 for size in (gbs, -(-rows // (blocks * batches))):
                     yield from space.policies(size, batches)
 
 
-def _most_rows(space: SearchSpace, policy: Policy) -> int:
-    """Rows of the largest micro-batches that fit device and host together with these shares; 0 where none do."""
+def _most_rows(space: SearchSpace, policy: Policy, tiers: Sequence[str]) -> int:
+    """Rows of the largest micro-batches that fit these tiers together with these shares; 0 where none do."""
     depth = LOOK_AHEADS[0] if policy.overlap else SEQUENTIAL
 
     def is_over(rows: int) -> bool:
-        return _over_memory(space, replace(policy, gpu_batch_size=rows), depth) > 0
+        return _over_memory(space, replace(policy, gpu_batch_size=rows), depth, tiers) > 0
 
     batches = policy.num_gpu_batches
     most = min(-(-space.need.rows // batches), MOST_ROWS // batches, space.most_micro_batch)
@@ -272,13 +274,11 @@ def _most_rows(space: SearchSpace, policy: Policy) -> int:
     return bisect_left(range(1, most), True, key=is_over) if is_over(most) else most
 
 
-def _over_memory(space: SearchSpace, policy: Policy, depth: Depth) -> float:
-    """Bytes that device and host together hold above their budgets, 0 at least; of an unbounded tier 0."""
-    device, host = space.budgets.get("device"), space.budgets.get("host")
-    if device is None or host is None:
-        return 0.0
-    plan = space.memory(policy, depth)
-    return max(0.0, plan.bytes_on("device") + plan.bytes_on("host") - device - host)
+def _over_memory(space: SearchSpace, policy: Policy, depth: Depth, tiers: Sequence[str] = MEMORY) -> float:
+    """Bytes that these tiers together hold above their budgets, 0 at least; of an unbounded tier 0."""
+    budgets = [budget for tier in tiers if (budget := space.budgets.get(tier)) is not None]
+    over = sum(map(space.memory(policy, depth).bytes_on, tiers)) - sum(budgets)
+    return float(max(0, over)) if len(budgets) == len(tiers) else 0.0
 
 
 def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
