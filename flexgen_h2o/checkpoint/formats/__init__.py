@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, TensorSpec, slice_key
-from flexgen_h2o.core.units import BLOCK_ROWS, ROW_BLOCK
+from flexgen_h2o.core.units import BLOCK_ROWS, CUT_IN_BLOCKS, ROW_BLOCK
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 if TYPE_CHECKING:
@@ -157,10 +157,10 @@ class TensorLayout:
 
 def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
     """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device. shape: as of
-    TensorLayout.cut_shape."""
+    TensorLayout.cut_shape. Large matrices are cut where blocks of rows end: the compiled loop takes whole ones."""
     if len(shape) < 2:
         return split_rows(shape[0], (1.0, 0.0, 0.0))
-    return split_rows(shape[0], shares, ROW_BLOCK)
+    return split_rows(shape[0], shares, BLOCK_ROWS if shape[0] >= CUT_IN_BLOCKS else ROW_BLOCK)
 
 
 class Held(NamedTuple):

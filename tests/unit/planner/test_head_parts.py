@@ -181,7 +181,7 @@ def test_parts_never_take_more(
 
 
 @pytest.mark.parametrize(
-    ("name", "budget", "more"), [("meta-llama/Meta-Llama-3-8B", 10 * GIB, 2), ("facebook/opt-1.3b", 2 * GIB, 4)]
+    ("name", "budget", "more"), [("meta-llama/Meta-Llama-3-8B", 10 * GIB, 2), ("facebook/opt-1.3b", 2 * GIB, 3)]
 )
 def test_a_budget_holds_more_of_the_weights(name: str, budget: int, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Percent, with 64 rows of 512 + 32 tokens and the look-ahead that searches take."""
