@@ -15,7 +15,6 @@ from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_model import Window
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
-from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.rows import RowBudgets, StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, split_views
 from flexgen_h2o.models import Attention, Hidden, Queries, end_attention
@@ -52,26 +51,36 @@ class CacheStep:
         return self.new[0].slots if len(self.new) == 1 and not self.store_whole else None
 
 
-class JoinedAttention:
-    """An attention layer of neighbouring micro-batches, whose queries and outputs are computed for all of them at once.
+Begin = Callable[[torch.Tensor], tuple[torch.Tensor, Attention]]
+Attend = Callable[[SweepInput, torch.Tensor, Queries], None]
 
-    run: the micro-batches; hidden: of them all. out: (their tokens, heads x d), for what they attend to. They attend
-    one after the other, each to its own KV unit.
+
+class JoinedAttention:
+    """An attention layer of neighbouring micro-batches, whose queries and outputs are computed for all of them at once;
+    or of one micro-batch in parts of its rows, each computed by itself (BlockShape.attending).
+
+    run: the micro-batches; hidden: of them all. They attend one after the other, each to its own KV unit. begin: of
+    hidden states (tokens, hidden), memory for what they attend to, (tokens, heads x d), and the layer's attention.
     """
 
-    def __init__(self, run: tuple[int, ...], hidden: Hidden, out: torch.Tensor, attention: Attention) -> None:
-        self.run, self.hidden, self._out, self._attention = run, hidden, out, attention
-        self._queries, self._done = next(attention), 0
+    def __init__(self, run: tuple[int, ...], hidden: Hidden, begin: Begin) -> None:
+        self.run, self.hidden, self._begin = run, hidden, begin
+        self._first = self._done = 0  # of the tokens: where what has begun starts, and the next one to attend
 
-    def attend(self, tokens: int, attend: Callable[[torch.Tensor, Queries], None]) -> None:
-        """The next micro-batch, of so many tokens."""
-        here, (q, k, v, sinks) = slice(self._done, self._done + tokens), self._queries
-        attend(self._out[here], Queries(q[here], k[here], v[here], sinks))
-        self._done = here.stop
-
-    def end(self) -> None:
-        """All have attended."""
-        end_attention(self._attention, self._out)
+    def attend(self, parts: Sequence[SweepInput], attend: Attend) -> None:
+        """The next micro-batch."""
+        for part in parts:
+            if self._done == self._first:
+                end = self._done + len(part.ids) if len(parts) > 1 else None
+                self._out, self._attention = self._begin(self.hidden.x[self._first : end])
+                self._queries = next(self._attention)
+            start = self._done - self._first
+            here, (q, k, v, sinks) = slice(start, start + len(part.ids)), self._queries
+            attend(part, self._out[here], Queries(q[here], k[here], v[here], sinks))
+            self._done += len(part.ids)
+            if here.stop == len(self._out):
+                end_attention(self._attention, self._out)
+                self._first = self._done
 
 
 class UnitAttention:
@@ -124,34 +133,32 @@ class UnitAttention:
         return made[2]
 
     def attend(self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, queries: Queries) -> None:
-        """Of a micro-batch; queries, keys and values, packed, are changed in place. out: (tokens, heads x d)."""
+        """Of a micro-batch or a part of one. queries, with keys and values, packed: changed in place. out: (tokens,
+        heads x d)."""
         *qkv, sinks = queries
         first = fed.decoding * fed.steps
         rows, entering = (
             of if of is None or sinks is None else replace(of, sinks=sinks) for of in (cache.decoding, cache.entering)
         )
-        if rows is not None:
+        if rows is not None and fed.decoding:
             for step in range(fed.steps):
                 if step:
                     cache.new.append(rows.new_columns(rows.step_numbers(cache.new[-1].positions + 1)))
                 here = slice(step * fed.decoding, (step + 1) * fed.decoding)
                 self._attend_slots(fed.positions[here], rows, cache.new[-1], out[here], [t[here] for t in qkv])
-        if entering is not None:
+        if entering is not None and fed.groups:
             behind = [t[first:] for t in qkv]
-            self._attend_prompts(fed.positions[first:], fed.groups, entering, out[first:], behind)
+            self._attend_prompts(fed, entering, out[first:], behind)
 
-    def _attend_prompts(
-        self, positions: torch.Tensor, groups: Sequence[PromptGroup], rows: KVRows, out: torch.Tensor,
-        qkv: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
+    def _attend_prompts(self, fed: SweepInput, rows: KVRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]) -> None:
         """Keys are stored rotated by the positions of their tokens; with rolling positions, as they come. The columns
         of a window are the newest, and as far from each other at either."""
         (q, k, v), rotation = qkv, self._rotation
         stored = k if is_rolling(rows.policy) else None
         if rotation is not None:
             k = k if stored is None else k.clone()
-            rotation.rotate((q, k), positions)
-        attend_prompts((q, k, v), groups, rows, self._scale, out, stored)
+            rotation.rotate((q, k), fed.positions[fed.decoding * fed.steps :])
+        attend_prompts((q, k, v), fed.groups, rows, self._scale, out, stored, fed.entered)
 
     def _attend_slots(
         self, positions: torch.Tensor, rows: KVRows, new: NewColumns, out: torch.Tensor, qkv: Sequence[torch.Tensor]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import torch
@@ -32,7 +31,7 @@ from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import Sharing
 from flexgen_h2o.kvcache.rows import Move, SlotTable
 from flexgen_h2o.kvcache.slots import PromptAttention
-from flexgen_h2o.models import Hidden, Weights, family_of
+from flexgen_h2o.models import Attention, Hidden, Queries, Weights, family_of
 from flexgen_h2o.tiers.device import upload
 from flexgen_h2o.tiers.stream import Region, Waitable
 
@@ -233,18 +232,19 @@ class Executor:
     def _attend(self, layer: Layer, k: int, w: Weights) -> JoinedAttention | None:
         """A micro-batch's step of an attention layer: the first one's has the queries of all that are joined with it,
         the last one's their outputs. Returns the layer with that; None where others are to come."""
-        if self._attending is None:
-            spec, ws, hidden = self._engine.spec, self._workspace, self._hidden
-            out = ws.get("mixed", len(hidden.x), spec.num_heads * spec.head_dim)
-            attention = self._family.attention(spec, w, hidden.x, ws)
-            self._attending = JoinedAttention(self._opened(layer, k), hidden, out, attention)
-        attending, fed = self._attending, self._inputs[k]
-        attending.attend(len(fed.ids), partial(self._attention.attend, fed, self._cache))
-        if k != attending.run[-1]:
-            return None
-        attending.end()
-        self._attending = None
-        return attending
+        spec, ws, cache = self._engine.spec, self._workspace, self._cache
+
+        def begin(x: torch.Tensor) -> tuple[torch.Tensor, Attention]:
+            return ws.get("mixed", len(x), spec.num_heads * spec.head_dim), self._family.attention(spec, w, x, ws)
+
+        def attend(part: SweepInput, out: torch.Tensor, queries: Queries) -> None:
+            self._attention.attend(part, cache, out, queries)
+
+        attending = self._attending or JoinedAttention(self._opened(layer, k), self._hidden, begin)
+        attending.attend(self._inputs[k].parts(self._engine.plan.shape.most_attending), attend)
+        is_last = k == attending.run[-1]
+        self._attending = None if is_last else attending
+        return attending if is_last else None
 
     def _route(self, run: tuple[int, ...], w: Weights, hidden: Hidden) -> None:
         """Choose the experts of the tokens of micro-batches."""

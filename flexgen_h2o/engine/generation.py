@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -122,7 +122,7 @@ class SweepInput:
     decoding: the first so many rows feed their newest token; the others are new and feed their prompts. groups: the
     prompts, each shared prefix fed once in front of its rows. steps: without new rows, the newest tokens may be
     followed by known ones, as many decode steps, all rows' tokens of one step after those of the step before. common:
-    columns of the common prefix in front of every row.
+    columns of the common prefix in front of every row. entered: of a part, rows with prompts in those before it.
     """
 
     ids: torch.Tensor
@@ -133,6 +133,37 @@ class SweepInput:
     groups: tuple[PromptGroup, ...]
     steps: int = 1
     common: int = 0
+    entered: int = 0
+
+    def parts(self, most: int) -> list[SweepInput]:
+        """The same in parts of at most `most` tokens, or of one prompt, in order: rows that decode are in the first.
+        Rows that share a prefix stay together."""
+        if len(self.ids) <= most:
+            return [self]
+        of_parts, room = [list[PromptGroup]()], most - self.decoding * self.steps
+        for group in self.groups:
+            for piece in [group] if group.before else [PromptGroup(0, (own,)) for own in group.own]:
+                part = of_parts[-1]
+                if piece.tokens > room and (part or (self.decoding and len(of_parts) == 1)):
+                    of_parts.append(part := [])
+                    room = most
+                room -= piece.tokens
+                if part and not (piece.before or part[-1].before):
+                    piece = PromptGroup(0, part.pop().own + piece.own)
+                part.append(piece)
+        found, token, row = list[SweepInput](), 0, 0
+        for groups in of_parts:
+            first = 0 if found else self.decoding
+            tokens = slice(token, token + first * self.steps + sum(group.tokens for group in groups))
+            rows = slice(row, row + first + sum(group.rows for group in groups))
+            found.append(
+                replace(
+                    self, ids=self.ids[tokens], positions=self.positions[tokens], counts=self.counts[rows],
+                    past=self.past[rows], decoding=first, groups=tuple(groups), entered=max(0, row - self.decoding),
+                )
+            )  # fmt: skip
+            token, row = tokens.stop, rows.stop
+        return found
 
     def seen(self, window: int | None = None) -> int:
         """Columns of all rows with these tokens; of each row the newest `window` at most."""

@@ -44,7 +44,8 @@ class BlockShape:
     slots: KV slots of a row in each transformer block. record: what is kept of a row besides columns. sharing: tokens
     of the longest prompt that shares a prefix with others, or 0. common: columns of the prefix that all rows have in
     one copy, outside of slots. scores: do prompts' tokens get log-probabilities? whole_head: are more logits wanted
-    than one of each row in a sweep, so that the head is not cut (`head_rows`)?
+    than one of each row in a sweep, so that the head is not cut (`head_rows`)? attending: tokens of a micro-batch that
+    attend at a time at most, or 0 for all of them: its prompts come in parts (SweepInput.parts).
     """
 
     rows: int
@@ -56,6 +57,7 @@ class BlockShape:
     common: int = 0
     scores: bool = False
     whole_head: bool = False
+    attending: int = 0
 
     @property
     def logits(self) -> int:
@@ -67,10 +69,17 @@ class BlockShape:
         """Of a micro-batch in any sweep."""
         return max(self.tokens, self.rows)
 
+    @property
+    def most_attending(self) -> int:
+        """Tokens that an attention layer has queries, keys and values of at a time."""
+        return min(self.attending or self.most_tokens, self.most_tokens)
+
     def most_joined(self, kind: LayerKind) -> int:
         """Tokens of several micro-batches that a layer of a kind computes together at most (loop.joined). But for
         experts no more than the buffers of a step have room for anyway: decode steps are joined, prompts seldom."""
-        return JOINED_TOKENS if kind == "experts" else self.most_tokens
+        if kind == "experts":
+            return JOINED_TOKENS
+        return self.most_tokens if kind == "mlp" else self.most_attending
 
     @property
     def joined(self) -> int:
@@ -88,7 +97,8 @@ class BlockShape:
     def covers(self, other: BlockShape) -> bool:
         """Do buffers of this shape serve the other one too?"""
         mine, theirs = (
-            (s.rows, s.micro_batches, s.tokens, s.sharing, s.common, s.scores, *s.slots) for s in (self, other)
+            (s.rows, s.micro_batches, s.tokens, s.most_attending, s.sharing, s.common, s.scores, *s.slots)
+            for s in (self, other)
         )
         return self.record.covers(other.record) and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
@@ -97,7 +107,8 @@ class BlockShape:
         names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores", "whole_head")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
         slots, record = tuple(map(max, self.slots, other.slots)), self.record.union(other.record)
-        return replace(self, slots=slots, record=record, **most)
+        attending = max(self.most_attending, other.most_attending)
+        return replace(self, slots=slots, record=record, attending=attending, **most)
 
 
 @dataclass(frozen=True)

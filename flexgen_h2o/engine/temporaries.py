@@ -47,16 +47,16 @@ ROUTING_BYTES = 40  # of a token's choice: its expert, sorted, with int64 places
 
 def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
     """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
-    tokens = shape.most_tokens
-    chunk = min(TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else tokens)
+    attending = shape.most_attending
+    chunk = min(TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else shape.most_tokens)
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     embedding = max((t.shape[-1] for t in spec.embedding), default=0)
     logits = shape.rows * shape.micro_batches if spec.head_rows else shape.logits
     widths = {
-        "q": tokens * q_width,
-        "k": tokens * kv_width,
-        "v": tokens * kv_width,
-        "mixed": tokens * q_width,
+        "q": attending * q_width,
+        "k": attending * kv_width,
+        "v": attending * kv_width,
+        "mixed": attending * q_width,
         "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
         "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
         "logits": logits * spec.vocab_size if spec.head else 0,
@@ -123,24 +123,25 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
     """
     q_width = spec.num_heads * spec.head_dim
-    prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
+    tokens = min(shape.tokens, shape.most_attending)
+    prefill = tokens * (q_width * itemsize + 4 * spec.num_heads)
     scores = shape.rows * spec.num_heads * (shape.most_slots + shape.common)
     decode = scores * (8 + itemsize)
     copies = 2  # keys and values of a shared prefix and of rows' own tokens, put together
     if shape.common:  # queries by kv-head, what they get from the copy and from slots, and both in fp32
         decode += shape.rows * q_width * (4 * itemsize + 8)
     if shape.record:  # column sums with the tile that they are summed in, ranks and their order
-        prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
+        prefill += tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
         decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
     if "norms" in shape.record.names:
-        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
+        prefill += tokens * spec.num_kv_heads * spec.head_dim * 4
     if "ranks" in shape.record.names:  # prompts' keys before they are rotated; copies of those in slots
-        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * itemsize
+        prefill += tokens * spec.num_kv_heads * spec.head_dim * itemsize
         copies += 1
         row = shape.most_slots * spec.head_dim
         decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
     if shape.record.pages:  # columns that are summed up in fp32, and their weights; the replaced ones, by torch
-        prefill += 8 * max(SUMMARY_CHUNK, shape.tokens * spec.head_dim) + 16 * shape.tokens * spec.num_kv_heads
+        prefill += 8 * max(SUMMARY_CHUNK, tokens * spec.head_dim) + 16 * tokens * spec.num_kv_heads
         decode += shape.rows * (spec.num_heads * shape.record.pages * 12 + spec.num_kv_heads * spec.head_dim * 24)
     if shape.sharing:
         columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
@@ -157,7 +158,8 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     logits = shape.logits * spec.vocab_size if spec.head else 0
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, shape.most_tokens)
-    step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
+    step = max(prefill, decode) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
+    step = max(step, sampling + 3 * shape.logits * spec.hidden_size * itemsize)
     step += _routing_bytes(spec, shape) if spec.experts else 0
     form = weight_format(spec, policy, itemsize)
     if form.decodes or form.in_int8:

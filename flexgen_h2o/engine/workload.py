@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.core.config import Policy, check_bits_used, read_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.engine.memory_plan import BlockShape
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord, record_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix
@@ -206,7 +207,15 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
     sharing = need.prompt_len if need.common or (need.prefix and rows > 1) else 0
     fed = need.block((rows,))[0].fed
-    return BlockShape(rows, batches, fed, need.slots, need.record, sharing, need.common, whole_head=need.whole_head)
+    return BlockShape(
+        rows, batches, fed, need.slots, need.record, sharing, need.common, whole_head=need.whole_head,
+        attending=0 if sharing else _attending(need.prompt_len, rows),
+    )  # fmt: skip
+
+
+def _attending(longest: int, decoding: int) -> int:
+    """BlockShape.attending, where no rows share a prefix. longest: prompt; decoding: most tokens of a decode sweep."""
+    return max(TOKEN_CHUNK, longest, decoding)
 
 
 def need_of(
@@ -263,14 +272,17 @@ def shape_of_blocks(
         max(sum(group.rows for group in batch) for batch in batches),
         max(r.max_tokens_per_sweep for r in rows),
     )
+    sharing = max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0)
+    longest = max(max(group.lengths) for batch in batches for group in batch if group.rows)
     return BlockShape(
         rows=most,
         micro_batches=max(map(len, blocks)),
         tokens=max(most * per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
         slots=need.slots,
         record=need.record,
-        sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),
+        sharing=sharing,
         common=need.common,
         scores=any(row.scored for row in rows),
         whole_head=need.whole_head,
+        attending=0 if sharing else _attending(longest, most * per_sweep),
     )

@@ -44,9 +44,10 @@ from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, PromptAttent
 
 def attend_prompts(
     qkv: Sequence[torch.Tensor], groups: Sequence[PromptGroup], rows: KVRows, scale: float, out: torch.Tensor,
-    stored_keys: torch.Tensor | None = None,
+    stored_keys: torch.Tensor | None = None, first: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention of packed prompts; the columns that the policy keeps go to slots 0, 1, ... of each row.
+    """Causal attention of packed prompts, the sequences from `first` on; the columns that the policy keeps go to slots
+    0, 1, ... of each row.
 
     stored_keys: stored in place of k, as it was before its rotary embeddings. A group without rows fills `rows.common`;
     other groups see its columns in front of their own.
@@ -56,7 +57,7 @@ def attend_prompts(
     """
     attn_out = out.view(qkv[0].shape)
     packed = qkv if stored_keys is None else (*qkv, stored_keys)
-    start = sequence = 0
+    start, sequence = 0, first
     for group in groups:
         here = slice(start, start + group.tokens)
         _attend_group([t[here] for t in packed], group, sequence, rows, scale, attn_out[here])

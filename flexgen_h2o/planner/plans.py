@@ -165,7 +165,7 @@ class Planner:
         if any(len(r.prompt.token_ids) <= count or r.prompt.token_ids[:count] != common for r in rows):
             return False
         need = self._need_of(rows, None).in_one_copy(count)
-        fits = need.prompt_len - count <= shape.most_tokens and shape.has_slots(need.slots)
+        fits = need.prompt_len - count <= shape.most_attending and shape.has_slots(need.slots)
         fits = fits and not (plan.head_rows and need.whole_head)
         return fits and (not count or need.prompt_len <= shape.sharing)
 

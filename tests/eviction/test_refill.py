@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o import LLM, SamplingParams
+from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.kernels import select
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
@@ -18,6 +18,7 @@ from tests.eviction.engine import PAIRS, Ran, Wanted, assert_same, cut, run_with
 from tests.eviction.test_engine_placements import KV_PLACEMENTS, TURNS
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, random_prompts
+from tests.parity.test_large import split_parts
 
 # Three times the six prompts of the reference, cut to so many tokens; a block holds eight at most.
 ASKED = (3, 12, 1, 5, 2, 9, 12, 1, 4, 2, 8, 3, 1, 6, 12, 2, 7, 11)
@@ -43,6 +44,25 @@ def test_placement_by_configuration(
         ran = run_with(llm, want.prompts, params, refill=True)
     assert_same(want, ran)
     assert ran.report.extra["refilled"] == len(ASKED) - policy.block_size
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "refills"),
+    [("normal", "h2o", True), ("llama", "h2o-norm, decayed", True), ("llama", "tova", False)],
+)
+def test_prompts_in_parts(
+    shape: str, pair: str, refills: bool, known: Callable[[str], Known], reference: Callable[..., Wanted],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of a micro-batch's prompts, behind rows that decode or alone, some attend at a time."""
+    one, parts = reference(shape, pair), split_parts(monkeypatch)
+    want = cut(Wanted(one.prompts * 3, one.rows * 3), ASKED)
+    params = [SamplingParams(max_tokens=n) for n in ASKED]
+    policy = Policy(4, 2, PLACEMENTS["kv split three ways"])
+    with LLM(str(known(shape).folder), policy, PAIRS[pair].engine, "auto", "float32", None, tmp_path) as llm:
+        ran = run_with(llm, want.prompts, params, refill=refills)
+    assert_same(want, ran)
+    assert max(parts) > 1
 
 
 FEW_BITS = {"compress_cache": True, "cache_bits": "4/2", "cache_window": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.units import TOKEN_CHUNK, TRANSFER_CHUNK
-from tests.parity.cases import PLACEMENTS
+from flexgen_h2o.engine import workload
+from flexgen_h2o.engine.generation import SweepInput
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.reference import Reference, assert_equal, make_reference, random_model, random_prompts
 from tests.parity.test_checkpoints import save_safetensors
 
@@ -40,6 +43,37 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 )
 def test_larger_than_a_chunk(policy: Policy, budget: MemoryBudget, large: Reference, tmp_path: Path) -> None:
     assert_equal(large, policy, budget, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "configuration", "placement"),
+    [
+        ("normal", "device, 2x3, attends on host", "everything split 30/30"),
+        ("post-norm, narrow embedding (350m)", "device, 4x1, joined", "kv on disk"),
+        ("gpt_oss", "device, 2x2", "kv split three ways"),
+    ],
+)
+def test_prompts_attend_in_parts(
+    shape: str, configuration: str, placement: str, reference: Callable[[str], Reference], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    chosen, parts = CONFIGURATIONS[configuration], split_parts(monkeypatch)
+    assert_equal(reference(shape), chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path)
+    assert max(parts) > 1
+
+
+def split_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Parts have 8 tokens or a longer prompt from now on. Returns how many there were of each micro-batch in turn."""
+    found, parts = [], SweepInput.parts
+
+    def counted(fed: SweepInput, most: int) -> list[SweepInput]:
+        of_sweep = parts(fed, most)
+        found.append(len(of_sweep))
+        return of_sweep
+
+    monkeypatch.setattr(workload, "TOKEN_CHUNK", 8)
+    monkeypatch.setattr(SweepInput, "parts", counted)
+    return found
 
 
 def test_conversion_of_more_than_a_chunk(large: Reference, tmp_path: Path) -> None:
