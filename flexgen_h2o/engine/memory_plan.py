@@ -71,8 +71,8 @@ class BlockShape:
 
     @property
     def most_attending(self) -> int:
-        """Tokens that an attention layer has queries, keys and values of at a time."""
-        return min(self.attending or self.most_tokens, self.most_tokens)
+        """Tokens that an attention layer has queries, keys and values of at a time: of rows that share a prefix all."""
+        return self.most_tokens if self.sharing else min(self.attending or self.most_tokens, self.most_tokens)
 
     def most_joined(self, kind: LayerKind) -> int:
         """Tokens of several micro-batches that a layer of a kind computes together at most (loop.joined). But for

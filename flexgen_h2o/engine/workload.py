@@ -209,12 +209,12 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     fed = need.block((rows,))[0].fed
     return BlockShape(
         rows, batches, fed, need.slots, need.record, sharing, need.common, whole_head=need.whole_head,
-        attending=0 if sharing else _attending(need.prompt_len, rows),
+        attending=_attending(need.prompt_len, rows),
     )  # fmt: skip
 
 
 def _attending(longest: int, decoding: int) -> int:
-    """BlockShape.attending, where no rows share a prefix. longest: prompt; decoding: most tokens of a decode sweep."""
+    """BlockShape.attending. longest: prompt; decoding: most tokens of a decode sweep."""
     return max(TOKEN_CHUNK, longest, decoding)
 
 
@@ -272,7 +272,6 @@ def shape_of_blocks(
         max(sum(group.rows for group in batch) for batch in batches),
         max(r.max_tokens_per_sweep for r in rows),
     )
-    sharing = max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0)
     longest = max(max(group.lengths) for batch in batches for group in batch if group.rows)
     return BlockShape(
         rows=most,
@@ -280,9 +279,9 @@ def shape_of_blocks(
         tokens=max(most * per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
         slots=need.slots,
         record=need.record,
-        sharing=sharing,
+        sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),
         common=need.common,
         scores=any(row.scored for row in rows),
         whole_head=need.whole_head,
-        attending=0 if sharing else _attending(longest, most * per_sweep),
+        attending=_attending(longest, most * per_sweep),
     )

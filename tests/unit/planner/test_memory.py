@@ -160,6 +160,14 @@ def test_all_on_the_device_needs_no_ring_no_overlay_and_no_disk() -> None:
     assert plan.size("cache") >= 2 * 4 * 20 * SPEC.kv_bytes_per_token(4)
 
 
+def test_rows_that_share_a_prefix_attend_together_in_buffers_for_others_too() -> None:
+    in_parts, shares = BlockShape(4, 2, 400, (20, 20), attending=100), BlockShape(4, 2, 80, (20, 20), sharing=30)
+    assert (in_parts.most_attending, shares.most_attending) == (100, 80)
+    for both in (in_parts.union(shares), shares.union(in_parts)):
+        assert both.most_attending == both.most_tokens == 400
+        assert both.covers(in_parts) and both.covers(shares) and not in_parts.covers(both)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("depth", [1, 3, 50])
 def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, tied: bool) -> None:
