@@ -132,7 +132,7 @@ class UnitAttention:
             self._numbers[budgets] = made
         return made[2]
 
-    def attend(self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, queries: Queries) -> None:
+    def attend(self, cache: CacheStep, fed: SweepInput, out: torch.Tensor, queries: Queries) -> None:
         """Of a micro-batch or a part of one. queries, with keys and values, packed: changed in place. out: (tokens,
         heads x d)."""
         *qkv, sinks = queries

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -31,7 +32,7 @@ from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import Sharing
 from flexgen_h2o.kvcache.rows import Move, SlotTable
 from flexgen_h2o.kvcache.slots import PromptAttention
-from flexgen_h2o.models import Attention, Hidden, Queries, Weights, family_of
+from flexgen_h2o.models import Attention, Hidden, Weights, family_of
 from flexgen_h2o.tiers.device import upload
 from flexgen_h2o.tiers.stream import Region, Waitable
 
@@ -130,6 +131,7 @@ class Executor:
         engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches], is_open)
         engine.hidden.begin_block([self._most_tokens(b) for b in self._batches], is_open)
         self._inputs: dict[int, SweepInput] = {}
+        self._parts: dict[int, list[SweepInput]] = {}  # of the inputs, which attend one after the other
         self._joined: dict[str, dict[int, tuple[int, ...]]] = {}  # HiddenStore.joined in this sweep, by kind of layer
         self._attending: JoinedAttention | None = None
         self._chosen: dict[int, frozenset[int]] = {}  # experts that tokens of the micro-batches joined to one go to
@@ -232,16 +234,13 @@ class Executor:
     def _attend(self, layer: Layer, k: int, w: Weights) -> JoinedAttention | None:
         """A micro-batch's step of an attention layer: the first one's has the queries of all that are joined with it,
         the last one's their outputs. Returns the layer with that; None where others are to come."""
-        spec, ws, cache = self._engine.spec, self._workspace, self._cache
+        spec, ws = self._engine.spec, self._workspace
 
         def begin(x: torch.Tensor) -> tuple[torch.Tensor, Attention]:
             return ws.get("mixed", len(x), spec.num_heads * spec.head_dim), self._family.attention(spec, w, x, ws)
 
-        def attend(part: SweepInput, out: torch.Tensor, queries: Queries) -> None:
-            self._attention.attend(part, cache, out, queries)
-
         attending = self._attending or JoinedAttention(self._opened(layer, k), self._hidden, begin)
-        attending.attend(self._inputs[k].parts(self._engine.plan.shape.most_attending), attend)
+        attending.attend(self._parts[k], partial(self._attention.attend, self._cache))
         is_last = k == attending.run[-1]
         self._attending = None if is_last else attending
         return attending if is_last else None
@@ -331,7 +330,8 @@ class Executor:
             # Who watches slots sees every step's, and the ranks of a pipeline tell each other one step's tokens.
             one_step = self._decoding.watches.slots is not None or self._wire is not None
             fed, where = batch.sweep_input(None if one_step else self._decoding.known_tokens), self._where
-            self._inputs[k] = replace(fed, ids=upload(fed.ids, where), positions=upload(fed.positions, where))
+            fed = replace(fed, ids=upload(fed.ids, where), positions=upload(fed.positions, where))
+            self._inputs[k], self._parts[k] = fed, fed.parts(self._engine.plan.shape.most_attending)
             tokens = len(fed.ids)
         self._engine.hidden.begin_sweep(k, tokens)
         self._engine.cache.begin_sweep(k)

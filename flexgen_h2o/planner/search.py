@@ -277,8 +277,9 @@ def _most_rows(space: SearchSpace, policy: Policy, tiers: Sequence[str]) -> int:
 def _over_memory(space: SearchSpace, policy: Policy, depth: Depth, tiers: Sequence[str] = MEMORY) -> float:
     """Bytes that these tiers together hold above their budgets, 0 at least; of an unbounded tier 0."""
     budgets = [budget for tier in tiers if (budget := space.budgets.get(tier)) is not None]
-    over = sum(map(space.memory(policy, depth).bytes_on, tiers)) - sum(budgets)
-    return float(max(0, over)) if len(budgets) == len(tiers) else 0.0
+    if len(budgets) < len(tiers):
+        return 0.0
+    return float(max(0, sum(map(space.memory(policy, depth).bytes_on, tiers)) - sum(budgets)))
 
 
 def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
