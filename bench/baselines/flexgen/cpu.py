@@ -101,10 +101,10 @@ def choose(request: Request) -> dict[str, Any]:
 
 
 class _Torch:
-    """torch as FlexGen's modules see it. 16-bit integers of a file are the bits of bf16."""
+    """torch as FlexGen's modules see it. In bf16 all 16-bit numbers of its files, weights and KV, are bits of bf16."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any, is_bf16: bool) -> None:
+        self._torch, self._is_bf16 = torch, is_bf16
         self.cuda = SimpleNamespace(Stream=object, stream=lambda _: nullcontext(), synchronize=lambda: None)
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class _Torch:
 
     def from_numpy(self, array: Any) -> Any:
         found = self._torch.from_numpy(array)
-        return found.view(self._torch.bfloat16) if found.dtype == self._torch.int16 else found
+        return found.view(self._torch.bfloat16) if self._is_bf16 and found.itemsize == 2 else found
 
 
 def _copy_worker(queue: Any, cuda_id: int) -> None:
@@ -145,7 +145,7 @@ def _without_cuda(dtype: str) -> Any:
     utils.np_dtype_to_torch_dtype[np.float16] = number
     utils.torch_dtype_to_np_dtype.setdefault(number, np.float16)
     utils.torch_dtype_to_num_bytes.setdefault(number, number.itemsize)
-    stand_in: Any = _Torch(torch)
+    stand_in: Any = _Torch(torch, number == torch.bfloat16)
     backend.torch = flex_opt.torch = stand_in
     backend.copy_worker_func = _copy_worker
     tensor: Any = torch.Tensor
