@@ -46,47 +46,62 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         return meter.result(request.rows, request.gen_len) | {"setting": settings}
 
 
+def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
+    import numpy as np
+
+    with _context(_converted(request), request, SETTINGS | request.settings) as session:
+        found = [session.begin(prompts).copy()]
+        found += [session.follow(tokens).copy() for tokens in list(zip(*continuations, strict=True))[:-1]]
+    return np.stack(found, 1)
+
+
 class Session:
     """A context of llama.cpp and a batch with room for all prompts."""
 
     def __init__(self, context: Any, batch: Any, vocab: int) -> None:
         self._context, self._batch, self._vocab = context, batch, vocab
+        self._lengths: list[int] = []  # tokens of each sequence in the KV cache
 
     def generate(self, prompts: Sequence[Sequence[int]], gen_len: int, mark: Any) -> list[list[int]]:
         """Greedily, `gen_len` tokens a prompt; `mark` is called when each prompt has its next one."""
+        out: list[list[int]] = [[] for _ in prompts]
+        for step in range(gen_len):
+            logits = self.begin(prompts) if step == 0 else self.follow([row[-1] for row in out])
+            for row, token in zip(out, logits.argmax(axis=1).tolist(), strict=True):
+                row.append(token)
+            mark()
+        return out
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """Logits of what follows each prompt, (prompts, vocabulary) in float32: a view until the next call."""
         import llama_cpp
 
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        out: list[list[int]] = [[] for _ in prompts]
-        feed: list[tuple[int, int, int, bool]] = [
-            (token, at, row, at == len(prompt) - 1)
-            for row, prompt in enumerate(prompts)
-            for at, token in enumerate(prompt)
-        ]
-        for step in range(gen_len):
-            chosen = self._decode(feed, len(prompts))
-            for row, token in zip(out, chosen, strict=True):
-                row.append(token)
-            mark()
-            feed = [(token, len(prompts[row]) + step, row, True) for row, token in enumerate(chosen)]
-        return out
+        self._lengths = [0] * len(prompts)
+        return self._decode(prompts)
 
-    def _decode(self, feed: Sequence[tuple[int, int, int, bool]], rows: int) -> list[int]:
-        """feed: token, position, sequence, whether its logits are wanted. Returns the best token of each sequence."""
+    def follow(self, tokens: Sequence[int]) -> Any:
+        """The same after one more token of each sequence."""
+        return self._decode([[token] for token in tokens])
+
+    def _decode(self, tokens: Sequence[Sequence[int]]) -> Any:
+        """tokens: what each sequence goes on with; the logits behind its last one are wanted."""
         import llama_cpp
         import numpy as np
 
-        batch = self._batch
-        batch.n_tokens = len(feed)
-        for i, (token, at, row, wanted) in enumerate(feed):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, at, 1, wanted
-            batch.seq_id[i][0] = row
+        batch, count = self._batch, 0
+        for row, some in enumerate(tokens):
+            for at, token in enumerate(some, self._lengths[row]):
+                batch.token[count], batch.pos[count], batch.n_seq_id[count] = token, at, 1
+                batch.seq_id[count][0], batch.logits[count] = row, False
+                count += 1
+            batch.logits[count - 1] = True
+            self._lengths[row] += len(some)
+        batch.n_tokens = count
         code = llama_cpp.llama_decode(self._context, batch)
         if code:
             raise RuntimeError(f"llama_decode ended with {code}")
-        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (rows, self._vocab))
-        best: list[int] = logits.argmax(axis=1).tolist()
-        return best
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (len(tokens), self._vocab))
 
 
 @contextmanager
@@ -160,4 +175,6 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, VARIANTS, ("llama_cpp_python", "gguf"), framework="llama_cpp", devices=("cpu",)))
+    sys.exit(
+        main(measure, VARIANTS, ("llama_cpp_python", "gguf"), framework="llama_cpp", devices=("cpu",), score=score)
+    )
