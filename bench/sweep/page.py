@@ -227,7 +227,8 @@ def kept(cell: Cell, line: Line) -> str:
 
 
 def summary(cells: Sequence[Found], losses: Sequence[quality.Line], is_short: bool = False) -> str:
-    """Ours over each peer: the median of the cells' medians, the worst cell, the aim; short: no cell is named."""
+    """Ours over each peer: the median of the cells' medians, the aim, of several cells the worst; short: no cell is
+    named."""
     columns, rows = (FULL, H2O, H2O_SMALL, FULL_INT8), []
     for begins, words, kind, aims in AIMS:
         row, count = list[str](), 0
@@ -237,12 +238,13 @@ def summary(cells: Sequence[Found], losses: Sequence[quality.Line], is_short: bo
                 for found in cells
                 if ours in aims and found.cell.kind == kind and (values := found.ratios(ours, begins))
             ]
-            aim = f"; aim {aims[ours]:g}" if aims.get(ours) else ""
+            aim = f" (aim {aims[ours]:g})" if aims.get(ours) else ""
             count = max(count, len(medians))
             worst = min(medians, default=(0.0, ""))
             middle = statistics.median(value for value, _ in medians) if medians else 0.0
             lowest = f"{worst[0]:.3g}" if is_short else f"{worst[0]:.3g} ({worst[1]})"
-            row.append(f"**{middle:.3g}**, worst {lowest}{aim}" if medians else "")
+            low = f", worst {lowest}" if len(medians) > 1 else ""
+            row.append(f"**{middle:.3g}**{aim}{low}" if medians else "")
         if count:
             rows.append([words, str(count), *row])
     shown = [
@@ -367,7 +369,10 @@ def readme(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     """What README.md has between its marks."""
     if not any(found.entries for found in cells):
         return f"{wrapped(state(cells))}\n"
-    words = "Generated tokens/s over those of others, each at its best batch: medians over cells, and the worst cell. "
+    words = (
+        "Generated tokens/s over those of others, each at its best batch. A cell is a model with the lengths of prompts "
+        "and answers and the memory that all systems may take; of several cells the median and the worst. "
+    )
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
     return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, is_short=True)}\n"
 

@@ -274,7 +274,7 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     of_page, of_readme, drawn = page.made(tmp_path)
     assert "| `accelerate-disk` (best peer) | 8 | 4" in of_page and "failed: a / b" in of_page
     assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "ran in a memory cgroup" in of_page
-    assert "; aim 3" in of_readme and "1 of " in of_readme
+    assert " (aim 3)" in of_readme and "1 of " in of_readme
     assert "OPT-1.3B" not in of_readme and drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1
 
 
