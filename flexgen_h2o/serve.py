@@ -46,7 +46,7 @@ MOST_LENGTH = 2048  # tokens of a row, without --max-len
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 STATE_DIR = "~/flexgen_h2o_server"
 COMPARED_ROWS, COMPARED_QUEUE = 2, 16  # of the engine for comparisons
-# Fields that mean something without an engine.
+# Flags that are allowed with --plan-only.
 OF_PLAN_ONLY = (
     "plan_only", "host", "port", "api_key", "max_body", "max_connections", "timeout", "model", "path", "revision",
     "offload_dir",
@@ -66,9 +66,10 @@ def _parser() -> OneLineParser:
     add("--api-key", metavar="KEY", help=f"that clients must send (default: of {KEY_VARIABLE}; none on this machine)")
     add("--state-dir", type=file_name, default=Path(STATE_DIR), help=f"files and batches ({STATE_DIR})")
     add("--rows", type=positive, help=f"rows that are computed together (the policy's block; {ROWS} with auto)")
-    length = f"most tokens of a row, prompt and answer (the model's positions, at most {MOST_LENGTH})"
+    length = f"of a row at most, prompt and answer (default: the model's positions or {MOST_LENGTH}, whichever is less)"
     add("--max-len", type=positive, metavar="TOKENS", help=length)
-    add("--batch-share", type=float, default=0.25, metavar="SHARE", help="of the rows, for batches that wait (0.25)")
+    share = "share of the rows kept for batches while any wait (0.25)"
+    add("--batch-share", type=float, default=0.25, metavar="SHARE", help=share)
     add("--max-queue", type=positive, default=1000, metavar="ROWS", help="rows of clients that wait at most (1000)")
     add("--max-body", default="8MiB", metavar="BYTES", help="of a request (8MiB)")
     add("--max-file", default="200MiB", metavar="BYTES", help="of a file that is sent (200MiB)")
@@ -96,12 +97,13 @@ def _run(argv: list[str] | None) -> int:
     with naming_flags():
         check_number("batch_share", args.batch_share, 1.0)
         check_number("compare_share", args.compare_share, 0.9)
+    if not args.compare_share:
+        raise UsageError("--compare-share 0: leaves the second engine nothing; give a share above 0")
     args.state_dir = check_folder(args.state_dir, "--state-dir")
     policy, is_auto = policy_of(args)
     defaults, eviction = sampling_of(args), eviction_of(args, policy)
     from flexgen_h2o.jobs.job import settings_of
     from flexgen_h2o.jobs.requests import RequestReader
-    from flexgen_h2o.serving.answers import Limits
     from flexgen_h2o.serving.app import Server
     from flexgen_h2o.serving.batches import Batches, Store
     from flexgen_h2o.serving.block import Service
@@ -125,12 +127,10 @@ def _run(argv: list[str] | None) -> int:
             contextlib.closing(_pages(args, has_engine=True)) as pages,
         ):
             batches = Batches(store, service, reader, settings)
-            limits = Limits(args.max_queue, length, llm.model.spec.max_positions)
-            server = Server(service, batches, reader, limits)
+            server = Server(service, batches, reader)
             if other is not None:
-                most = Limits(COMPARED_QUEUE, other.length, llm.model.spec.max_positions)
                 others = RequestReader(other.llm.model, defaults, other.llm.eviction)
-                server.other = Server(other, batches, others, most)
+                server.other = Server(other, batches, others)
             with _serving(server, pages, bounds, listener):
                 print(f"{llm.model.name} at {_address(listener)}/v1", flush=True)
                 service.run()
@@ -152,10 +152,10 @@ def _plan_only(args: argparse.Namespace, bounds: Bounds) -> int:
 def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
     from flexgen_h2o.planner.profile import profile_from_json
     from flexgen_h2o.policy_search import ask, machines
-    from flexgen_h2o.serving.pages import Pages, Planning
+    from flexgen_h2o.serving.pages import Pages
 
     given = [f"--{name}={value}" for name in ("path", "revision") if (value := getattr(args, name)) is not None]
-    return Pages(Planning(machines(args.offload_dir), profile_from_json, ask, [args.model, *given]), has_engine)
+    return Pages(machines(args.offload_dir), profile_from_json, ask, [args.model, *given], has_engine)
 
 
 def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:
@@ -169,7 +169,7 @@ def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Name
     budgets = {t: n for t, n in resolve_budgets(asked, device, folder).items() if t != "device" or not device.is_host}
 
     def part(share: float) -> argparse.Namespace:
-        cut = {f"{tier}_mem": None if nbytes is None else int(share * nbytes) for tier, nbytes in budgets.items()}
+        cut = {f"{t}_mem": None if nbytes is None else max(1, int(share * nbytes)) for t, nbytes in budgets.items()}
         return argparse.Namespace(**{**vars(args), **cut})
 
     return part(1 - args.compare_share), part(args.compare_share)

@@ -104,7 +104,7 @@ def resolve(model: str, path: str | None, revision: str | None = None, weights: 
     A local folder, a packaged name, or a hub id, which is looked for as `path`, `path`/org/name and `path`/name, then
     in the hub's cache, then on the hub (HF_HUB_OFFLINE and HF_HOME count; `revision` is a branch, tag or commit).
     A `path` with "_DUMMY_" in it asks for random weights, with the config of the folder where `model` is one.
-    weights: False is content with config and tokenizer when it has to go to the hub.
+    weights=False: from the hub, fetch config and tokenizer only.
 
     Raises UsageError in one line with the way out: no such folder (`path` too), no config.json in it, not cached and
     not to be had from the hub. DoesNotFitError: the disk filled up during the download.

@@ -314,13 +314,13 @@ class RandomValues:
             left, done, at = left - values.numel(), done + values.numel(), 0
 
 
-def any_bytes(rows: StoredRows, seed: int = 0) -> torch.Tensor:
+def any_bytes(rows: StoredRows) -> torch.Tensor:
     """Random bytes (uint8) of a whole stored tensor of bytes, or of numbers that become float32."""
     import torch
 
     dtype = FROM_ENGINE.get(rows.dtypes[0], rows.dtypes[0])
     nbytes = Entry(rows.name, dtype, rows.shape).nbytes
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
     return _masked(values, 0, *rows.random)
 

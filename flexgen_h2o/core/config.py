@@ -18,12 +18,12 @@ from flexgen_h2o.core.units import check_int, parse_bytes
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TIERS = ("device", "host", "disk")
-POLICY_SCHEMA = 5  # of which cache_bits may be a text, as "4/2"
+POLICY_SCHEMA = 5  # 5: cache_bits may be text such as "4/2"
 # Fields by the schema that has them first; in a file of an older one they are at their defaults.
 SINCE_SCHEMA = {"weight_bits": 2, "cache_bits": 2, "int8_compute": 2, "cache_window": 3, "expert_group": 4}
 BITS = (4, 8)  # of a compressed weight
 CACHE_BITS = (2, 3, 4, 8)  # of a number of a compressed key or value
-# Fields that say how, and the switch that says whether.
+# Settings that need a switch: the setting, its switch.
 COMPRESSION_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache", "cache_window": "compress_cache"}
 MOST_ROWS = 2**16  # of a block
 
@@ -196,7 +196,7 @@ def check_percent(values: object) -> tuple[int, int, int, int, int, int]:
 
 
 def write_policy(path: Path, saved: SavedPolicy) -> None:
-    """Write a policy file (JSON, DESIGN 3.3), whole or not at all. FlexgenError names --output and the file."""
+    """Write a policy file (docs/reference/files.md), whole or not at all. FlexgenError names --output and the file."""
     about = {name: getattr(saved, name) for name in ABOUT}
     write_result(path, {"schema": POLICY_SCHEMA, **saved.policy.to_json(), **about}, "--output")
 

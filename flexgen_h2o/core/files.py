@@ -96,9 +96,9 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
 _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
-def open_new(path: Path, flags: int = os.O_WRONLY, mode: int = 0o666) -> int:
-    """A descriptor of a new file. Raises OSError; FileExistsError also for a link, wherever it leads."""
-    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+def open_new(path: Path) -> int:
+    """A descriptor to write to a new file. Raises OSError; FileExistsError also for a link, wherever it leads."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def write_new(path: Path, text: str) -> None:
@@ -314,13 +314,13 @@ def usable_path(text: str | Path, what: str) -> Path:
     """`text` with `~` expanded. `what` names the flag in the error.
 
     Raises UsageError for an empty one (it would be the current folder), an unknown user, a name that is too long or
-    holds a NUL byte, and for what is no path at all.
+    holds a NUL byte, one below a folder that may not be looked into, and for what is no path at all.
     """
     if text == "":
         raise UsageError(f"{what} '': is empty; name a file or folder, or leave {what} out")
     try:
         path = Path(text).expanduser()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
     except (RuntimeError, OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -1,9 +1,6 @@
-"""What happened when: spans on named lanes, busy seconds by lane, and the Chrome trace of them.
+"""Spans on named lanes, busy seconds by lane, Chrome traces and pictures of them.
 
-Knows nothing of what the spans mean. Recording is always on for sums (two additions a span); spans are
-kept only when a trace was asked for.
-
-Spans as a picture, a row for each lane. matplotlib is imported only here, and only where a picture is asked for.
+Sums are always recorded; spans only while `keep_spans` is set. matplotlib is imported when a picture is drawn.
 """
 
 from __future__ import annotations

@@ -94,7 +94,12 @@ class NotFiniteError(FlexgenError):
     def __init__(self, row: int, where: str, places: Sequence[int] = ()) -> None:
         why = "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
         self.reason, self.places = f"logits {where} are not finite: {why}", tuple(places)
+        self._given = row, where, self.places
         super().__init__(f"logits of row {row} {where} are not finite: {why}")
+
+    def __reduce__(self) -> tuple[type[NotFiniteError], tuple[int, str, tuple[int, ...]]]:
+        """Pickled, for an actor's driver; an exception's own way would call __init__ with the message alone."""
+        return NotFiniteError, self._given
 
 
 def _draw(logits: Tensor, places: Sequence[int], params: SamplingParams, drawn: Sequence[float]) -> list[int]:

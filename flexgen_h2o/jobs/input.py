@@ -238,7 +238,8 @@ def _first_members(head: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_duplicates(path: Path, ids: Digests) -> None:
-    """UsageError naming the first id that two lines have. First words are compared first, to save memory."""
+    """UsageError naming the first id that two lines have. The first 8 bytes of all digests are compared before whole
+    digests, to save memory."""
     words = ids.view(np.uint64)[::2].copy() if len(ids) else np.empty(0, np.uint64)
     words.sort()
     alike = words[1:][words[1:] == words[:-1]]

@@ -136,7 +136,7 @@ class RequestReader:
 
     def _prompt(self, number: int, given: Any) -> Prompt:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
-            raise RowError("unsupported", f"prompt: {len(given)} prompts in one line; give each a line of its own")
+            raise RowError("unsupported", f"prompt: a single prompt is expected here, not a list of {len(given)}")
         encode, spec = self.model.encode if self.model.tokenizer is not None else None, self.model.spec
         try:
             prompt = make_prompt(number, given, encode, spec.vocab_size, spec.max_positions)

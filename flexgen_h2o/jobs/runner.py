@@ -26,6 +26,7 @@ from flexgen_h2o.jobs.sidecar import Status, tiers_text
 from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
+MOST_BAD_LINES = 1000  # at a time: some 60 ms, in which a server does nothing else
 WRITE_EVERY_S = 1.0
 
 PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
@@ -187,20 +188,24 @@ class JobWriter(Silent):
 class JobRows:
     """The rows of a job: requests of its lines, and a row in the sink for each that is done.
 
-    requests: of the lines; those that cannot be run become error rows on the way.
+    requests: of the lines; those that cannot be run become error rows on the way, and None stands for each
+    MOST_BAD_LINES of them, so that whoever asks can do something else.
     """
 
     def __init__(self, reader: RequestReader, lines: Iterable[Line], sink: Sink) -> None:
         self.sink, self._model = sink, reader.model
         self.requests = self._read(reader, lines)
 
-    def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request]:
-        model, notes = reader.model.name, self.sink.notes
+    def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request | None]:
+        model, notes, bad = reader.model.name, self.sink.notes, 0
         for line in lines:
             try:
                 request = reader.read(line)
             except RowError as error:
                 self.sink.write([_failed(line.row, line.custom_id, line.number, error)])
+                bad += 1
+                if bad % MOST_BAD_LINES == 0:
+                    yield None
                 continue
             if request.asked_model not in (None, model):
                 notes.other_models += 1
@@ -239,6 +244,7 @@ class Job:
     ) -> None:  # fmt: skip
         self._llm, self._sink, self._asked_window, self._refill = llm, sink, window, refill
         self._rows = JobRows(reader, lines, sink)
+        self._requests = filter(None, self._rows.requests)
         self._ahead: list[Request] = []  # read, and not yet run
         self._window_rows = window_rows(1, window)
         self._running: dict[int, Request] = {}  # by number of the line
@@ -252,7 +258,7 @@ class Job:
 
     def _fill(self, rows: int) -> list[Request]:
         """Read on until `rows` requests are ahead, or the lines end; the first `rows` of those ahead."""
-        while len(self._ahead) < rows and (request := next(self._rows.requests, None)) is not None:
+        while len(self._ahead) < rows and (request := next(self._requests, None)) is not None:
             self._ahead.append(request)
         return self._ahead[:rows]
 
@@ -278,7 +284,7 @@ class Job:
             if fits_by_now or (not some_ran and not (fitting and others)):
                 raise
             for request in others:
-                self._rows.fail(request, RowError("does_not_fit", str(error)))
+                self._rows.fail(request, RowError("does_not_fit", str(self._why_not(request) or error)))
             parts = [fitting] if others else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
             for part in filter(None, parts):
                 self._run_window(part)
@@ -304,17 +310,17 @@ class Job:
 
     def _fitting_alone(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """Those that fit the budgets in a block of their own, and those that do not, the smallest first."""
-
-        def is_too_large(request: Request) -> bool:
-            try:
-                self._llm.check_fit(*prompts_and_params([request]))
-            except DoesNotFitError:
-                return True
-            return False
-
         ordered = sorted(requests, key=lambda r: len(r.prompt.token_ids) + r.params.max_tokens)
-        count = bisect_left(ordered, True, key=is_too_large)
+        count = bisect_left(ordered, True, key=lambda request: self._why_not(request) is not None)
         return ordered[:count], ordered[count:]
+
+    def _why_not(self, request: Request) -> DoesNotFitError | None:
+        """Why it does not fit the budgets in a block of its own; None where it does."""
+        try:
+            self._llm.check_fit(*prompts_and_params([request]))
+        except DoesNotFitError as error:
+            return error
+        return None
 
     def _finish(self, done: Sequence[Completion]) -> None:
         """Called by the engine."""

@@ -277,7 +277,7 @@ def _in_use(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, str | None]:
-    """`weights` and `tokenizer` of a model, by their contents (checkpoint/atomic_folder.py), however the folder is
+    """`weights` and `tokenizer` of a model, by their contents (atomic_folder.sample_digest), however the folder is
     called; None where it has none of its own. checkpoint: of the model, opened before.
 
     UsageError for a file that cannot be read, CheckpointChangedError where one has changed since it was opened.

@@ -47,16 +47,6 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What is taken of a client. rows: of a request; length: tokens of a row, prompt and answer; positions: the
-    model's, up to which a row may ask for more tokens than there is room for."""
-
-    rows: int
-    length: int
-    positions: int
-
-
-@dataclass(frozen=True)
 class Asked:
     """A client's request. requests: `n` of each prompt, one after another. usage: a last piece has it."""
 
@@ -87,11 +77,12 @@ def json_of(data: bytes) -> dict[str, Any]:
     return value
 
 
-def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], limits: Limits) -> Asked:
-    """The rows that a body asks for. Refused, naming the field, where they cannot be run."""
+def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: int, length: int) -> Asked:
+    """The rows that a body asks for, at most `rows` of at most `length` tokens, prompt and answer. Refused, naming the
+    field, where they cannot be run."""
     fields = {name: value for name, value in body.items() if name not in ("n", "best_of", "stream", "stream_options")}
-    n, stream = _count(body, "n", limits.rows), _flag(body, "stream")
-    if body.get("best_of") is not None and _count(body, "best_of", limits.rows) not in (1, n):
+    n, stream = _count(body, "n", rows), _flag(body, "stream")
+    if body.get("best_of") is not None and _count(body, "best_of", rows) not in (1, n):
         raise Refused(400, f"best_of: only 1 and n ({n}) are supported", "unsupported")
     options = body.get("stream_options")
     if options is not None and (not isinstance(options, dict) or not stream):
@@ -99,14 +90,14 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], limits:
     given = fields.get("prompt")
     prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else None
     count = n * (1 if prompts is None else len(prompts))
-    if count > limits.rows:
-        raise Refused(400, f"prompt: {count} rows in one request, at most {limits.rows}; send fewer", "too_many_rows")
+    if count > rows:
+        raise Refused(400, f"prompt: {count} rows in one request, at most {rows}; send fewer", "too_many_rows")
     name, found = secrets.token_hex(12), list[Request]()
     for i, fields_of_one in enumerate([fields] if prompts is None else ({**fields, "prompt": p} for p in prompts)):
         value = {"custom_id": f"{name}-{i}", "url": url, "body": fields_of_one}
         try:
             request = reader.request(value, i, f"{name}-{i}")
-            _check_length(request, limits)
+            _check_length(request, length, reader.model.spec.max_positions)
         except RowError as error:
             where = f"{error}" if prompts is None else f"{error} (prompt {i} of {len(prompts)})"
             raise Refused(400, where, error.code) from error
@@ -116,13 +107,14 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], limits:
     return Asked(name, tuple(found), n, stream, _flag(options or {}, "include_usage"), int(time.time()))
 
 
-def _check_length(request: Request, limits: Limits) -> None:
+def _check_length(request: Request, most: int, positions: int) -> None:
+    """positions: of the model, up to which a row may ask for more tokens than there is room for."""
     length, new = len(request.prompt.token_ids), request.params.max_tokens
-    asked = length + (max(0, new - 1) if limits.length < limits.positions else 0)  # the newest needs no position
-    if asked > limits.length:
+    asked = length + (max(0, new - 1) if most < positions else 0)  # the newest needs no position
+    if asked > most:
         raise RowError(
             "context_length_exceeded",
-            f"prompt: {length} tokens, and max_tokens {new}, but this server takes {limits.length} together",
+            f"prompt: {length} tokens, and max_tokens {new}, but this server takes {most} together",
         )
 
 

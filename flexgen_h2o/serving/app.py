@@ -21,16 +21,7 @@ from starlette.routing import Route
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.serving.answers import (
-    Asked,
-    Limits,
-    Pieces,
-    Refused,
-    body_of,
-    error_event,
-    json_of,
-    read_asked,
-)
+from flexgen_h2o.serving.answers import Asked, Pieces, Refused, body_of, error_event, json_of, read_asked
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import Service, Ticket
 from flexgen_h2o.serving.guard import INTERNAL, Answer, refusal
@@ -43,8 +34,8 @@ Handler = Callable[[Request], Any]
 class Server:
     """What the routes share. created: of the model, for OpenAI's clients."""
 
-    def __init__(self, service: Service, batches: Batches, reader: RequestReader, limits: Limits) -> None:
-        self.service, self.batches, self.reader, self.limits = service, batches, reader, limits
+    def __init__(self, service: Service, batches: Batches, reader: RequestReader) -> None:
+        self.service, self.batches, self.reader = service, batches, reader
         self.created = int(time.time())
         self.other: Server | None = None  # with another eviction policy, for comparisons
         self._reading = asyncio.Semaphore(1)  # prompts are encoded beside the engine, one request at a time
@@ -97,7 +88,7 @@ class Server:
         return Answer(self._model())
 
     def _model(self) -> dict[str, Any]:
-        name, length = self.reader.model.name, self.limits.length
+        name, length = self.reader.model.name, self.service.length
         return {
             "id": name, "object": "model", "created": self.created, "owned_by": "flexgen-h2o", "max_model_len": length,
         }  # fmt: skip
@@ -108,8 +99,9 @@ class Server:
         data = await json_body(request)
         async with self._reading:
             body = await run_in_threadpool(json_of, data)
-            path = request.url.path.removeprefix("/compare")
-            asked = await run_in_threadpool(read_asked, self.reader, path, body, self.limits)
+            path, service = request.url.path.removeprefix("/compare"), self.service
+            most = service.most_queued, service.length
+            asked = await run_in_threadpool(read_asked, self.reader, path, body, *most)
         events: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

@@ -17,10 +17,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.interrupts import Interrupted
@@ -75,7 +76,7 @@ class Store:
 
     @staticmethod
     def _read(folder: Path, name: re.Pattern[str]) -> dict[str, dict[str, Any]]:
-        """The records of a folder, the oldest first; what a kill has left of a file that was being sent goes away."""
+        """The records of a folder, the oldest first; what a kill has left of a file without a record goes away."""
         found = {}
         for path in folder.glob("*.json"):
             if name.fullmatch(path.stem):
@@ -83,9 +84,10 @@ class Store:
                     record = files.read_object(path, "--state-dir")
                     if record.get("id") == path.stem and isinstance(record.get("created_at"), int):
                         found[path.stem] = record
-        for path in folder.glob("*.part"):
-            with contextlib.suppress(OSError):  # a folder of that name is none of ours
-                path.unlink()
+        for path in list(folder.iterdir()):
+            if path.suffix == ".part" or (name.fullmatch(path.name) and not Path(f"{path}.json").exists()):
+                with contextlib.suppress(OSError):  # a folder of that name is none of ours
+                    path.unlink()
         return dict(sorted(found.items(), key=lambda one: (one[1]["created_at"], one[0])))
 
     # Files
@@ -192,7 +194,7 @@ class Store:
             text = json.dumps(batch | changes) + "\n"
             files.write_whole(self._batches / f"{batch['id']}.json", text, follow=False)
         except OSError as error:
-            raise FlexgenError(f"--state-dir: {batch['id']}: {error.strerror or error}") from error
+            raise FlexgenError(f"{batch['id']}: {error.strerror or error}") from error
         batch |= changes
         self.batches[batch["id"]] = batch
 
@@ -206,17 +208,19 @@ class Store:
         for is_error, field in ((False, "output_file_id"), (True, "error_file_id")):
             file_id = f"{plain}-{'errors' if is_error else 'output'}"
             part, count = self._files / f"{file_id}.part", 0
-            with part.open("wb") as target:
-                for line, has_error in _rows(output):
-                    if has_error == is_error:
-                        target.write(line)
-                        count += 1
-                target.flush()
-                os.fsync(target.fileno())
-            if count:
-                name = f"{batch['id']}_{'error' if is_error else 'output'}.jsonl"
-                self._keep(part, file_id, name, "batch_output")
-            part.unlink(missing_ok=True)
+            try:
+                with part.open("wb") as target:
+                    for line, has_error in _rows(output):
+                        if has_error == is_error:
+                            target.write(line)
+                            count += 1
+                    target.flush()
+                    os.fsync(target.fileno())
+                if count:
+                    name = f"{batch['id']}_{'error' if is_error else 'output'}.jsonl"
+                    self._keep(part, file_id, name, "batch_output")
+            finally:
+                part.unlink(missing_ok=True)
             found[field] = file_id if count else None
         return found
 
@@ -225,6 +229,11 @@ class Store:
         output = self.output(batch)
         for path in output.parent.glob(f"{output.name}*"):
             path.unlink(missing_ok=True)
+
+    def for_clients(self, message: str) -> str:
+        """With ids in the place of paths and their flags, which clients do not know."""
+        path = rf"(?:--\w+ )?{re.escape(str(self._files.parent))}/(?:files|batches)/([\w-]+)(?:\.jsonl)?"
+        return re.sub(path, r"\1", message).replace("another --output", "another batch")
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -239,7 +248,7 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _rows(output: Path) -> Iterator[tuple[bytes, bool]]:
-    """Whole rows of a job's output, and is each an error row? None where there is no file."""
+    """Yields each whole row and whether it is an error row; nothing where there is no file."""
     if output.exists():
         with files.open_regular(output) as file:
             for line in file:
@@ -253,6 +262,7 @@ class Batch:
     def __init__(self, record: dict[str, Any], on_end: Callable[[Batch, FlexgenError | None], None]) -> None:
         self.record, self._on_end = record, on_end
         self.is_gone = False  # cancelled, or failed
+        self.asks_again = False
         self._error: FlexgenError | None = None
         self.stack = contextlib.ExitStack()
         self.writer: JobWriter
@@ -261,7 +271,7 @@ class Batch:
         self, source: Path, target: Path, reader: RequestReader, settings: dict[str, Any], service: Service
     ) -> None:
         """Find what is left to do. FlexgenError as `batch` has it."""
-        args = argparse.Namespace(input=source, output=target, force=False, max_errors=None)
+        args = argparse.Namespace(input=source, output=target, force=None, max_errors=None)
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(contextlib.closing(OutputFile(target)))
             before = settle(args, output, settings)
@@ -276,9 +286,12 @@ class Batch:
         return {"total": status.rows, "completed": status.done - status.errors, "failed": status.errors}
 
     def next(self) -> Request | None:
+        self.asks_again = False
         with self._failing():
-            return next(self._rows.requests, None)
-        return None  # it has failed
+            for request in self._rows.requests:
+                self.asks_again = request is None
+                return request
+        return None
 
     def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """Nobody looks at tokens before the row is done; what is written is put on disk in time."""
@@ -321,15 +334,15 @@ class Batches:
             if batch["status"] in ACTIVE:
                 self._submit(batch)
             else:
-                self.store.remove_job(batch)
+                self._clerk.submit(self._clear, batch)
 
     def create(self, body: dict[str, Any]) -> dict[str, Any]:
         batch = self.store.add_batch(body)
         self._submit(batch)
         return batch
 
-    def _submit(self, batch: dict[str, Any]) -> Future[None]:
-        return self._clerk.submit(self._start, batch)
+    def _submit(self, batch: dict[str, Any]) -> None:
+        self._clerk.submit(self._start, batch)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
         """Rows that run are given up, rows that are done are kept."""
@@ -358,8 +371,16 @@ class Batches:
 
     # The clerk's thread
 
+    def _clear(self, batch: dict[str, Any]) -> None:
+        """Remove the job of a batch that is over. Rows of a failed one may be in no file yet: the disk was full."""
+        with contextlib.suppress(OSError, FlexgenError):  # it still is, and the next start tries again
+            has_files = batch["output_file_id"] or batch["error_file_id"]
+            if batch["status"] == "failed" and not has_files and self.store.output(batch).exists():
+                self.store.save(batch, **self.store.split(batch))
+            self.store.remove_job(batch)
+
     def _start(self, batch: dict[str, Any]) -> None:
-        run = Batch(batch, lambda one, error: self._clerk_end(one, error))
+        run = Batch(batch, self._clerk_end)
         try:
             if batch["status"] == "cancelling":
                 self._results(batch, "cancelled")
@@ -371,10 +392,10 @@ class Batches:
                     self.store.save(batch, status="in_progress", in_progress_at=int(time.time()))
                 run.is_gone = batch["status"] == "cancelling"
                 self.running[batch["id"]] = run
-        except (FlexgenError, Refused, OSError) as error:
-            with contextlib.suppress(FlexgenError):
+        except Exception as error:
+            with contextlib.suppress(Exception):
                 run.stack.__exit__(type(error), error, None)
-            self._fail(batch, str(error))
+            self._fail(batch, error)
             return
         self._service.add_batch(run)
 
@@ -403,8 +424,8 @@ class Batches:
                 raise error
             batch["request_counts"] = run.counts
             self._results(batch, "cancelled" if is_cancelled else "completed")
-        except (FlexgenError, OSError) as found:
-            self._fail(batch, str(found), run.counts)
+        except Exception as found:
+            self._fail(batch, found, run.counts)
         finally:
             self.running.pop(batch["id"], None)
 
@@ -413,13 +434,16 @@ class Batches:
         self.store.save(batch, status=status, **found, **{f"{status}_at": int(time.time())})
         self.store.remove_job(batch)
 
-    def _fail(self, batch: dict[str, Any], message: str, counts: dict[str, int] | None = None) -> None:
-        """What is done is kept with the batch's files in the folder, and nothing goes on with it."""
+    def _fail(self, batch: dict[str, Any], error: Exception, counts: dict[str, int] | None = None) -> None:
+        """What is done becomes the batch's files, now or at a start with room for them; nothing goes on with it."""
+        message = getattr(error, "strerror", None) or self.store.for_clients(str(error))
+        if not isinstance(error, FlexgenError | Refused | OSError):  # our own bug
+            say("serve", f"{batch['id']}: internal error: {type(error).__name__}: {error}")
+            message = "internal error"
         one = {"code": "failed", "message": message.replace("\n", " ")[:2000], "line": None, "param": None}
         errors = {"object": "list", "data": [one]}
-        with contextlib.suppress(OSError):
-            found = self.store.split(batch)
-            batch |= found
+        with contextlib.suppress(Exception):
+            batch |= self.store.split(batch)
         batch |= {"request_counts": counts or batch["request_counts"], "errors": errors}
         batch |= {"status": "failed", "failed_at": int(time.time())}
         with contextlib.suppress(FlexgenError):  # the next start goes on with it

@@ -1,7 +1,7 @@
 """Who is in the running block: rows of clients first, a share of the places for batches, and the engine's thread.
 
-The engine runs in the main thread, where signals end it as they end a job. Other threads talk to it through `Service`;
-what it calls back here has signals held, so that none leaves a lock taken.
+The engine runs in the main thread, where a signal ends it. Other threads call `Service`. Methods that take the lock on
+the engine's thread hold signals, so that none is raised while it is held.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import NOT_FINITE, Request, RowError
+from flexgen_h2o.jobs.runner import MOST_BAD_LINES
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.serving.answers import Refused
 
@@ -31,12 +32,15 @@ PLAIN_ROW_S = 1.0  # what a row is taken to need before one has been timed
 MOST_RETRY_S = 120
 MOST_ENDS = 64
 MOST_SPANS, WATCHED_S = 1000, 15.0  # of the timeline, and for how long after somebody has asked
+NO_ROOM = "prompt: it and max_tokens need more of the KV cache than this server was opened for; raise --max-len"
 
 
 class Owner(Protocol):
-    """Whose rows they are. is_gone: nobody waits for them any more. All is called by the engine's thread."""
+    """Whose rows they are. is_gone: nobody waits for them any more. asks_again: `next` gave none for now, of a batch
+    that has read many bad lines. All is called by the engine's thread."""
 
     is_gone: bool
+    asks_again: bool
 
     def next(self) -> Request | None:
         """The next row to be run; None where there is none."""
@@ -62,6 +66,7 @@ class Ticket:
     tell: Callable[[tuple[object, ...]], None]
     streams: bool = False
     is_gone: bool = False
+    asks_again: bool = False
     began: float = field(default_factory=time.monotonic)
 
     def next(self) -> Request | None:
@@ -84,10 +89,11 @@ class Ticket:
 
 @dataclass
 class Counts:
-    """What `/metrics` and `/status` show besides what runs now."""
+    """What `/metrics` and `/status` show besides what runs now. tokens: of rows that are over; computed: of all."""
 
     rows: int = 0
     tokens: int = 0
+    computed: int = 0
     prompt_tokens: int = 0
     given_up: int = 0
     failed: int = 0
@@ -95,7 +101,7 @@ class Counts:
     sweeps: int = 0
     latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES) + 1))  # of clients' rows
     latency_sum: float = 0.0
-    recent: deque[tuple[float, int]] = field(default_factory=deque)  # (when, tokens then)
+    recent: deque[tuple[float, int]] = field(default_factory=deque)  # (when, computed then)
 
     def add_latency(self, seconds: float) -> None:
         self.latencies[bisect_left(LATENCIES, seconds)] += 1
@@ -103,9 +109,9 @@ class Counts:
 
     def add_tokens(self, count: int) -> None:
         now = time.monotonic()
-        self.tokens += count
+        self.computed += count
         if not self.recent or now - self.recent[-1][0] > RECENT_S / 20:
-            self.recent.append((now, self.tokens))
+            self.recent.append((now, self.computed))
         while now - self.recent[0][0] > RECENT_S:
             self.recent.popleft()
 
@@ -115,14 +121,13 @@ class Counts:
         recent, now = list(self.recent), time.monotonic()
         if not recent or now - recent[-1][0] > RECENT_S:
             return 0.0
-        return (self.tokens - recent[0][1]) / max(1e-3, now - recent[0][0])
+        return (self.computed - recent[0][1]) / max(1e-3, now - recent[0][0])
 
 
 @dataclass
 class _Running:
     owner: Owner
     request: Request
-    since: float  # when it was asked for
 
 
 class Service:
@@ -152,10 +157,13 @@ class Service:
     def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
         """Rows that the engine is opened for: one whose prompt is as long as may be, and usual ones. Each has a
         beginning of its own, so that room for whole rows is planned. Where columns are dropped, the log-probabilities
-        of a long prompt are taken in decode steps, and another one without them is fed whole."""
+        of a long prompt are taken in decode steps, and another one without them is fed whole; where new ones are not,
+        a row with the shortest prompt takes most slots."""
         vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
-        longest = [self.length] * (2 if self.llm.eviction.needs.record else 1)
-        lengths = [*longest, *[usual] * (rows - len(longest))]
+        eviction = self.llm.eviction
+        special = [self.length] * (2 if eviction.needs.record else 1)
+        special += [1] * (bool(eviction.needs.record) and not getattr(eviction, "while_decoding", False))
+        lengths = [*special, *[usual] * (rows - len(special))]
         prompts = [Prompt(i, (i % vocab,) * length, None) for i, length in enumerate(lengths)]
         params = [
             SamplingParams(max_tokens=max(1, self.length - n + 1), prompt_logprobs=None if i else 0)
@@ -242,6 +250,7 @@ class Service:
                 self._wake.clear()
                 first = self._next_row()
             if first is None:
+                interrupts.check()  # where it is to ask again there is no wait, which would do it
                 interrupts.wait_for(self._wake)
                 continue
             self._ends.clear()
@@ -274,12 +283,14 @@ class Service:
         return None if row is None else ([row[0]], [row[1]])
 
     def _next_row(self) -> tuple[Prompt, SamplingParams] | None:
-        """The row that enters next."""
+        """The row that enters next; None also where many have been refused, and `run` has to ask again."""
         is_their_turn = self._batch_rows < self.batch_share * self.capacity
         for take in (self._of_batches, self._of_tickets) if is_their_turn else (self._of_tickets, self._of_batches):
-            while (found := take()) is not None:
+            for _ in range(MOST_BAD_LINES):
+                if (found := take()) is None:
+                    break
                 owner, request = found
-                error = RowError("context_length_exceeded", "prompt: is too long for the engine as it is")
+                error = RowError("context_length_exceeded", NO_ROOM)
                 try:
                     if self.llm.has_room([request.prompt], [request.params]):
                         return self._enter(owner, request)
@@ -287,12 +298,13 @@ class Service:
                     error = RowError("does_not_fit", str(why))
                 self.counts.failed += 1
                 owner.fail(request, error)
+            else:
+                self._wake.set()  # others first, and signals
         return None
 
     def _enter(self, owner: Owner, request: Request) -> tuple[Prompt, SamplingParams]:
         self._serial += 1
-        since = owner.began if isinstance(owner, Ticket) else 0.0
-        self._running[self._serial] = _Running(owner, request, since)
+        self._running[self._serial] = _Running(owner, request)
         self._of_owner[id(owner)] = self._of_owner.get(id(owner), 0) + 1
         self._batch_rows += not isinstance(owner, Ticket)
         self.counts.prompt_tokens += len(request.prompt.token_ids)
@@ -311,17 +323,21 @@ class Service:
         return None
 
     def _of_batches(self) -> tuple[Owner, Request] | None:
-        """A row of each batch in turn. A batch without further rows leaves when its last row has."""
+        """A row of each batch in turn. A batch without further rows leaves when its last row has; of one that asks
+        again there is none now."""
         while True:
             with self._lock:
                 batch = self._batches.popleft() if self._batches else None
             if batch is None:
                 return None
             request = None if batch.is_gone else batch.next()
-            if request is not None:
+            if request is not None or (batch.asks_again and not batch.is_gone):
                 with self._lock:
                     self._batches.append(batch)
-                return batch, request
+                if request is not None:
+                    return batch, request
+                self._wake.set()
+                return None
             if id(batch) not in self._of_owner:
                 batch.end()
 
@@ -348,7 +364,7 @@ class Service:
                 else:
                     self.counts.rows += 1
                     if isinstance(owner, Ticket):
-                        self.counts.add_latency(time.monotonic() - one.since)
+                        self.counts.add_latency(time.monotonic() - owner.began)
                     owner.finish(one.request, completion)
                 is_last = id(owner) not in self._of_owner
                 if is_last and not isinstance(owner, Ticket) and owner not in self._batches:
@@ -387,4 +403,6 @@ class Service:
 
     def finish(self, rows: Sequence[Row]) -> None:
         """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
-        self.counts.tokens -= sum(len(row.token_ids) - row.answered for row in rows)
+        answered = sum(row.answered for row in rows)
+        self.counts.tokens += answered
+        self.counts.computed -= sum(len(row.token_ids) for row in rows) - answered

@@ -25,7 +25,7 @@ from flexgen_h2o.serving.answers import Refused
 
 LEAST_RATE = 2**14  # bytes a second that a body must come with, after the patience
 KEEP_ALIVE_S = 30  # for a client's next request
-BODIES, FILES = 16, 4  # of the largest: what all requests together may have on their way
+MOST_AT_ONCE = {"body": 16, "file": 4}  # of the largest: what all requests together may have on their way
 OPEN_TO_ALL = ("/health", "/", "/plan")  # without a key, and what is below STATIC
 STATIC = "/static/"
 PORT = re.compile(r":\d*$")
@@ -68,7 +68,7 @@ class Guard:
 
     def __init__(self, app: App, bounds: Bounds) -> None:
         self._app, self._bounds = app, bounds
-        self._coming = {FILES: 0, BODIES: 0}  # bytes of requests that are not answered
+        self._coming = dict.fromkeys(MOST_AT_ONCE, 0)  # bytes of requests that are not answered
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,8 +80,8 @@ class Guard:
             has_begun = True
             await send(message)
 
-        kind, size = FILES if scope["path"] == "/v1/files" else BODIES, 0
-        most = self._bounds.file if kind == FILES else self._bounds.body
+        kind, size = "file" if scope["path"] == "/v1/files" else "body", 0
+        most = self._bounds.file if kind == "file" else self._bounds.body
 
         async def receiving() -> Message:
             nonlocal size
@@ -90,7 +90,7 @@ class Guard:
             size, self._coming[kind] = size + new, self._coming[kind] + new
             if size > most:
                 raise _too_large(most)
-            if self._coming[kind] > kind * most:
+            if self._coming[kind] > MOST_AT_ONCE[kind] * most:
                 raise Refused(503, "too much is on its way; try again later", "overloaded", retry_after=5)
             return message
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +46,19 @@ VALUES = (
 MOST_CHARACTERS = 100  # of a value
 
 
-@dataclass(frozen=True)
-class Planning:
-    """The planner, of flexgen_h2o.policy_search. machines: profiles by name; read: a profile from an object;
-    ask: an answer's object from words of its command line, a profile, and what is called between candidates. model: the
-    one that the page begins with, and the words that say where it is."""
-
-    machines: Mapping[str, Any]
-    read: Callable[[object], Any]
-    ask: Callable[[Sequence[str], Any, Callable[[], None]], dict[str, Any]]
-    model: Sequence[str]
-
-
 class Pages:
-    """Their routes. has_engine: without it `/` leads to the planner's page."""
+    """Their routes. has_engine: without it `/` leads to the planner's page.
 
-    def __init__(self, planning: Planning, has_engine: bool) -> None:
-        self._planning, self._has_engine = planning, has_engine
+    Of flexgen_h2o.policy_search: machines: profiles by name; read: a profile from an object; ask: an answer's object
+    from words of its command line, a profile, and what is called between candidates. model: the one that the page
+    begins with, and the words that say where it is.
+    """
+
+    def __init__(
+        self, machines: Mapping[str, Any], read: Callable[[object], Any],
+        ask: Callable[[Sequence[str], Any, Callable[[], None]], dict[str, Any]], model: Sequence[str], has_engine: bool,
+    ) -> None:  # fmt: skip
+        self._machines, self._read, self._ask, self._model, self._has_engine = machines, read, ask, model, has_engine
         self._files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS}
         self._searches = ThreadPoolExecutor(MOST_SEARCHES, thread_name_prefix="plan")
         self._running, self._lock, self._is_open = 0, threading.Lock(), True
@@ -104,16 +99,15 @@ class Pages:
 
     async def choices(self, request: Request) -> Response:
         """What the planner's page offers."""
-        planning = self._planning
         machines = [
             {
                 "name": name, "description": one.description, "date": one.date[:10],
                 "device_is_host": one.device_is_host,
                 "memory": {tier: getattr(one, f"{tier}_mem_bytes") for tier in TIERS},
             }
-            for name, one in planning.machines.items()
+            for name, one in self._machines.items()
         ]  # fmt: skip
-        models = list(dict.fromkeys([planning.model[0], *built_in_names()]))
+        models = list(dict.fromkeys([self._model[0], *built_in_names()]))
         return Answer({"models": models, "machines": machines, "has_engine": self._has_engine})
 
     async def plan(self, request: Request) -> Response:
@@ -139,7 +133,7 @@ class Pages:
                 raise Refused(503, f"the search took more than {MOST_SEARCH_S:.0f} s; ask at a terminal", "too_long")
 
         try:
-            return self._planning.ask(words, profile, check)
+            return self._ask(words, profile, check)
         except FlexgenError as error:
             raise Refused(400, str(error), "cannot_plan") from error
         except interrupts.Interrupted as error:
@@ -150,7 +144,7 @@ class Pages:
 
     def _question(self, body: Mapping[str, Any]) -> tuple[list[str], Any]:
         """Words of the command line, and the profile. Refused, naming the field, where it is wrong."""
-        planning, words = self._planning, list[str]()
+        usual, words = self._model, list[str]()
         for name, value in body.items():
             if name in SWITCHES and isinstance(value, bool):
                 words += [flag_of(name)] * value
@@ -159,19 +153,19 @@ class Pages:
             elif name not in ("model", "machine", "profile"):
                 known = ", ".join(("model", "machine", "profile", *SWITCHES, *VALUES))
                 raise _wrong(f"{name[:60]}: is no field with such a value; fields are {known}")
-        model = body.get("model", planning.model[0])
-        if model != planning.model[0] and not (isinstance(model, str) and MODEL.fullmatch(model)):
+        model = body.get("model", usual[0])
+        if model != usual[0] and not (isinstance(model, str) and MODEL.fullmatch(model)):
             raise _wrong(f"model: {str(model)[:60]!r} is not a hub id, like facebook/opt-30b")
-        where = planning.model if model == planning.model[0] else [model]
+        where = usual if model == usual[0] else [model]
         return [f"--model={where[0]}", *where[1:], *words], self._profile(body)
 
     def _profile(self, body: Mapping[str, Any]) -> Any:
-        machines, name = self._planning.machines, body.get("machine")
+        machines, name = self._machines, body.get("machine")
         if (name is None) is ("profile" not in body):
             raise _wrong("machine: give it, or the object of a profile as `profile`")
         if name is None:
             try:
-                return self._planning.read(body["profile"])
+                return self._read(body["profile"])
             except UsageError as error:
                 raise _wrong(f"profile: {error}") from error
         if not isinstance(name, str) or name not in machines:

@@ -20,6 +20,8 @@ from flexgen_h2o.serving.app import Server
 from flexgen_h2o.serving.batches import Batch, Batches, Store
 
 BODY = {"endpoint": "/v1/completions", "completion_window": "24h"}
+ROW = '{"custom_id": "a", "response": {}, "error": null}\n'
+COUNTS = {"total": 1, "completed": 1, "failed": 0}
 
 
 @pytest.fixture
@@ -32,20 +34,36 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def batches(store: Store, monkeypatch: pytest.MonkeyPatch) -> Batches:
     monkeypatch.setattr(Batch, "open", lambda *args: None)
+    return batches_of(store)
+
+
+def batches_of(store: Store) -> Batches:
     service: Any = SimpleNamespace(add_batch=lambda run: None, wake=lambda: None)
     return Batches(store, service, SimpleNamespace(), {})  # type: ignore[arg-type]
 
 
-def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **other: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def start_again(store: Store) -> None:
+    batches = batches_of(store)
+    batches.go_on()
+    batches._clerk.shutdown()
 
+
+def refuse(*args: Any, **other: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "write_whole", refuse)
 
 
-def new_batch(store: Store) -> dict[str, Any]:
-    file = store.add_file(io.BytesIO(b"{}"), "a.jsonl")
+def new_batch(store: Store, content: bytes = b"{}") -> dict[str, Any]:
+    file = store.add_file(io.BytesIO(content), "a.jsonl")
     return store.add_batch({**BODY, "input_file_id": file["id"]})
+
+
+def message_of(batch: dict[str, Any]) -> str:
+    assert batch["status"] == "failed"
+    return str(batch["errors"]["data"][0]["message"])
 
 
 def test_a_file_without_a_record_leaves_nothing(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +87,60 @@ def test_what_a_kill_left_goes_away_and_folders_stay(tmp_path: Path) -> None:
     Store(tmp_path, 2**20).close()
     (tmp_path / "files" / "a.part").write_text("x")
     (tmp_path / "files" / "b.part").mkdir()
+    (tmp_path / "files" / f"file-{'0' * 24}-output").write_text("its record was to be written next")
     Store(tmp_path, 2**20).close()
     assert [path.name for path in (tmp_path / "files").iterdir()] == ["b.part"]
+
+
+def test_rows_of_a_failed_batch_become_a_file_at_the_first_start_with_room(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = new_batch(store)
+    store.output(batch).write_text(ROW)
+    with monkeypatch.context() as full:
+        full.setattr(Store, "_keep", refuse)
+        batches_of(store)._fail(batch, FlexgenError("a reason"))
+        start_again(store)
+        assert message_of(batch) == "a reason" and batch["output_file_id"] is None
+        assert store.output(batch).read_text() == ROW
+        assert not list(store.path(batch["input_file_id"]).parent.glob("*.part"))
+    start_again(store)
+    assert store.path(batch["output_file_id"]).read_text() == ROW and not store.output(batch).exists()
+
+
+def test_clients_are_told_ids_in_the_place_of_paths_and_flags(store: Store, tmp_path: Path) -> None:
+    twice, mixed = new_batch(store, b'{"custom_id": "a"}\n' * 2), new_batch(store)
+    store.output(mixed).write_text(ROW)
+    for batch, begins in (
+        (twice, f"{twice['input_file_id']}: lines 1 and 2 both have the custom_id"),
+        (mixed, f"{mixed['id']}: has rows, and no {mixed['id']}.jsonl.job.json beside it"),
+    ):
+        batches_of(store)._start(batch)
+        message = message_of(batch)
+        assert message.startswith(begins) and "--" not in message and str(tmp_path) not in message
+
+
+@pytest.mark.parametrize("when", ["start", "end"])
+def test_a_bug_of_ours_ends_its_batch(
+    when: str, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("x")
+
+    batch = new_batch(store)
+    monkeypatch.setattr(Batch, "counts", COUNTS)
+    monkeypatch.setattr(*((Batch, "open", fail) if when == "start" else (Store, "split", fail)))
+    batches._start(batch)
+    if when == "end":
+        batches._end(batches.running[batch["id"]], None)
+    assert message_of(batch) == "internal error" and not batches.running
+    assert capsys.readouterr().err == f"serve: {batch['id']}: internal error: KeyError: 'x'\n"
+
+
+def test_a_batch_is_asked_again_after_many_bad_lines() -> None:
+    batch, request = Batch({}, lambda run, error: None), SimpleNamespace()
+    batch._rows = SimpleNamespace(requests=iter([None, request]))  # type: ignore[assignment]
+    assert [(batch.next(), batch.asks_again) for _ in range(3)] == [(None, True), (request, False), (None, False)]
 
 
 def test_a_cancellation_that_cannot_be_written_changes_nothing(
@@ -93,6 +163,5 @@ def test_a_batch_whose_start_cannot_be_written_fails_until_the_next_server(
     batch = new_batch(store)
     fill_disk(monkeypatch)
     batches._start(batch)
-    assert batch["status"] == "failed" and "No space left" in batch["errors"]["data"][0]["message"]
-    assert not batches.running
+    assert "No space left" in message_of(batch) and not batches.running
     assert json.loads((tmp_path / "batches" / f"{batch['id']}.json").read_text())["status"] == "validating"

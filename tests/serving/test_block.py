@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
-from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.serving.answers import Limits, Refused, read_asked
+from flexgen_h2o.serving import block
+from flexgen_h2o.serving.answers import Refused, read_asked
 from flexgen_h2o.serving.block import Service, Ticket
 
 PLACES, LENGTH, NO_COLUMN, NAN = 4, 50, 3, 99
@@ -32,7 +34,7 @@ class StubLLM:
 
     def __init__(self) -> None:
         self.model, self.timeline = SimpleNamespace(spec=SimpleNamespace(vocab_size=100)), Timeline()
-        self.eviction = Full()
+        self.eviction: Eviction = Full()
         self.entered: list[int] = []
         self.peak_bytes: dict[str, int] = {}
         self.after_sweep: Callable[[int], None] = lambda sweep: None
@@ -77,14 +79,16 @@ class StubLLM:
 
 
 class StubBatch:
-    """Rows of a batch."""
+    """Rows of a batch. later: how often it gives none for now."""
 
-    def __init__(self, rows: Sequence[Request]) -> None:
+    def __init__(self, rows: Sequence[Request], later: int = 0) -> None:
         self.rows, self.done, self.ended = deque(rows), list[int](), list[FlexgenError | None]()
-        self.is_gone = False
+        self.is_gone, self.asks_again, self.later = False, False, later
 
     def next(self) -> Request | None:
-        return self.rows.popleft() if self.rows else None
+        self.asks_again = self.later > 0
+        self.later -= 1
+        return self.rows.popleft() if self.rows and not self.asks_again else None
 
     def token(self, place: int, token: int, logprobs: object) -> None:
         pass
@@ -148,6 +152,55 @@ def test_clients_come_first_and_batches_have_their_share(service: Service, llm: 
     run(service)
     assert llm.entered[:9] == [50, 70, 10, 11, 12, 51, 13, 14, 15], "one of four places, in turn"
     assert sorted(batch.done) == [50, 51, 52, 53, 54] and batch.ended == second.ended == [None]
+
+
+@pytest.mark.parametrize(("later", "clients"), [(1, 1), (3, 0)])
+def test_a_batch_without_a_row_for_now_is_asked_again(service: Service, llm: StubLLM, later: int, clients: int) -> None:
+    """After the clients, and at once where there are none."""
+    batch = StubBatch(rows_of(50, 1), later)
+    service.add_batch(batch)
+    service.submit(ticket_of(10, clients)[0])
+    run(service)
+    assert llm.entered == [10] * clients + [50] and batch.done == [50] and batch.ended == [None]
+
+
+def test_rows_without_room_are_refused_some_at_a_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "MOST_BAD_LINES", 2)
+    batch = StubBatch([*rows_of(60, 3, length=LENGTH + 1), *rows_of(70, 1)])
+    service.add_batch(batch)
+    assert service._next_row() is None and batch.done == [-60, -61]
+    run(service)
+    assert batch.done == [-60, -61, -62, 70] and batch.ended == [None]
+
+
+def test_a_batch_that_asks_again_and_again_can_be_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = StubBatch([], later=10**9)
+    service.add_batch(batch)
+    monkeypatch.setattr(interrupts, "_arrived", [15])
+    with pytest.raises(interrupts.Interrupted):
+        service.run()
+    batch.is_gone = True
+    assert service._next_row() is None and batch.ended == [None]
+
+
+def test_tokens_are_counted_when_their_rows_are_over(service: Service) -> None:
+    """Those that a row was given are none: what is counted never falls."""
+    service.sweep(3)
+    assert (service.counts.tokens, service.counts.computed) == (0, 3)
+    service.finish([Row(Prompt(0, (5,), None), 3, [8, 9, 7], asked=1, given=(8, 9))])
+    assert (service.counts.tokens, service.counts.computed) == (1, 1)
+
+
+def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
+    """Where only prompts lose columns, the shortest one grows the most."""
+    llm.eviction = H2O(heavy_ratio=0.1, while_decoding=False)
+    prompts, params = Service(llm, PLACES, LENGTH, 20, 0.25)._template  # type: ignore[arg-type]
+
+    def slots(length: int, new: int) -> int:
+        return llm.eviction.slots(length, new, 0, 1)
+
+    template = [slots(len(prompt.token_ids), one.max_tokens) for prompt, one in zip(prompts, params, strict=True)]
+    assert len(template) == PLACES and max(template) == max(slots(n, LENGTH - n + 1) for n in range(1, LENGTH + 1))
 
 
 def test_a_queue_has_an_end(service: Service) -> None:
@@ -230,9 +283,9 @@ def test_an_engine_that_fails_ends_its_rows_only(service: Service, llm: StubLLM)
 
 
 def test_an_answer_that_is_too_large_is_refused() -> None:
-    reader, limits = RequestReader(find_model("opt-tiny", None, None), SamplingParams()), Limits(1000, 1024, 1024)
+    reader, most = RequestReader(find_model("opt-tiny", None, None), SamplingParams()), (1000, 1024)
     body = {"prompt": [[5, 6]] * 500, "max_tokens": 200}
-    assert len(read_asked(reader, "/v1/completions", body, limits).requests) == 500
+    assert len(read_asked(reader, "/v1/completions", body, *most).requests) == 500
     with pytest.raises(Refused, match="logprobs: more than") as caught:
-        read_asked(reader, "/v1/completions", {**body, "logprobs": 20}, limits)
+        read_asked(reader, "/v1/completions", {**body, "logprobs": 20}, *most)
     assert caught.value.body["error"]["param"] == "logprobs"

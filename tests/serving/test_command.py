@@ -15,6 +15,8 @@ import pytest
 
 from flexgen_h2o import serve
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE
+from flexgen_h2o.flags import budget_of
+from flexgen_h2o.tiers import device
 from tests.serving.conftest import Start
 
 
@@ -26,6 +28,7 @@ from tests.serving.conftest import Start
         (["--port", "70000"], "--port 70000"),
         (["--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen"),
         (["--batch-share", "1.5"], "--batch-share"),
+        (["--compare", "full", "--compare-share", "0"], "--compare-share 0: "),
         (["--max-body", "lots"], "--max-body"),
         (["--state-dir", "a-file"], "--state-dir a-file"),
         (["--max-len", "5000"], "--max-len 5000"),
@@ -50,6 +53,14 @@ def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         assert f"--port {port}: cannot listen there" in capfd.readouterr().err
         assert serve.main(["--port", port, "--state-dir", str(tmp_path), "--dry-run"]) == EXIT_DONE
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tier_without_room_is_cut_in_two_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk's share of nothing is the least budget that there is."""
+    monkeypatch.setattr(device, "resolve_budgets", lambda *asked: {"device": 0, "host": 1000, "disk": 0})
+    args = serve._parser().parse_args(["--compare", "full", "--device", "cpu", "--compare-share", "0.3"])
+    budgets = [budget_of(one) for one in serve._shares(args) if one is not None]
+    assert [(budget.host, budget.disk) for budget in budgets] == [(700, 1), (300, 1)]
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

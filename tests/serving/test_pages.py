@@ -18,7 +18,7 @@ from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_USAGE
 from flexgen_h2o.planner.profile import SHIPPED, nominal_profile, profile_from_json
 from flexgen_h2o.serving import pages
 from flexgen_h2o.serving.guard import Bounds, Guard
-from flexgen_h2o.serving.pages import STATIC, Pages, Planning
+from flexgen_h2o.serving.pages import STATIC, Pages
 from tests.forks import Forks
 from tests.serving.conftest import KEY, RUN, Running, Start
 
@@ -29,7 +29,7 @@ BOUNDS = Bounds(2**20, 2**20, 10, 30, KEY, False)
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[TestClient]:
-    found = Pages(Planning(MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"]), has_engine=False)
+    found = Pages(MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"], has_engine=False)
     yield TestClient(Guard(found.app(), BOUNDS), headers={"authorization": f"Bearer {KEY}"})  # type: ignore[arg-type]
     found.close()
 

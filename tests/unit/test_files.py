@@ -191,6 +191,18 @@ def test_what_cannot_be_a_path(text: str) -> None:
         usable_path(text, "--offload-dir")
 
 
+def test_what_lies_below_a_folder_that_may_not_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root it may: permissions are played."""
+
+    def refuse(*args: Any, **named: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refuse)
+        with pytest.raises(UsageError, match=r"--offload-dir .*not a usable path \(Permission denied\)"):
+            usable_path("/closed/folder", "--offload-dir")
+
+
 # ---- locks
 
 

@@ -46,8 +46,9 @@ class StubLLM:
         return self.policy
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        if sum(len(p.token_ids) for p in prompts) > self.room:
-            raise DoesNotFitError("too large")
+        tokens = sum(len(p.token_ids) for p in prompts)
+        if tokens > self.room:
+            raise DoesNotFitError(f"{tokens} tokens are too many")
 
     def run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, callbacks: Callbacks, *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from flexgen_h2o import LLM, Full, Policy, batch
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import less_margin
-from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.sampling import NotFiniteError, SamplingParams
 from flexgen_h2o.jobs import on_ray
 from flexgen_h2o.jobs.input import Cut, cut_input, read_cut, read_lines, scan_input
 from flexgen_h2o.jobs.on_ray import Opening, Pool, Raised, RayJob, find_pool, run_window, window_size
@@ -182,6 +183,12 @@ def test_what_an_engine_raises_ends_the_job_as_it_would_here(tmp_path: Path, mon
     with pytest.raises(DoesNotFitError, match="too large") as found:
         driven.job.run()
     assert str(found.value.__cause__) == "where it was" and driven.ids() == ["r2"]
+
+
+def test_logits_that_are_not_finite_are_told_to_the_driver() -> None:
+    error = NotFiniteError(3, "at step 2", [1])
+    found = pickle.loads(on_ray._packed("found", Raised(error, "where it was"))["found"][0]).error
+    assert (str(found), found.reason, found.places) == (str(error), error.reason, (1,))
 
 
 def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:

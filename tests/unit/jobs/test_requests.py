@@ -154,7 +154,7 @@ BAD = [
     ({"prompt": {"a": 1}}, "invalid_request", "prompt: a prompt is a string or a list of token ids, not dict"),
     ({"prompt": [5, 2048]}, "invalid_request", "token id 2048 is outside"),
     ({"prompt": []}, "invalid_request", "no tokens"),
-    ({"prompt": ["a", "b"]}, "unsupported", "prompt: 2 prompts in one line"),
+    ({"prompt": ["a", "b"]}, "unsupported", "prompt: a single prompt is expected here, not a list of 2"),
     ({"prompt": "\ud800"}, "invalid_request", "surrogate"),
     ({"prompt": [5] * 1025}, "context_length_exceeded", "prompt: 1025 tokens, but the model has 1024 positions"),
     ({"request": "x"}, "invalid_request", "request: a JSON object"),

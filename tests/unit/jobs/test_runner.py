@@ -18,7 +18,7 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Cut, read_cut
 from flexgen_h2o.jobs.on_ray import AnswerSink
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Job, window_rows
+from flexgen_h2o.jobs.runner import Answer, Job, JobRows, window_rows
 from flexgen_h2o.jobs.sidecar import read_status
 from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, run_job, write_lines
@@ -134,6 +134,16 @@ def test_a_later_window_that_has_no_room_is_run_in_parts(
     assert failed(output) == ["n60-6"]
 
 
+def test_bad_lines_come_in_parts(source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.jobs.runner.MOST_BAD_LINES", 2)
+    write_lines(source, *["{"] * 5, *prompts(1))
+    written: list[Answer] = []
+    lines = read_cut(source, Cut(0, 1, 0, np.ones(6, bool)))
+    rows = JobRows(RequestReader(words, SamplingParams()), lines, AnswerSink(written.extend))
+    assert [(request is None, len(written)) for request in rows.requests] == [(True, 2), (True, 4), (False, 5)]
+    assert run_job(StubLLM(words), source, output, window=1).status.done == 6
+
+
 # ---- rows that do not fit
 
 
@@ -142,7 +152,7 @@ def test_a_row_that_fits_nowhere_is_an_error_row(source: Path, output: Path, wor
     run_job(llm, write_lines(source, *sized(3, 60, 4, 51, 5)), output)
     rows = {row["custom_id"]: row["error"] for row in read_rows(output)}
     assert sorted(failed(output)) == ["n51-3", "n60-1"] and len(rows) == 5
-    assert rows["n60-1"] == {"code": "does_not_fit", "message": "line 2: too large"}
+    assert rows["n60-1"] == {"code": "does_not_fit", "message": "line 2: 60 tokens are too many"}
     assert [sorted(run) for run in llm.runs] == [[1, 3, 5]]
 
 
