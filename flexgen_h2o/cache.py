@@ -19,12 +19,6 @@ from flexgen_h2o.core.units import aligned, format_bytes
 
 HEADS = ("name", "kind", "model", "size", "last used", "")
 _WEIGHTS = ("random", "imported", "packed")
-# Folders of versions that put no mark into them: the record file, its kind, and the record's keys.
-_OLD_RECORDS = {
-    "random_weights.json": ("random weights", {"seed", "dtype", "model"}),
-    "packed_weights.json": ("packed weights", {"format", "bits", "group", "model"}),
-}
-_OLD_FILES = ("config.json", "model.safetensors.index.json", *_OLD_RECORDS)
 _RECORD_BYTES = 2**20
 
 
@@ -46,7 +40,7 @@ class Kept:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    """Run the command line; returns the exit code."""
     return run_cli("cache", _run, argv)
 
 
@@ -123,19 +117,11 @@ def _weights(path: Path, name: str) -> Kept | None:
     from flexgen_h2o.checkpoint.atomic_folder import is_unfinished
 
     found = read_mark(path)
-    if found is not None:
-        kind, model, files = (found.get(key) for key in ("kind", "model", "files"))
-        given = tuple(map(str, files)) if isinstance(files, list) else ()
-        return Kept(name, path, f"unfinished {kind}" if is_unfinished(path) else str(kind), str(model), given)
-    if path.is_symlink() or not path.is_dir():
+    if found is None:
         return None
-    for record, (kind, keys) in _OLD_RECORDS.items():
-        body = _read_json(path / record)
-        if body is not None and body.keys() == keys:
-            shards = tuple(p.name for p in path.glob("model*.safetensors"))
-            model = str(body["model"]) if kind.startswith("packed") else path.name.partition("-seed")[0]
-            return Kept(name, path, kind, model, (*shards, *_OLD_FILES))
-    return None
+    kind, model, files = (found.get(key) for key in ("kind", "model", "files"))
+    given = tuple(map(str, files)) if isinstance(files, list) else ()
+    return Kept(name, path, f"unfinished {kind}" if is_unfinished(path) else str(kind), str(model), given)
 
 
 def _machine_of(path: Path) -> str | None:

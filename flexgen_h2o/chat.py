@@ -65,7 +65,7 @@ HELP = "\n".join([*aligned(COMMANDS), "//TEXT says /TEXT; Ctrl-C ends an answer"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (DESIGN 3.1). 2 where a piped line was not answered."""
+    """Run the command line; returns the exit code. 2 where a piped line was not answered."""
     return run_cli("chat", _run, argv)
 
 

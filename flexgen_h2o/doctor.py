@@ -12,11 +12,15 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import OneLineParser, not_empty, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_FAILED, FlexgenError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
 from flexgen_h2o.core.units import GIB, MIB, aligned, format_bytes
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 SLOW_DISK = 5e8  # bytes a second, of reads
 LITTLE_MEMORY = 2 * GIB  # free: torch, numba and small buffers take about 1 GiB
@@ -104,10 +108,7 @@ def installed() -> Iterator[Finding]:
     yield Finding("extras", text)
 
 
-def _is_there(requirement: object) -> bool:
-    from packaging.requirements import Requirement
-
-    assert isinstance(requirement, Requirement)
+def _is_there(requirement: Requirement) -> bool:
     try:
         return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
     except metadata.PackageNotFoundError:

@@ -62,7 +62,7 @@ ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    """Run the command line; returns the exit code."""
     return run_cli("evaluate", _run, argv)
 
 
@@ -111,13 +111,16 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--depths", type=positive, default=5, help="places where recall prompts state their pairs (5)")
     add("--mass-steps", type=count, default=12, help="decode steps whose evicted attention is measured (12)")
-    add("--free-run", action="store_true", help="also generate freely: where does the first other token come?")
+    add(
+        "--free-run", action="store_true",
+        help="also generate freely and report where the first token differs from the full cache's",
+    )  # fmt: skip
     add(
         "--speed", type=positive, metavar="ROUNDS",
         help="also generate the rows freely so often, in turn with the full cache: tokens/s of prefill and decode",
     )  # fmt: skip
-    add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
-    add("--seed", type=count, default=0, help="of rows and bootstrap")
+    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
+    add("--seed", type=count, default=0, help="random seed for row selection and bootstrap")
     add("--keep-mem", default="1GiB", help="RAM for the full cache's logits and attention, beside the budgets (1GiB)")
     add("--json", type=file_name, help="write all figures")
     add("--markdown", type=file_name, help="write the tables that are printed")
@@ -153,7 +156,7 @@ def _add_streaming_flags(parser: argparse.ArgumentParser) -> None:
     add("--hh-size", type=count, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
     add("--recent-size", type=positive, metavar="N", help=f"recent columns a row ({SIZE})")
     add("--kv-budget", type=_no_share, help=argparse.SUPPRESS)
-    add("--positions", choices=("original", "rolling"), help="of all policies but full (original)")
+    add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
     add("--turns", type=file_name, help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them")
     add("--num-turns", type=positive, help="only so many of them")
     add("--chat", action="store_true", help="turns are messages in the model's chat template")
@@ -280,7 +283,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
     sized = [name for name in sizes if vars(args).get(name) is not None]
     if sized and all(policy == "full" or says_budget(policy) for policy in args.policies):
         flag = args.given.get(sized[0], flag_of(sized[0]))
-        raise UsageError(f"{flag}: each of --policies has a kv_budget of its own; leave one of them out")
+        raise UsageError(f"{flag}: each of --policies has a budget of its own; leave one of them out")
     if window is None and heavy is None:
         return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
     if args.hh_size is not None or args.recent_size is not None:

@@ -26,6 +26,7 @@ from flexgen_h2o.planner.profile import HardwareProfile
 QUANTITIES = ("tokens_per_s", "prefill_s", "decode_s")
 DTYPE = "float16"
 NO_BUDGETS: dict[str, int | None] = {"device": None, "host": None, "disk": None}
+SHORT = (3, 6)  # blocks of the models that stand for a long one
 
 
 @dataclass(frozen=True)
@@ -224,12 +225,12 @@ def unpacked_again_s(run: Run, spec: ModelSpec, profile: HardwareProfile) -> flo
     return (run.num_gpu_batches - 1) * elements * DTYPE_BYTES[DTYPE] / rates.device_dequantise_bytes_per_s
 
 
-def predicted_quickly(run: Run, profile: HardwareProfile, blocks: tuple[int, int] = (3, 6)) -> dict[str, float]:
+def predicted_quickly(run: Run, profile: HardwareProfile) -> dict[str, float]:
     """The same within a percent or so: every block costs the same, so two short models tell of the long one."""
-    few, more = (predicted(run, profile, count) for count in blocks)
+    few, more = (predicted(run, profile, count) for count in SHORT)
     total = _spec(run.model, 0).num_blocks
     seconds = {
-        name: few[name] + (more[name] - few[name]) * (total - blocks[0]) / (blocks[1] - blocks[0])
+        name: few[name] + (more[name] - few[name]) * (total - SHORT[0]) / (SHORT[1] - SHORT[0])
         for name in ("prefill_s", "decode_s")
     }
     return {"tokens_per_s": run.rows * run.gen_len / sum(seconds.values()), **seconds}

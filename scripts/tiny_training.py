@@ -168,6 +168,11 @@ def hops_row(rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, lengt
 
 
 TASKS: Mapping[str, TaskRow] = {"recall": recall_row, "copy": copy_row, "hops": hops_row}
+IN_WORDS = {
+    "recall": "`let qf = 37` lines, a stretch of code, then `ask qf = 37` in another order",
+    "copy": "`keep qf` and a stretch of code, other code, then `copy qf` and the stretch again",
+    "hops": "`let qf = ra` lines between code, then `follow qf = ra = 37`",
+}
 
 
 class Batches:
@@ -259,6 +264,7 @@ def unigram_nats(corpus: Corpus) -> float:
 def model_card(recipe: Recipe, runs: list[dict[str, object]]) -> str:
     facts = "\n".join(f"| {key} | " + " | ".join(str(run.get(key, "")) for run in runs) + " |" for key in runs[-1])
     head = "| | " + " | ".join(f"run {i + 1}" for i in range(len(runs))) + " |\n|" + "---|" * (len(runs) + 1)
+    tasks = "; ".join(f"{name} ({IN_WORDS[name]})" for name in recipe.tasks or ("recall",))
     return f"""---
 license: apache-2.0
 tags: [{recipe.name.partition("-")[0]}, tiny, test-fixture]
@@ -269,8 +275,8 @@ A small {recipe.family} trained by `scripts/{recipe.script}` for `flexgen_h2o`: 
 source plausibly and nothing else; do not use it for real work.
 
 Data: the source files of Python's standard library (the Python Software Foundation licence covers the source; the
-model holds statistics of it), {RECALL_SHARE:.0%} of rows are synthetic recall rows: `let qf = 37` lines, a stretch of
-code, then `ask qf = 37` in another order. One file in 40 is held out by a hash of its name.
+model holds statistics of it). {RECALL_SHARE:.0%} of rows are synthetic: {tasks}.
+One file in 40 is held out by a hash of its name.
 
 {head}
 {facts}

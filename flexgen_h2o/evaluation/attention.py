@@ -23,7 +23,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=positive, help=f"rows ({PROMPTS}; of a file all)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt, whose attention is measured (256)")
     add("--gen-len", type=positive, default=64, help="tokens of the text that are followed after a removal (64)")
-    add("--mass", type=float, default=0.95, metavar="P", help="attention of a query that the columns shall hold (0.95)")
+    add(
+        "--mass", type=float, default=0.95, metavar="P",
+        help="share of a query's attention mass that the counted columns must cover (0.95)",
+    )  # fmt: skip
     add(
         "--near-zero", type=float, default=0.01, metavar="P",
         help="the paper's sparsity: entries below this share of their query's largest one (0.01)",
@@ -32,14 +35,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--first-query", type=count, metavar="N",
         help=f"sparsity is a mean over the queries from this one on ({LEAST_SEEN}, or half of a shorter prompt)",
     )  # fmt: skip
-    add("--window", type=positive, default=5, metavar="N", help="tokens so near to each other co-occur (5)")
+    add(
+        "--window", type=positive, default=5, metavar="N",
+        help="two tokens co-occur when at most N positions apart (5)",
+    )  # fmt: skip
     add(
         "--remove", nargs="*", type=float, default=(0.05, 0.2), metavar="SHARE",
         help="shares of the prompt's columns that are removed (0.05 0.2); without a value nothing is",
     )  # fmt: skip
     add("--sinks", type=positive, default=4, metavar="N", help="first columns that one of the removals leaves (4)")
-    add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
-    add("--seed", type=count, default=0, help="of rows, random columns and bootstrap")
+    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
+    add("--seed", type=count, default=0, help="random seed for row selection, random columns and bootstrap")
     add("--keep-mem", default="256MiB", help="RAM for attention matrices and logits, beside the budgets (256MiB)")
     add("--json", type=file_name, help="write all figures, by transformer block and head")
     add("--markdown", type=file_name, help="write the tables that are printed")

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.units import markdown_table
-from flexgen_h2o.evaluation.figures import Figures, number, perplexity
+from flexgen_h2o.evaluation.figures import Figures, number, percent, perplexity
 
 TOP_SHARES = (0.01, 0.05, 0.2)  # of the columns, whose part of the accumulated scores is told
 MOST_NAMED = 20  # transformer blocks that a picture's legend names
@@ -46,8 +46,8 @@ def _block_table(result: Figures) -> list[str]:
     rows = [
         [
             str(found["block"]),
-            _percent(found["columns_needed"]),
-            _percent(found["near_zero"]),
+            percent(found["columns_needed"]),
+            percent(found["near_zero"]),
             f"{found['exponent']:.2f}",
             f"{found['r2']:.3f}",
             f"{found['exponential_r2']:.3f}",
@@ -87,16 +87,12 @@ def _removal_table(removal: Figures) -> list[str]:
             number(cell["nll"], 3),
             f"{perplexity(cell['nll']['value']):.2f}",
             number(cell["nll_less_full"], 3),
-            _percent(cell["flips"]),
+            percent(cell["flips"]),
         ]
         for cell in removal["cells"]
     ]
     rows.append(["none (full cache)", "", number(full, 3), f"{perplexity(full['value']):.2f}", "0", "0"])
     return markdown_table(["removed", "share", "NLL, nats", "perplexity", "NLL - full", "flips"], rows)
-
-
-def _percent(interval: Figures) -> str:
-    return "{:.1f}% [{:.1f}, {:.1f}]".format(*(100 * interval[key] for key in ("value", "low", "high")))
 
 
 def draw(result: Figures, path: Path) -> None:

@@ -37,6 +37,7 @@ from flexgen_h2o.flags import (
 )
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
     from flexgen_h2o.evaluation.wrangling_data import Item, Task
     from flexgen_h2o.kvcache.eviction import Eviction
 
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error).replace("give another name", "give another --run-tag")) from error
     whole = _score(args, task, folder, items, trials, {"eviction": eviction.to_json()})
     if args.kvpress_dir is not None:
-        _write_press(args, folder, whole, eviction, compression_flags(policy))
+        _write_press(args, folder, whole, eviction, policy)
     return code
 
 
@@ -340,7 +341,7 @@ def _score(
 
 
 def _write_press(
-    args: argparse.Namespace, folder: Path, whole: dict[str, Any], eviction: Eviction, compression: str
+    args: argparse.Namespace, folder: Path, whole: dict[str, Any], eviction: Eviction, policy: Policy
 ) -> None:  # fmt: skip
     """The rows of all trials in kvpress's layout: the examples are the context, the row is the question."""
     from flexgen_h2o.models.load import find_model
@@ -350,13 +351,13 @@ def _write_press(
         for row in (json.loads(line) for _, line in lines_of(folder / "answers.jsonl", "--output-dir"))
         if row["error"] is None
     ]
-    blocks = find_model(args.model, args.path, args.revision).spec.num_blocks
     settings = {
         "press_init_command": json.dumps(eviction.to_json()), "compression_ratio_of": RATIO_OF,
-        "compression": compression or None, "seed": args.seed, "k": args.k, "sample_method": args.sample_method,
-        "run_tag": args.run_tag, "results": str(folder),
+        "compression": compression_flags(policy) or None, "seed": args.seed, "k": args.k,
+        "sample_method": args.sample_method, "run_tag": args.run_tag, "results": str(folder),
     }  # fmt: skip
-    ratio = dropped_share(eviction, [(n, args.gen_len) for n in prompts], blocks)
+    spec = find_model(args.model, args.path, args.revision).spec
+    ratio = dropped_share(eviction, spec, policy, [(n, args.gen_len) for n in prompts])
     run = PressRun(whole["data"], args.model, eviction.name, ratio, whole["split"], whole["fraction"], settings)
     rows = (
         {

@@ -232,9 +232,8 @@ class Runner:
     """Runs one open LLM with one eviction policy after another.
 
     keep_bytes: most host memory for what is kept of the full cache's run at a time; rows are worked through in chunks
-    that fit. mass_steps: decode steps, evenly apart, whose attention is kept (0: none). compared: how the runs
-    are placed that are compared with the full cache, where they hold what they have in fewer bits and a case does not
-    say.
+    that fit. mass_steps: decode steps, evenly apart, whose attention is kept (0: none). compared: policy under which
+    the compared runs execute (it may compress KV or weights); Case.policy overrides it; None: the reference's.
     """
 
     def __init__(self, llm: LLM, keep_bytes: int, mass_steps: int, compared: Policy | AutoPolicy | None = None) -> None:

@@ -135,8 +135,8 @@ def _layouts(
 class TextFidelity:
     """How far a policy is from the full cache along the continuations of n rows.
 
-    columns: mean kept of what the case's budget is a share of, over rows and transformer blocks. share: of the full
-    cache's bytes in bf16, and read: of those that a step reads, means over rows (`kv_shares`). kl, nll: (n, steps)
+    columns: mean columns kept per row and block, capped at the columns that the budget is a share of. share: of the
+    full cache's bytes in bf16, and read: of those that a step reads, means over rows (`kv_shares`). kl, nll: (n, steps)
     float64, nats, and flipped: bool, of the decode steps: the first token comes from the prefill, which is exact. mass:
     (n, blocks) float64, means over heads and watched steps; None if it was not watched.
     """
@@ -277,23 +277,24 @@ def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
     columns: list[tuple[str, Callable[[Figures], str], str]] = [
         ("policy", name_of, reference),
         ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_columns']:.0f}"),
-        ("of the bytes", lambda cell: f"{cell['kv_share']:.1%}", "100%"),
-        ("read in a step", lambda cell: f"{cell['read_share']:.1%}", "100%"),
+        ("KV bytes / full bf16", lambda cell: f"{cell['kv_share']:.1%}", "100%"),
+        ("KV bytes read per step", lambda cell: f"{cell['read_share']:.1%}", "100%"),
         ("KL, nats", lambda cell: number(cell["kl"], 3), "0"),
         ("KL p95", lambda cell: number(cell["kl_p95"], 2), "0"),
-        ("flips", lambda cell: _percent(cell["flips"]), "0"),
+        ("flips", lambda cell: percent(cell["flips"]), "0"),
         ("NLL - full", lambda cell: number(cell["nll_less_full"], 3), f"0 (NLL {number(full['nll'], 3)})"),
-        ("KL - h2o's", lambda cell: number(cell["kl_less_baseline"], 3), ""),
+        ("KL minus h2o's", lambda cell: number(cell["kl_less_baseline"], 3), ""),
     ]
     if "evicted_mass" in cells[0]:
-        columns.append(("evicted mass", lambda cell: _percent(cell["evicted_mass"]), "0"))
+        columns.append(("evicted mass", lambda cell: percent(cell["evicted_mass"]), "0"))
     for place, found in full.get("recall", {}).items():
-        of_cell = partial(lambda place, cell: _percent(cell["recall"][place]), place)
-        columns.append((f"recall, question {place}", of_cell, _percent(found)))
+        of_cell = partial(lambda place, cell: percent(cell["recall"][place]), place)
+        columns.append((f"recall, question {place}", of_cell, percent(found)))
     if "speed" in cells[0]:
         columns.append(("tokens/s", lambda cell: _speed(cell["speed"]), ""))
     if "greedy" in cells[0]:
-        columns.append(("equal greedy tokens", lambda cell: number(cell["greedy"]["first"], 1), f"{text['steps']}"))
+        tokens = f"{result['settings']['gen_len']}"
+        columns.append(("equal greedy tokens", lambda cell: number(cell["greedy"]["first"], 1), tokens))
     heads, of_cells, of_full = zip(*columns, strict=True)
     return markdown_table(heads, [*([of(cell) for of in of_cells] for cell in cells), of_full])
 
@@ -315,10 +316,10 @@ def _by_step(result: Figures) -> list[str]:
 def _by_depth(result: Figures, name: str) -> list[str]:
     full, (reference, name_of) = result["full"]["recall"][name]["by_depth"], _names(result)
     rows = [
-        [name_of(cell), f"{cell['budget']:.0%}", *map(_percent, cell["recall"][name]["by_depth"])]
+        [name_of(cell), f"{cell['budget']:.0%}", *map(percent, cell["recall"][name]["by_depth"])]
         for cell in result["cells"]
     ]
-    rows.append([reference, "", *map(_percent, full)])
+    rows.append([reference, "", *map(percent, full)])
     return markdown_table(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)], rows)
 
 
@@ -328,7 +329,7 @@ def number(interval: Figures | None, digits: int) -> str:
     return f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
 
 
-def _percent(interval: Figures) -> str:
+def percent(interval: Figures) -> str:
     value, low, high = (100 * interval[key] for key in ("value", "low", "high"))
     return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
 
@@ -355,8 +356,8 @@ def draw(result: Figures, path: Path) -> None:
         if cells[0]["budget"] == smallest:
             middles = [(part["first"] + part["last"]) / 2 for part in steps]
             axes[2].errorbar(middles, [part["kl"]["value"] for part in steps], **style)
-        if "recall" in cells[0]:
-            over_budgets(axes[3], cells, [next(iter(reversed(c["recall"].values()))) for c in cells], style)
+        if "after" in cells[0].get("recall", {}):
+            over_budgets(axes[3], cells, [c["recall"]["after"] for c in cells], style)
     budgets, decode = f"columns kept, share of the {result['settings']['budgets_of']}", "decode step"
     titles = (
         ("KL to the full cache, nats a step", budgets), ("top-1 flips, share of steps", budgets),

@@ -14,7 +14,7 @@ import hashlib
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def run_export(args: argparse.Namespace) -> int:
         seen: set[bytes] = set()
         for state in states:
             for line, key in _exported(state, args, counts):
-                digest = hashlib.blake2b(key.encode(), digest_size=_DIGEST_BYTES).digest()
+                digest = _digest(key)
                 if digest in seen:
                     counts["repeated"] += 1
                 elif is_cached(key):
@@ -97,8 +97,7 @@ def run_export(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"--organization {args.organization}: no request in {args.runs} is of its models ({_counted(counts)})"
             )
-    left = Counter({name: n for name, n in counts.items() if name != "written"})
-    print(f"{counts['written']} requests in {args.output}" + (f"; left out: {_counted(left)}" if left else ""))
+    print(f"{counts['written']} requests in {args.output}{_left_out(counts)}")
     return EXIT_DONE
 
 
@@ -208,13 +207,12 @@ def run_import(args: argparse.Namespace) -> int:
     with _replaced(args.output) as write:
         for request, result in _answers(args.input, counts):
             write(json.dumps({"request": request, "result": result}, allow_nan=False) + "\n")
-            answered.add(hashlib.blake2b(key_of(request).encode(), digest_size=_DIGEST_BYTES).digest())
+            answered.add(_digest(key_of(request)))
             counts["written"] += 1
         missing = None if args.requests is None else _missing(args.requests, answered)
         if not counts["written"]:
             raise NoAnswerError(f"--input {args.input}: has no answer to write; left out: {_counted(counts)}")
-    left = Counter({name: n for name, n in counts.items() if name != "written"})
-    print(f"{counts['written']} answers in {args.output}" + (f"; left out: {_counted(left)}" if left else ""))
+    print(f"{counts['written']} answers in {args.output}{_left_out(counts)}")
     if missing:
         print(f"{missing} requests of {args.requests} have no answer; helm-run will ask for them in vain")
     return EXIT_DONE
@@ -259,8 +257,7 @@ def _missing(path: Path, answered: set[bytes]) -> int:
             request = object_of_json(line)["request"]
         except (UsageError, KeyError) as error:
             raise UsageError(f'{place}: is no {{"scenario", "request"}} line; name what was exported') from error
-        digest = hashlib.blake2b(key_of(request).encode(), digest_size=_DIGEST_BYTES).digest()
-        missing += digest not in answered
+        missing += _digest(key_of(request)) not in answered
     return missing
 
 
@@ -287,5 +284,14 @@ def _replaced(path: Path) -> Iterator[Callable[[str], object]]:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error
 
 
-def _counted(counts: Mapping[str, int] | Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{n} {name}" for name, n in dict(counts).items()) or "there is none"
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _left_out(counts: Mapping[str, int]) -> str:
+    left = {name: n for name, n in counts.items() if name != "written"}
+    return f"; left out: {_counted(left)}" if left else ""
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in counts.items()) or "there is none"

@@ -23,9 +23,13 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.cli_common import file_name
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import check_folder, read_bounded, replacing, write_whole
+from flexgen_h2o.engine.memory_plan import prices_of
 from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction.of_model import fitted
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
+    from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.kvcache.eviction import Eviction
 
 COLUMNS = ("question", "answer_prefix", "answer", "max_new_tokens", "predicted_answer")
@@ -80,16 +84,17 @@ def add_press_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def columns_held(eviction: Eviction, lengths: Sequence[tuple[int, int]], blocks: int) -> int:
-    """KV columns of all rows, in all transformer blocks, each row at its longest. lengths: prompt and most new tokens
-    of a row."""
+def columns_held(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> int:
+    """KV columns of all rows, in all transformer blocks, each row at its longest. eviction: not yet fitted to the
+    model. lengths: prompt and most new tokens of a row."""
+    eviction, blocks = fitted(eviction, spec, prices_of(spec, policy)), spec.num_blocks
     return sum(eviction.slots(*one, block, blocks) for one in lengths for block in range(blocks))
 
 
-def dropped_share(eviction: Eviction, lengths: Sequence[tuple[int, int]], blocks: int) -> float:
+def dropped_share(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> float:
     """compression_ratio, of prompt and new tokens; 0 without rows."""
-    full = columns_held(Full(), lengths, blocks)
-    return round(1 - columns_held(eviction, lengths, blocks) / full, 6) if full else 0.0
+    full = columns_held(Full(), spec, policy, lengths)
+    return round(1 - columns_held(eviction, spec, policy, lengths) / full, 6) if full else 0.0
 
 
 def file_label(text: str) -> str:

@@ -13,7 +13,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,8 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--continuation", choices=("text", "greedy"), default="text",
         help="follow the text itself, or the model's own greedy tokens",
     )  # fmt: skip
-    add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
-    add("--seed", type=count, default=0, help="of rows and bootstrap")
+    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
+    add("--seed", type=count, default=0, help="random seed for row selection and bootstrap")
     add("--keep-mem", default="1GiB", help="RAM for the full cache's logits, beside the budgets (1GiB)")
     add("--json", type=file_name, help="write all figures")
     add("--markdown", type=file_name, help="write the tables that are printed")
@@ -168,7 +168,7 @@ def _shares(share: float, args: argparse.Namespace) -> list[float]:
 
 def _stretches(spec: ModelSpec, groups: int | None) -> list[list[int]]:
     """Transformer blocks that get one weight of the schedule: neighbours among those without a window."""
-    layers = [block for block in range(spec.num_blocks) if not spec.windows or spec.windows[block] is None]
+    layers = [block for block in range(spec.num_blocks) if spec.window(block) is None]
     if groups == 1 or len(layers) < 2:
         name = f"--groups {groups}" if groups else f"--model {spec.name}"
         raise UsageError(f"{name}: one stretch has the whole budget; give at least 2, or a model of more layers")
@@ -183,7 +183,7 @@ def _stretches(spec: ModelSpec, groups: int | None) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class InBlocks(OfOther):
-    """`policy` in some transformer blocks; the others keep every column."""
+    """`policy` in some transformer blocks, numbered as it counts them; the others keep every column."""
 
     blocks: tuple[int, ...]
 
@@ -212,9 +212,11 @@ def _measure(
 ) -> list[list[float]]:
     """(stretches, shares): the KL of each stretch alone at each share, a mean over steps and rows, in nats."""
     sizes: dict[str, Any] = dict.fromkeys((*SIZES, "kv_bytes"))
+    layers = [*chain(*stretches)]  # all without a window, which policies count alone
     cases = [
-        Case(name_of(*blocks), InBlocks(replace(eviction, **sizes, kv_budget=share), tuple(blocks)), share, SEQUENCE)
+        Case(name_of(*blocks), InBlocks(replace(eviction, **sizes, kv_budget=share), numbers), share, SEQUENCE)
         for blocks in stretches
+        for numbers in [tuple(map(layers.index, blocks))]
         for share in shares
     ]
     losses = np.zeros(len(cases))

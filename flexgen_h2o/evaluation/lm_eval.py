@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import io
 import json
 import logging
 import random
@@ -48,7 +49,7 @@ def _limit(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0: questions, or a share below 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be > 0: a question count, or a fraction below 1")
     return value
 
 
@@ -77,9 +78,11 @@ OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
     "log_samples": (_SWITCH, "write each question with its answer too"),
     "gen_kwargs": (_MANY, "of tasks that generate: max_gen_toks=64 temperature=0.7 do_sample=true"),
     "apply_chat_template": (
-        {"nargs": "?", "const": "true", "metavar": "NAME"}, "questions are messages in the model's chat template"
+        {"nargs": "?", "const": True, "metavar": "NAME"}, "questions are messages in the model's chat template"
     ),
-    "fewshot_as_multiturn": ({"nargs": "?", "const": "true", "metavar": "BOOL"}, "examples are turns of a talk"),
+    "fewshot_as_multiturn": (
+        {"nargs": "?", "const": True, "metavar": "BOOL"}, "few-shot examples become turns of a multi-turn chat"
+    ),
     "system_instruction": ({"metavar": "TEXT"}, "in front of each question"),
     "samples": ({"metavar": "JSON"}, 'which questions of each task: {"piqa": [0, 3]}; or a file with that'),
     "predict_only": (_SWITCH, "write the answers, work out no score"),
@@ -200,7 +203,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             own.model_args = {"model": llm.model.name, "tokenizer": str(llm.model.folder), "dtype": llm.dtype}
             own.model_args |= {"eviction": eviction.name} if eviction.needs.record else {}
             if args.use_cache is not None:
-                own.use_cache = f"{args.use_cache}-{_settings_digest(llm, policy)}"
+                own.use_cache = f"{args.use_cache}-{_settings_digest(llm, policy, _first_seed(args.seed))}"
             try:
                 with kept_results() as results, writing_is_checked(args.output_path):
                     harness.execute(own)
@@ -229,12 +232,12 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
     harness, before = HarnessCLI(), sys.argv
     sys.argv = ["lm-eval", *words]
     try:
-        with contextlib.redirect_stderr(_Kept()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
             parsed = harness.parse_args()
         logging.disable(logging.WARNING)  # they come again
         EvaluatorConfig.from_cli(argparse.Namespace(**vars(parsed)))
     except SystemExit as error:
-        raise UsageError(said.text.strip().rpartition("\n")[2] or "lm-eval does not take these flags") from error
+        raise UsageError(said.getvalue().strip().rpartition("\n")[2] or "lm-eval does not take these flags") from error
     except ValueError as error:
         raise UsageError(f"lm-eval: {error}") from error
     finally:
@@ -260,8 +263,13 @@ def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
         least = shortest(model)
         random.setstate(before[0])
         numpy.random.set_state(before[1])
+        if least is None:
+            raise UsageError(
+                f"--tasks {name}: its solved example takes more than {_VT_SOLVED} tokens with the tokenizer of "
+                f"{model.name}; leave the task out"
+            )
         for length in given if isinstance(given, list | tuple) else [given]:
-            if least is None or length < least:
+            if length < least:
                 raise UsageError(
                     f"--metadata max_seq_lengths={given}: {name} takes {least} tokens or more with the tokenizer of "
                     f"{model.name}; leave it out or give more"
@@ -305,31 +313,18 @@ def _shortest_fwe(model: Any) -> int:
 _SHORTEST = {"ruler_vt": _shortest_vt, "ruler_cwe": _shortest_cwe, "ruler_fwe": _shortest_fwe}
 
 
-class _Kept:
-    """A stream that keeps what is written to it."""
-
-    text = ""
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-
 def _first_seed(text: str | None) -> int:
     first = (text or "0").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
-def _settings_digest(llm: Any, policy: Policy) -> str:
+def _settings_digest(llm: Any, policy: Policy, seed: int) -> str:
     """Of what answers depend on: lm-eval knows an answer by its request alone."""
     from flexgen_h2o.models.load import shape_fingerprint
 
     facts = [
         llm.model.name, shape_fingerprint(llm.model.config), llm.digests(), llm.dtype, llm.eviction.to_json(),
-        compression_flags(policy), policy.attn_sparsity,
+        compression_flags(policy), policy.attn_sparsity, seed,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 

@@ -1,7 +1,7 @@
 """lm-eval's interface to a model, over an `LLM`: all requests of a type are one run of many rows.
 
 lm-eval 0.4.13's own Hugging Face backend (`HFLM`) says what is asked for: texts are encoded, cut on the left and cut at
-their stop strings as it does. With the full cache log-likelihoods are its own; with eviction a continuation is decoded
+their stop strings as it does. With the full cache log-likelihoods equal HFLM's; with eviction a continuation is decoded
 token by token, so that it sees the columns that its row has kept.
 """
 
@@ -289,9 +289,10 @@ class EngineLM(TemplateLM):
                 "generation": config.get("generation_kwargs"),
             }  # fmt: skip
             lengths = [self._lengths_of(*sample["arguments"][0]) for sample in once]
+            asked = getattr(self.llm.eviction, "policy", self.llm.eviction)  # as it was before windows were fitted
             run = PressRun(
-                task, self.llm.model.name, self.llm.eviction.name,
-                dropped_share(self.llm.eviction, lengths, self.llm.model.spec.num_blocks),
+                task, self.llm.model.name, asked.name,
+                dropped_share(asked, self.llm.model.spec, base_of(self.llm.asked_policy), lengths),
                 str(sizes.pop()) if len(sizes) == 1 and None not in sizes else "",
                 counts["effective"] / counts["original"], settings,
             )  # fmt: skip

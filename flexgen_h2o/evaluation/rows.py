@@ -120,9 +120,14 @@ def recall_rows(
     text: HeldOutText, count: int, prompt_len: int, gen_len: int, depths: int, seed: int
 ) -> list[TextRow]:  # fmt: skip
     """`count` rows of exactly `prompt_len` + at most `gen_len` tokens, which state their pairs at each of `depths`
-    places, evenly apart, in turn. UsageError if a prompt has no room for them."""
+    places, evenly apart, in turn. UsageError if a prompt has no room for them, or a continuation none for an answer."""
     rng = random.Random(seed)
-    return [_recall_row(rng, text, prompt_len, gen_len, i % depths, depths) for i in range(count)]
+    rows = [_recall_row(rng, text, prompt_len, gen_len, i % depths, depths) for i in range(count)]
+    if not all(row.questions for row in rows):
+        raise UsageError(
+            f"--gen-len {gen_len}: too short for the answer of a recall row; give more, or --recall-prompts 0"
+        )
+    return rows
 
 
 def _recall_row(
@@ -212,9 +217,8 @@ def rows_of_file(
     """Rows of a prompt file in its order, at most `most`. UsageError if no row is left.
 
     Text is cut into prompt and continuation, and rows that are too short for both are left out. greedy: the model's own
-    continuation is to be followed: rows are prompts and keep their length, up to `prompt_len`. or_else: ends the
-    message
-    for rows that are all too short.
+    continuation is to be followed: rows are prompts and keep their length, up to `prompt_len`. or_else: appended to the
+    error when all rows are too short.
     """
     both = prompt_len + gen_len
     encode = partial(model.encode_beginning, tokens=both) if model.tokenizer is not None else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from flexgen_h2o.cli_common import note, say
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import write_result
+from flexgen_h2o.core.settings import UNIFORM
 from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.evaluation.conversation import converse, encoded, read_turns
 from flexgen_h2o.evaluation.figures import (
@@ -85,11 +87,12 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
     path, windows, spec = args.text or None, args.windows, llm.model.spec
     text = text_of(path, llm.model, ", and --text needs one")
     streams = streams_of(text, args.streams or 1, args.stream_len)
-    size = len(streams[0])
-    if windows >= size:
-        raise UsageError(f"--windows {windows}: a stream has {size} tokens; ask for fewer")
+    size, layers = len(streams[0]), spec.windows.count(None) or spec.num_blocks
+    if 2 * windows > size:  # nothing is expected for the first token
+        raise UsageError(f"--windows {windows}: a stream has {size} tokens; ask for {size // 2} or fewer")
     for case in cases:
-        if most_new_tokens(case.eviction, spec, 1, size - 1) < size - 1:
+        llm.eviction = case.eviction
+        if most_new_tokens(llm.eviction, spec, 1, size - 1) < size - 1:
             raise UsageError(
                 f"--stream-len {size}: {spec.name} has {spec.max_positions} positions; lower it, or leave {case.label} "
                 "out: only rolling positions go on"
@@ -97,7 +100,8 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
     found = []
     for case in cases:
         found.append(_measure_streams(llm, case, streams, windows, args.seed))
-        say("evaluate", f"{title(case, compression, (1, size - 1))}: NLL {found[-1]['nll']['value']:.3f}")
+        run_with = title(replace(case, eviction=llm.eviction), compression, (1, size - 1), layers)
+        say("evaluate", f"{run_with}: NLL {found[-1]['nll']['value']:.3f}")
     print(text_tables(found, llm.model.name, llm.dtype, compression))
     settings = {"text": path and str(path), "streams": len(streams), "stream_len": size, "windows": windows}
     return {"settings": {**settings, "seed": args.seed}, "policies": found}
@@ -149,13 +153,14 @@ def _result(llm: LLM, case: Case, figures: Figures, tokens: int, seconds: float)
     }
 
 
-def title(case: Case, compression: str, row: tuple[int, int] = (0, 0)) -> str:
-    """What a conversation or text is run with. compression: flags. row: prompt and new tokens, where sizes depend on
-    them."""
+def title(case: Case, compression: str, row: tuple[int, int] = (0, 0), layers: int = 1) -> str:
+    """What a conversation or text is run with, as if all layers kept as many columns. compression: flags. row: prompt
+    and new tokens, layers: without a window, where sizes depend on them."""
     said = f", {compression}" if compression else ""
     if not case.eviction.needs.record:
         return f"{case.label}: every KV column{said}"
-    budget = case.eviction.budget(*row, 0, 1)
+    policy: Any = getattr(case.eviction, "policy", case.eviction)  # without the model's windows
+    budget = replace(policy, layer_schedule=UNIFORM).budget(*row, 0, layers)
     counts = [(name, getattr(budget, name)) for name in ("sinks", "heavy", "recent")]
     columns = " + ".join(f"{n} {name}" for name, n in counts if n)
     return f"{case.label}: {columns} KV columns a row, {case.positions} positions{said}"

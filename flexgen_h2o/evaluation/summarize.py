@@ -25,17 +25,18 @@ from flexgen_h2o.cli_common import (
     positive,
     results_are_in,
 )
-from flexgen_h2o.core.config import DTYPE_BYTES, Policy
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, TooLongError, UsageError
 from flexgen_h2o.core.files import read_json, replacing, usable_path, write_whole
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, read_records, shortened
-from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder, file_label
+from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder, columns_held, file_label
 from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
 from flexgen_h2o.flags import add_engine_flags, add_sampling_flags, compression_flags, open_llm, policy_of, sampling_of
-from flexgen_h2o.kvcache.eviction import POLICIES, Full
+from flexgen_h2o.kvcache.eviction import POLICIES, Full, says_budget
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.models.load import Model
 
@@ -79,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--hh-size", type=count, nargs="+", metavar="N", help="heavy-hitter columns a row, a cell each (32 ... 512)")
     add("--recent-size", type=positive, nargs="+", metavar="N", help="recent columns a row, one for each (as many)")
     add("--kv-budget", type=float, nargs="+", metavar="R", help="shares of prompt + max_tokens, a cell each")
-    add("--positions", choices=("original", "rolling"), help="of all policies but full (original)")
+    add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
     add("--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only")
     add("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0: records say 0.3")
     add("--gen-len", type=positive, help=f"most new tokens of all articles (the records' max_tokens, else {GEN_LEN})")
@@ -87,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--too-long", choices=("cut", "skip"), default="cut",
         help="articles beyond the model's positions lose their end, not their instruction; or are left out (cut)",
     )  # fmt: skip
-    add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
+    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
     add("--json", type=file_name, help="write all figures")
     add("--markdown", type=file_name, help="write the table that is printed")
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
@@ -130,22 +131,32 @@ def run(args: argparse.Namespace) -> int:
         for cell in cells:  # what is refused, a dtype too, is refused before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
-        if args.dry_run:  # of the first cell, which holds the most
-            from flexgen_h2o.jobs.input import Line
-            from flexgen_h2o.jobs.job import plan_lines
-
-            lines = _request_lines(args, llm.model, fields, {"articles": 0, "cut": 0, "skipped": 0})
-            llm.eviction = cells[0].case.eviction
-            requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))
-            plan_lines(llm, requests, sampling_of(args), args.input)
+        if args.dry_run:
+            _plan(args, llm, policy, cells, fields)
         facts = {**_prepare(args, llm, fields, cells[0].output), "articles_in_input": total}
-        facts["compression"], column = compression_flags(policy), _column(llm, policy)
-    return _run_cells(args, cells, facts, column, policy, is_auto)
+        facts["compression"], spec = compression_flags(policy), llm.model.spec
+    return _run_cells(args, cells, facts, spec, policy, is_auto)
+
+
+def _plan(
+    args: argparse.Namespace, llm: LLM, policy: Policy, cells: Sequence[Cell], fields: Mapping[str, Any]
+) -> None:  # fmt: skip
+    """Of --dry-run: that of the cell that holds the most columns of the longest article."""
+    from flexgen_h2o.jobs.input import Line
+    from flexgen_h2o.jobs.job import plan_lines
+
+    lines = [*_request_lines(args, llm.model, fields, {"articles": 0, "cut": 0, "skipped": 0})]
+    none: dict[str, Any] = {"article": "", "max_tokens": 1}
+    longest = max(map(json.loads, lines), key=lambda one: len(one["article"]), default=none)
+    row = len(llm.model.encode(longest["article"])), longest["max_tokens"]
+    most = max(cells, key=lambda cell: columns_held(cell.case.eviction, llm.model.spec, policy, [row]))
+    llm.eviction = most.case.eviction
+    requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))
+    plan_lines(llm, requests, sampling_of(args), args.input)
 
 
 def _run_cells(
-    args: argparse.Namespace, cells: Sequence[Cell], facts: Figures, column: tuple[int, int], policy: Policy,
-    is_auto: bool,
+    args: argparse.Namespace, cells: Sequence[Cell], facts: Figures, spec: ModelSpec, policy: Policy, is_auto: bool
 ) -> int:  # fmt: skip
     """Jobs and scores, a cell at a time; summary.json has the cells so far, and those of earlier runs."""
     from flexgen_h2o.evaluation import summary
@@ -157,9 +168,11 @@ def _run_cells(
         codes.append(_job(args, cell, policy, is_auto))
         answers = summary.read_answers(cell.output)
         scores = {one.number: scorer(one.text, one.reference) for one in answers}
-        figures = {**summary.kept(cell, answers, column), **summary.speed(cell.output, before.get(cell.title, {}))}
+        figures = summary.kept(cell, answers, spec, policy, facts["dtype"])
+        figures |= summary.speed(cell.output, before.get(cell.title, {}))
         figures |= summary.means(scores, reference, args.resamples, args.seed)
-        reference = reference or scores  # the first cell's: the full cache's, if it is asked for
+        if cell is cells[0]:  # the full cache's, if it is asked for
+            reference = scores
         found[cell.title] = figures
         summary.say_means(figures)
         _write_summary(_summary_of(args), {**facts, "cells": list((before | found).values())})
@@ -167,14 +180,6 @@ def _run_cells(
             summary.write_press(args.kvpress_dir, cell, answers, figures, facts)
     summary.show(args, {**facts, "cells": list(found.values())})
     return EXIT_ALL_ROWS_FAILED if all(code == EXIT_ALL_ROWS_FAILED for code in codes) else EXIT_DONE
-
-
-def _column(llm: LLM, policy: Policy) -> tuple[int, int]:
-    """Bytes of a KV column of all kv-heads in one transformer block, and the number of blocks."""
-    from flexgen_h2o.engine.report import column_bytes
-
-    spec = llm.model.spec
-    return column_bytes(spec, policy, DTYPE_BYTES[llm.dtype])[0], spec.num_blocks
 
 
 # ---- What is run
@@ -228,9 +233,11 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
         named += [(case, "") for case in make_cases([name for name in names if name == Full.name], {}, None)]
     others = [name for name in names if name != Full.name]
     own = {} if args.positions is None else {"positions": args.positions}
-    if not others and (own or _given_sizes(args)):
+    sized, given = [name for name in others if not says_budget(name)], _given_sizes(args)
+    if not others and (own or given):
         raise UsageError("--policies full: keeps every column, sizes and positions say nothing of it; name another too")
-    sized = [name for name in others if "kv_budget=" not in name]
+    if given and not sized:
+        raise UsageError(f"{args.given[given[0]]}: each of --policies has a budget of its own; leave one of them out")
     named += [(case, "") for case in make_cases([name for name in others if name not in sized], own, None)]
     for size, settings in sizes.items() if sized else ():
         named += [(case, size) for case in make_cases(sized, {**settings, **own}, None)]

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexgen_h2o.cli_common import write_results
+from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.files import open_regular, write_picture
 from flexgen_h2o.core.units import format_bytes, markdown_table
+from flexgen_h2o.engine.report import column_bytes
 from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, split_instruction
 from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, number, over_budgets
 from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, columns_held, write_press_run
@@ -23,6 +25,8 @@ from flexgen_h2o.jobs.sidecar import read_status
 from flexgen_h2o.kvcache.eviction import Full
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
+    from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.evaluation.summarize import Cell
 
 Figures = dict[str, Any]  # as the JSON result has them
@@ -62,14 +66,11 @@ def read_answers(output: Path) -> list[Answer]:
     return sorted(found, key=lambda one: one.number)
 
 
-def kept(cell: Cell, answers: Sequence[Answer], column: tuple[int, int]) -> Figures:
-    """What a cell held: means over rows at their longest, prompt + max_tokens.
-
-    column: bytes of a KV column of one transformer block, and the number of blocks.
-    """
-    (nbytes, blocks), n = column, max(1, len(answers))
+def kept(cell: Cell, answers: Sequence[Answer], spec: ModelSpec, policy: Policy, dtype: str) -> Figures:
+    """What a cell held: means over rows at their longest, prompt + max_tokens."""
+    nbytes, blocks, n = column_bytes(spec, policy, DTYPE_BYTES[dtype])[0], spec.num_blocks, max(1, len(answers))
     lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
-    held, full = (columns_held(eviction, lengths, blocks) for eviction in (cell.case.eviction, Full()))
+    held, full = (columns_held(eviction, spec, policy, lengths) for eviction in (cell.case.eviction, Full()))
     share = held / full if full else 1.0
     return {
         "title": cell.title, "policy": cell.case.label, "size": cell.size, "positions": cell.case.positions,

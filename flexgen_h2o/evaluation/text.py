@@ -90,6 +90,7 @@ def _written(
     """
     done: list[Completion] = []
     llm.eviction = eviction
+    eviction = llm.eviction  # of this model
     llm.run(prompts, params, done.extend)
     blocks, found = llm.model.spec.num_blocks, []
     for prompt, out in zip(prompts, sorted(done, key=lambda c: c.index), strict=True):

@@ -226,9 +226,9 @@ def _pairs(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
     for side, name in (("A", "ltable_id"), ("B", "rtable_id")):
         table = Table.read(task.folder / f"table{side}.csv")
         rows = dict(zip(table.column("id"), table.rows(about, ["id"]), strict=True))
-        sides.append([(_found(rows, one, table, labels), side) for one in labels.column(name)])
+        sides.append([_found(rows, one, table, labels) for one in labels.column(name)])
     found = []
-    for (a, _), (b, _), label in zip(*sides, labels.numbers("label"), strict=True):
+    for a, b, label in zip(*sides, labels.numbers("label"), strict=True):
         text = f"{noun} A is {as_text(a)}. {noun} B is {as_text(b)}.{about.question} "
         key = a.get((about.key or "").removesuffix("_A"))
         found.append(Item(text, "Yes" if label == 1 else "No", "nan" if key is None else key))

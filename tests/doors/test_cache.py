@@ -151,17 +151,13 @@ def test_nothing_of_the_users_is_removed(cache, ids_model: Path, tmp_path: Path)
     assert everything(tmp_path) == sorted(set(before) - gone)
 
 
-def test_weights_without_a_mark_and_profiles(cache, ids_model: Path, tmp_path: Path) -> None:
-    """Of an older version, whose record says what they are; a profile of this machine."""
-    random_weights(ids_model, tmp_path / "offload").close()
-    [name] = names(cache())
-    (tmp_path / "offload" / "weights" / name / ".flexgen_h2o").unlink()
+def test_profiles(cache, tmp_path: Path) -> None:
+    (tmp_path / "offload").mkdir()
     folder, profile = tmp_path / "xdg" / "flexgen_h2o", "profile-0123456789abcdef.json"
     folder.mkdir(parents=True)
     shutil.copy(find_profile("t4"), folder / profile)
-    assert names(cache()) == [name, profile]
+    assert names(cache()) == [profile]
     assert cache("--remove", profile).code == 0 and not list(folder.iterdir())
-    assert cache("--remove-all").code == 0 and everything(tmp_path / "offload") == []
 
 
 def test_wrong_use(cache, tmp_path: Path) -> None:

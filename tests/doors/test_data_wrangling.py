@@ -148,6 +148,8 @@ def test_kvpress_folder(wrangle: Door, tmp_path: Path) -> None:
     assert rows[0]["question"] == row["text"] and rows[0]["answer"] == "Yes" and rows[0]["max_new_tokens"] == "3"
     assert json.loads((folder / "metrics.json").read_text()) == found
     assert wrangle(flags).code == 0 and len(list(folder.iterdir())) == 3  # the same run, written again
+    by_bytes = wrangle(flags.replace("--kv-budget", "--eviction h2o --run-tag bytes --kv-bytes"))
+    assert by_bytes.code == 0, by_bytes.err
     (tmp_path / "file").write_text("")
     refused = wrangle(f"{flags} --kvpress-dir file/x")
     assert refused.code == 2 and "--kvpress-dir" in refused.err

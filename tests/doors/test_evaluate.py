@@ -264,7 +264,9 @@ def test_texts_of_token_ids_need_no_tokenizer(text: Door, tmp_path: Path, ids_mo
     assert row["full"]["text"] is None and str(row["full"]["token_ids"]) in out.out and "tova: " in out.out
 
 
-# ---- streams
+def test_a_share_of_bytes_with_rolling_positions(text: Door, rotary: Path) -> None:
+    flags = "--prompt 'import os' --gen-len 4 --eviction h2o --kv-bytes 0.6 --positions rolling"
+    assert "h2o: " in text(f"--model {rotary} {flags}").out
 
 
 # ---- turns

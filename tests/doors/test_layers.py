@@ -62,6 +62,7 @@ def test_rows_of_a_file_and_stretches_of_layers_without_windows(layers: Door, tm
     flags = "--model mixed --prompts p.jsonl --continuation greedy --prompt-len 20 --gen-len 6 --hh-size 4 --groups 2"
     found, out = layers(flags)
     assert [(layer["first"], layer["last"]) for layer in found["layers"]] == [(0, 2), (4, 4)]
+    assert all(layer["loss"][0] > 0 for layer in found["layers"])
     assert found["share"] == 8 / 26 and len(found["schedule"].split("/")) == 2
     assert found["layers"][0]["share"] * 2 + found["layers"][1]["share"] == pytest.approx(3 * found["share"])
     assert "recall" not in found["full"] and found["settings"]["prompts"] == 4

@@ -16,8 +16,10 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
 
+from flexgen_h2o import LLM, Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.lm_eval import check_ruler
+from flexgen_h2o.evaluate import _parser
+from flexgen_h2o.evaluation.lm_eval import _own_flags, _parse_own, _settings_digest, check_ruler
 from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER
 from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
@@ -317,6 +319,25 @@ def test_lengths_that_lm_eval_would_loop_on_are_refused(names: list[str], length
         return
     with pytest.raises(UsageError, match=re.escape(says)):
         check_ruler(model, names, given)
+
+
+def test_a_tokenizer_that_ruler_vt_has_no_example_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wonderwords")
+    model = find_model("opt-tiny", None, None)
+    monkeypatch.setattr(type(model), "encode_more", lambda self, text: list(text))
+    with pytest.raises(UsageError, match="--tasks ruler_vt: its solved example takes more than 500 tokens"):
+        check_ruler(model, ["ruler_vt"], {})
+
+
+def test_flags_without_a_value_are_lm_evals_own() -> None:
+    args = _parser().parse_args(["lm-eval", "--tasks", "x", "--apply-chat-template", "--fewshot_as_multiturn"])
+    _, own = _parse_own([*_own_flags(args, ["x"])])
+    assert own.apply_chat_template is own.fewshot_as_multiturn is True
+
+
+def test_another_seed_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    with LLM("opt-tiny", Policy(), offload_dir=tmp_path) as llm:
+        assert _settings_digest(llm, Policy(), 0) != _settings_digest(llm, Policy(), 1)
 
 
 def test_bad_data_is_one_line(lm_eval: Door, tasks: Path) -> None:

@@ -141,7 +141,7 @@ STREAMING: Cases = [
     ("--text --turns t.jsonl", "--turns and --text: give one of them"),
     ("--text --chat", "--chat and --text: give one of them"),
     ("--text --top-p 0.5", "--top-p and --text: give one of them"), ("--streams 3", "--streams: goes with --text"),
-    ("--text --windows 9 --stream-len 9", "--windows 9: a stream has 9 tokens"),
+    ("--text --windows 5 --stream-len 9", "--windows 5: a stream has 9 tokens; ask for 4 or fewer"),
     ("--text --stream-len 2000", "--stream-len 2000: opt-tiny has 1024 positions; lower it, or leave full out"),
     ("--text --stream-len 1", "--stream-len 1, --streams 8: the text has"), ("--text no.txt", "--text no.txt: No such"),
     ("--text ''", "--text"), ("--chat", "--chat: opt-tiny has no chat template"), "--turns no.jsonl", "--turns t.csv",
@@ -152,7 +152,7 @@ STREAMING: Cases = [
     ("--kv-budget 0.2", "--kv-budget: is said in --policies, of stretches of a --text: h2o:kv_budget=0.2"),
     ("--policies full h2o:kv_budget=0.2", "--policies h2o:kv_budget=0.2: how long a conversation gets is not known"),
     ("--text --policies h2o:kv_budget=2", "--policies h2o:kv_budget=2: kv_budget: 2 is not in (0, 1]"),
-    ("--text --policies full h2o:kv_budget=0.2 --hh-size 4", "--hh-size: each of --policies has a kv_budget"),
+    ("--text --policies full h2o:kv_budget=0.2 --hh-size 4", "--hh-size: each of --policies has a budget"),
     ("--policies h2o --pin-weight --dtype float16 --device cpu", "--dtype float16: far too slow on a CPU"),
     ("--policies h2o --top-p 0.2 --hardware t4", "--hardware t4: has compute rates of float16"),
 ]  # fmt: skip

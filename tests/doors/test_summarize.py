@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
-from flexgen_h2o.evaluation import articles, summarize
+from flexgen_h2o.evaluation import articles, summarize, summary
 from tests.doors.conftest import POSITIONS, Answer
 
 Door = Callable[..., Answer]
@@ -176,6 +176,7 @@ def test_the_flags_of_the_scripts(run: Door, records: list[dict[str, Any]], tmp_
     [
         ("--policies h2o", ["h2o 32+32", "h2o 64+64", "h2o 128+128", "h2o 256+256", "h2o 512+512"]),
         ("--hh-size 0 --recent-size 8 16", ["full", "local 0+8", "h2o 0+8", "local 0+16", "h2o 0+16"]),
+        ("--policies full h2o:kv_bytes=0.3", ["full", "h2o:kv_bytes=0.3"]),
         ("--output one.jsonl", ["full"]),
         ("--output one.jsonl --enable_h2o_cache", ["h2o 1024+1024"]),
         ("--output one.jsonl --enable_h2o_generation", ["h2o 128+128"]),
@@ -201,11 +202,30 @@ def test_shares_of_the_whole_sequence(tmp_path: Path) -> None:
     assert [cell.title for cell in own] == ["h2o:kv_budget=0.3", "h2o 4+4", "h2o 8+8"]
 
 
-def test_a_share_of_the_whole_sequence_is_kept(run: Door, tmp_path: Path) -> None:
-    run("--output-dir d --policies h2o --kv-budget 0.5 --json r.json")
+@pytest.mark.parametrize(
+    ("flags", "name", "newcomer"),
+    [("h2o --kv-budget 0.5", "h2o-0.5", 1), ("h2o:kv_bytes=0.5", "h2o-kv_bytes=0.5", 0)],
+)
+def test_a_share_of_the_whole_sequence_is_kept(
+    flags: str, name: str, newcomer: int, run: Door, tmp_path: Path
+) -> None:  # fmt: skip
+    """newcomer: columns beside the share; bytes count the newest one's too."""
+    run(f"--output-dir d --policies {flags} --json r.json")
     (cell,) = figures(tmp_path / "r.json")["cells"]
-    usage = [row["response"]["body"]["usage"]["prompt_tokens"] for row in rows_of(tmp_path / "d" / "h2o-0.5.jsonl")]
-    assert cell["kv_columns"] == pytest.approx(sum(int(0.5 * (n + NEW)) + 1 for n in usage) / 3)
+    usage = [row["response"]["body"]["usage"]["prompt_tokens"] for row in rows_of(tmp_path / "d" / f"{name}.jsonl")]
+    assert cell["kv_columns"] == pytest.approx(sum(int(0.5 * (n + NEW)) + newcomer for n in usage) / 3)
+
+
+def test_gaps_are_to_the_first_cell_alone(run: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its rows may be errors."""
+    read = summary.read_answers
+    monkeypatch.setattr(summary, "read_answers", lambda output: [] if output.name == "full.jsonl" else read(output))
+    run(f"{GRID} --policies full h2o --json r.json")
+    assert [cell["less_first"] for cell in figures(tmp_path / "r.json")["cells"]] == [None] * 3
+
+
+def test_a_dry_run_plans_the_largest_cell(run: Door) -> None:
+    assert "h2o, 25 KV slots a row" in run("--output-dir d --policies h2o --hh-size 3 20 --recent-size 4 --dry-run").out
 
 
 def parsed(flags: str, tmp_path: Path) -> Any:
@@ -229,6 +249,7 @@ def parsed(flags: str, tmp_path: Path) -> Any:
         ("--output-dir d --policies h3", "--policies h3: h3 is not one of"),
         ("--output-dir d --policies h2o h2o", "--policies: h2o is given twice"),
         ("--output-dir d --policies full --hh-size 4", "--policies full: keeps every column"),
+        ("--output-dir d --policies full h2o:kv_bytes=0.3 --hh-size 4", "--hh-size: each of --policies has a budget"),
         ("--output-dir d --hh-size 4 4", "a size is given twice"),
         ("--output-dir d --kv-budget 0.2 nan", "--kv-budget nan: is not in (0, 1]"),
         ("--output-dir d --hh-size 4 5 6 --recent-size 1 2", "--hh-size has 3 sizes, --recent-size 2"),

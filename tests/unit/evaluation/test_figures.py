@@ -17,6 +17,7 @@ from flexgen_h2o.evaluation.figures import (
     TextFidelity,
     draw,
     markdown,
+    over_budgets,
     summarise_divergence,
     summarise_recall,
     summarise_texts,
@@ -175,6 +176,7 @@ def test_tables_put_the_worst_policy_first_and_the_full_cache_last(result: dict[
     table = [line for line in lines[start : start + 9] if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in table[2:]] == ["`local`", "`h2o`", "`h2o-norm`", "full"]
     assert "| 50.0% | 25.0% |" in table[4] and "| 100% | 100% |" in table[5]
+    assert table[5].endswith("| 13 |"), "all greedy tokens are equal"
     assert "-3.500 [" in table[4] and "25.0% [25.0, 25.0]" in table[4]
     every = [line for line in lines if line.startswith("|")]
     first = [i for i, line in enumerate(every) if set(line) == {"|", "-"}]
@@ -193,9 +195,16 @@ def test_the_compared_full_cache_and_the_reference_have_other_names(result: dict
     }  # fmt: skip
 
 
-def test_the_picture(result: dict[str, Any], tmp_path: Path) -> None:
+def test_the_picture(result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     draw(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FlexgenError, match="--plot"):
         draw(result, tmp_path / "p.nonsense")
+    drawn: list[object] = []
+    counted = "flexgen_h2o.evaluation.figures.over_budgets"
+    monkeypatch.setattr(counted, lambda ax, *rest: (drawn.append(ax), over_budgets(ax, *rest)))
+    for cell in result["cells"]:
+        del cell["recall"]["after"]
+    draw(result, tmp_path / "p.png")
+    assert len(drawn) == 3 * 2, "KL and flips of three policies"

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.evaluation.kvpress import PressRun, check_press_folder, file_label, write_press_run
+from flexgen_h2o.evaluation.kvpress import PressRun, check_press_folder, dropped_share, file_label, write_press_run
+from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.models.load import find_spec
 
 RUN = PressRun("ruler", "meta-llama/Llama-3.2-1B", "h2o-norm:decay=0.9,sinks=0", 0.8, "4096", settings={"seed": 3})
 ROWS: list[dict[str, Any]] = [
@@ -79,6 +82,15 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FlexgenError, match="--kvpress-dir"):
         write_press_run(tmp_path / "file", RUN, ROWS, {})
+
+
+def test_the_share_that_is_dropped() -> None:
+    """Layers with a window hold it with either; a share of bytes is counted in what the model's columns take."""
+    spec, row = find_spec("facebook/opt-125m", None), [(60, 41)]
+    half, windowed = H2O(kv_budget=0.5), replace(spec, windows=(10, None) * 6)
+    assert dropped_share(half, spec, Policy(), row) == pytest.approx(1 - 51 / 100)
+    assert dropped_share(half, windowed, Policy(), row) == pytest.approx(1 - (10 + 51) / (10 + 100), abs=1e-6)
+    assert dropped_share(H2O(kv_bytes=0.3), spec, Policy(), row) == pytest.approx(0.7, abs=0.01)
 
 
 def test_file_label() -> None:

@@ -72,6 +72,9 @@ def test_questions_that_do_not_fit_are_left_out_and_prompts_must_hold_the_pairs(
     assert len(row.questions) == 1 and len(row.continuation) == 6
     with pytest.raises(UsageError, match=r"--prompt-len 40: too short for recall rows"):
         recall_rows(text, 1, 40, 40, 5, 0)
+    with pytest.raises(UsageError, match=r"--gen-len 3: too short for the answer of a recall row; give more, or --re"):
+        recall_rows(text, 1, 160, 3, 5, 0)
+    assert recall_rows(text, 0, 160, 3, 5, 0) == []
 
 
 def test_rows_of_a_file_are_cut_and_short_ones_left_out(model: Model, tmp_path: Path) -> None:
