@@ -33,7 +33,7 @@ from flexgen_h2o.kvcache.prefixes import SHARINGS
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (DESIGN 3.1), 4 where every row is an error."""
+    """Run the command line; returns the exit code, 4 where every row is an error."""
     return run_cli("batch", _run, argv)
 
 

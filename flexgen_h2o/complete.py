@@ -49,7 +49,7 @@ GEN_LEN = 64
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    """Run the command line; returns the exit code."""
     return run_cli("complete", _run, argv)
 
 

@@ -143,7 +143,7 @@ def _end_with(answer: Answer) -> NoReturn:
     from flexgen_h2o.planner.report import to_text
 
     assert answer.plan is not None
-    print(to_text(answer, answer.plan, as_flags(answer.plan.policy)))
+    print(to_text(answer, as_flags(answer.plan.policy)))
     raise SystemExit(EXIT_DONE)
 
 
@@ -169,12 +169,23 @@ def prompts_of(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> 
         return prompts_from_python(texts, encode, model.spec.vocab_size)
 
 
+def is_folder(args: argparse.Namespace) -> bool:
+    """Does --model, or --path, name a folder here?"""
+    return find_folder(args.model, args.path) is not None
+
+
+def _is_rolling(args: argparse.Namespace) -> bool:
+    """Do flags ask for rolling positions, in either of the two ways to write it?"""
+    given = vars(args)
+    return given.get("positions") == "rolling" or "positions=rolling" in (given.get("eviction") or "")
+
+
 def check_positions(args: argparse.Namespace, model: str, positions: int) -> None:
     """UsageError where --prompt-len and --gen-len go beyond the model's positions.
 
     The newest token needs none, and with --positions rolling no new one does.
     """
-    new = 0 if vars(args).get("positions") == "rolling" else args.gen_len - 1
+    new = 0 if _is_rolling(args) else args.gen_len - 1
     if args.prompt_len + new > positions:
         raise UsageError(
             f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {model} has {positions} positions; "
@@ -323,7 +334,7 @@ def place_of(args: argparse.Namespace, llm: LLM) -> Place:
 def _not_of_hub(args: argparse.Namespace, at: Place) -> str:
     if args.path is not None and DUMMY in args.path:
         return f"nothing is fetched with --path {args.path}"
-    return "" if find_folder(args.model, args.path) is None else f"{args.model} is a folder here, not of the hub"
+    return f"{args.model} is a folder here, not of the hub" if is_folder(args) else ""
 
 
 def _built_in(args: argparse.Namespace, at: Place) -> str:
@@ -357,8 +368,7 @@ def _greedy(args: argparse.Namespace, at: Place) -> str:
 
 
 def _beyond_positions(args: argparse.Namespace, at: Place) -> str:
-    is_rolling = args.positions == "rolling" or "positions=rolling" in (args.eviction or "")
-    if at.spec is None or is_rolling or args.max_len <= at.spec.max_positions:
+    if at.spec is None or _is_rolling(args) or args.max_len <= at.spec.max_positions:
         return ""
     return f"{at.spec.name} has {at.spec.max_positions} positions"
 

@@ -77,7 +77,7 @@ AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    """Run the command line; returns the exit code."""
     rank = os.environ.get("RANK")  # set by torchrun
     code = run_cli("flex_opt" if rank is None else f"flex_opt, rank {rank}", _run, argv)
     if rank is None:

@@ -35,7 +35,7 @@ RATES = {
     "d2h_unpinned_bytes_per_s": "device to host",
     "host_memory_bytes_per_s": "host memory",
     "device_memory_bytes_per_s": "device memory",
-    "overlay_bytes_per_s": "KV columns laid over units from disk",
+    "overlay_bytes_per_s": "merging pending KV columns into units from disk",
 }
 SECONDS = {
     "kernel_s": "kernel",
@@ -44,7 +44,7 @@ SECONDS = {
     "step_s": "step of a layer and micro-batch",
     "attention_step_s": "more, with attention",
     "eviction_step_s": "more, with eviction",
-    "row_s": "more, for each row",
+    "row_s": "added per row",
     "short_read_compute_s": "more, for each short disk read",
     "cache_load_step_s": "more, with a KV unit from another tier",
 }
@@ -55,7 +55,7 @@ SHARES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    """Run the command line; returns the exit code."""
     return run_cli("hardware", _run, argv)
 
 
@@ -175,7 +175,7 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
         "norms and activations, GB/s": rates.elementwise_bytes_per_s,
         "int4 to dtype on the device, GB/s": rates.device_dequantise_bytes_per_s,
         "int4 to dtype on the host, GB/s": rates.host_dequantise_bytes_per_s,
-        "logits looked at, G/s": rates.logits_per_s,
+        "sampling, G logits/s": rates.logits_per_s,
     }
     yield f"{dtype}: others"
     faster = "int4 to int8 on the device, times faster", three_digits(rates.requantise_speedup)

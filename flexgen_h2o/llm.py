@@ -22,7 +22,7 @@ from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.core.settings import DECODE
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.engine.distributed import Part, Pipeline, check_same, part_of
+from flexgen_h2o.engine.distributed import ModelPart, Pipeline, check_same, part_of
 from flexgen_h2o.engine.executor import Executor, Order
 from flexgen_h2o.engine.generation import (
     BlockStats,
@@ -149,6 +149,7 @@ class LLM:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
         if policy != self.asked_policy:
             asked = read_policy_argument(policy)
+            _check_together(asked, self._eviction)
             self.close()
             self.asked_policy = asked
             self._policy = asked if isinstance(asked, Policy) else None
@@ -233,10 +234,7 @@ class LLM:
         `is_greedy` says whether each was the likeliest. Prompts that begin alike are computed once (`share_prefix`).
         """
         encode = self.model.encode_more if self.model.tokenizer is not None else None
-        try:
-            read = prompts_from_python(continuations, encode, self.model.spec.vocab_size)
-        except UsageError as error:
-            raise UsageError(str(error).replace("prompts", "continuations", 1)) from error
+        read = prompts_from_python(continuations, encode, self.model.spec.vocab_size, name="continuations")
         if isinstance(prompts, Iterator):
             prompts = list(prompts)
         if isinstance(prompts, Sized) and len(read) != len(prompts):
@@ -354,18 +352,20 @@ class LLM:
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
         """Can these rows join the running block, as the engine is open for others?"""
-        rows = self._table(prompts, params).rows
-        return self._engine is not None and self._planner.has_room(self._engine.plan, rows, self._common)
+        engine, rows = self._engine, self._table(prompts, params).rows
+        return engine is not None and self._planner.has_room(engine.plan, rows, self._common)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Bytes by tier that the open engine has charged to the budgets at most; empty without one."""
-        return self._engine.peak_bytes if self._engine is not None else {}
+        engine = self._engine  # another thread may close it meanwhile
+        return {} if engine is None else engine.peak_bytes
 
     @property
     def budgets(self) -> Mapping[str, int | None]:
         """Bytes by tier that the open engine may hold; None: any number. Empty without one."""
-        return self._engine.ledger.budgets if self._engine is not None else {}
+        engine = self._engine
+        return {} if engine is None else engine.budgets
 
     def _table(self, prompts: Sequence[Prompt], params: Params) -> RequestTable:
         return RequestTable(prompts, params, self.model, self.eviction)
@@ -378,15 +378,16 @@ class LLM:
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
-        engine, planner = self._engine, self._planner
-        if engine is not None and planner.serves(engine.plan, engine.policy, self.asked_policy, rows):
-            return engine
+        planner, asked = self._planner, self.asked_policy
+        # No other name holds the open engine: what it has is to be free before budgets are looked at.
+        if self._engine is not None and planner.serves(self._engine.plan, self._engine.policy, asked, rows):
+            return self._engine
         self.close()
         self._check_eviction()
         budgets, part, dtype = self._budgets(), planner.part, getattr(torch, self.dtype)
-        planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
+        planner.planned = planned = planner.plan(rows, asked, budgets)
         if self._on_plan is not None:
-            self._on_plan(planner.answer(rows, planned, self.asked_policy, budgets))
+            self._on_plan(planner.answer(rows, planned, asked, budgets))
         self._policy = policy = planned.policy
         form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
         places = {self._device.torch_device, *([torch.device("cpu")] if policy.cpu_cache_compute else [])}
@@ -408,7 +409,7 @@ class LLM:
 
     @cached_property
     def _planner(self) -> Planner:
-        part = Part(self.model.spec, self.eviction)
+        part = ModelPart(self.model.spec, self.eviction)
         is_host, dtype = self._device.is_host, self.dtype
         return Planner(part, self._device_name, is_host, dtype, self.offload_dir, self._hardware)
 
@@ -417,7 +418,7 @@ class LLM:
         return self._find_checkpoint(None)
 
     def digests(self) -> dict[str, str | None]:
-        """Of the weights and the tokenizer that this LLM has opened (source.content_digests)."""
+        """Of the weights and the tokenizer that this LLM has opened (load.content_digests)."""
         return content_digests(self.model, None if self.model.random else self._checkpoint)
 
     def _find_checkpoint(self, form: PackedFormat | None) -> Checkpoint:
@@ -442,9 +443,7 @@ def _text(name: str, value: object) -> str:
 
 
 def _text_or_none(name: str, value: object) -> str | None:
-    if value is None:
-        return None
-    text = _text(name, value)
-    if not text:
+    text = None if value is None else _text(name, value)
+    if text == "":
         raise UsageError(f"--{name} '': is empty; leave --{name} out")
     return text

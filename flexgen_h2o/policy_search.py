@@ -35,6 +35,7 @@ from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_p
 from flexgen_h2o.core.settings import ORIGINAL
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
+    PLACEMENT,
     Place,
     add_engine_flags,
     add_eviction_flags,
@@ -43,6 +44,7 @@ from flexgen_h2o.flags import (
     check_positions,
     eviction_of,
     given_flags,
+    is_folder,
     policy_of,
     say_idle_flags,
     value_of,
@@ -69,7 +71,7 @@ MOST_PROMPTS = 10**9
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    """Run the command line; returns the exit code."""
     return run_cli("policy_search", _run, argv)
 
 
@@ -83,7 +85,8 @@ def _parser() -> OneLineParser:
     add("--num-prompts", type=positive, help=f"prompts in all ({SEARCHED_PROMPTS}; of a given policy one block)")
     add(
         "--kv-loss", choices=("none", "small"),
-        help="small: all KV columns, held and read in the fastest way of those whose loss the tables call small",
+        help="small: keep all KV columns, and take the fastest compression or sparse reading that was measured to lose "
+        "little",
     )  # fmt: skip
     add("--output", type=file_name, metavar="FILE", help="write the policy, for flex_opt --policy")
     add("--json", action="store_true", help="print one JSON object instead of the tables")
@@ -107,9 +110,9 @@ def _run(argv: list[str] | None) -> int:
     has_card = not machine.device_is_host and not machine.profile.device_is_host
     say_idle_flags("policy_search", args, Place(spec, machine.device_is_host, has_card))
     if not args.json:
-        print(_text(args, answer, answer.plan))
+        print(_text(args, answer))
     words = sys.argv[1:] if argv is None else argv
-    _write(args, answer, answer.plan, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
+    _write(args, answer, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
     return EXIT_DONE
 
 
@@ -126,7 +129,7 @@ def ask(words: Sequence[str], profile: HardwareProfile, check: Callable[[], None
     if answer.plan is None:
         return to_json(answer)
     command = _with_policy("flexgen-h2o batch", "--input requests.jsonl --output answers.jsonl", args, answer)
-    return {**to_json(answer), "text": _text(args, answer, answer.plan), "command": command}
+    return {**to_json(answer), "text": _text(args, answer), "command": command}
 
 
 def machines(offload_dir: str | None) -> dict[str, HardwareProfile]:
@@ -157,6 +160,18 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--num-prompts {args.num_prompts}: must be at most {MOST_PROMPTS}")
     if args.plot is not None:
         check_picture(args.plot)
+    if args.kv_loss is not None:
+        _check_kv_loss(args)
+
+
+def _check_kv_loss(args: argparse.Namespace) -> None:
+    for flag in ("--policy", "--compress-cache", "--attn-sparsity", "--eviction", *EVICTION_FLAGS.values()):
+        if value_of(args, flag) not in (None, "auto", ORIGINAL):
+            raise UsageError(
+                f"--kv-loss {args.kv_loss}: says how KV is held and read, and so does {flag}; leave one of them out"
+            )
+    if args.kv_loss == "small" and any(getattr(args, name) is not None for name in PLACEMENT):
+        raise UsageError("--kv-loss small: is for a search; leave the placement out")
 
 
 def _question(args: argparse.Namespace) -> Answer:
@@ -171,7 +186,7 @@ def _question(args: argparse.Namespace) -> Answer:
 
     spec = find_spec(args.model, args.path, args.revision)
     check_positions(args, spec.name, spec.max_positions)
-    check_for_model(eviction, spec, policy.compress_cache or bool(args.compress_cache))
+    check_for_model(eviction, spec, policy.compress_cache)
     by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits
     eviction = fitted(eviction, spec, prices_of(spec, policy))
     compress = [name for name in COMPRESSION if searched and getattr(args, name) and not (by_bytes and "cache" in name)]
@@ -222,17 +237,9 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
 
 def _fastest(args: argparse.Namespace) -> Answer:
     """What was asked; with --kv-loss small the fastest of SMALL_LOSSES, of those that fit, where any does."""
-    if args.kv_loss is not None:
-        for flag in ("--policy", "--compress-cache", "--attn-sparsity", "--eviction", *EVICTION_FLAGS.values()):
-            if value_of(args, flag) not in (None, "auto", ORIGINAL):
-                raise UsageError(
-                    f"--kv-loss {args.kv_loss}: says how KV is held and read, and so does {flag}; leave one of them out"
-                )
     question = _question(args)
     if args.kv_loss != "small":
         return _with_details(_answered(question))
-    if not question.searched:
-        raise UsageError("--kv-loss small: is for a search; leave the placement out")
     answers = []
     for settings, loss in SMALL_LOSSES:
         space = question.space
@@ -253,11 +260,10 @@ def _answered(question: Answer) -> Answer:
     try:
         plan = search(space) if searched else evaluate(space, space.base)
     except DoesNotFitError as error:
-        policy = None if searched else space.base
-        return replace(question, policy=policy, seconds=time.perf_counter() - began, problem=str(error))
+        return replace(question, seconds=time.perf_counter() - began, problem=str(error))
     seconds = time.perf_counter() - began
     plan = replace(plan, policy=without_unused_bits(plan.policy))  # a search need not use the bits that it may use
-    return replace(question, policy=plan.policy, plan=plan, seconds=seconds)
+    return replace(question, plan=plan, seconds=seconds)
 
 
 def _with_details(answer: Answer) -> Answer:
@@ -274,11 +280,13 @@ def _with_details(answer: Answer) -> Answer:
     )  # fmt: skip
 
 
-def _text(args: argparse.Namespace, answer: Answer, plan: Plan) -> str:
+def _text(args: argparse.Namespace, answer: Answer) -> str:
     """The tables, with the benchmark of the plan's block as a command."""
-    flags = " ".join(filter(None, [as_flags(plan.policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
+    assert answer.policy is not None
+    of_eviction = given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))
+    flags = " ".join(filter(None, [as_flags(answer.policy), of_eviction]))
     command = _with_policy("flexgen-h2o flex-opt", f"--prompt-len {args.prompt_len}", args, answer)
-    return to_text(answer, plan, flags, command)
+    return to_text(answer, flags, command)
 
 
 def _with_policy(command: str, more: str, args: argparse.Namespace, answer: Answer) -> str:
@@ -288,12 +296,14 @@ def _with_policy(command: str, more: str, args: argparse.Namespace, answer: Answ
     words.append(given_flags(args, REPEATED))
     if args.device != "auto":
         words.append(f"--device {args.device}")
-    if args.dtype != "auto":
+    if args.dtype != "auto" or is_folder(args):  # whose own dtype may be another
         words.append(f"--dtype {answer.space.machine.dtype}")
     return " ".join(filter(None, words))
 
 
-def _write(args: argparse.Namespace, answer: Answer, plan: Plan, command: str) -> None:
+def _write(args: argparse.Namespace, answer: Answer, command: str) -> None:
+    plan = answer.plan
+    assert plan is not None
     if args.output is not None:
         model, machine = answer.space.spec.name, answer.space.machine.profile.machine
         saved = SavedPolicy(plan.policy, model, answer.workload, machine, plan.prediction.to_json(), command)
@@ -305,7 +315,6 @@ def _write(args: argparse.Namespace, answer: Answer, plan: Plan, command: str) -
 def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
     """The first block again, with all its spans."""
     from flexgen_h2o.core.timeline import Timeline, around_prefill_end, draw_timeline
-    from flexgen_h2o.engine.weight_units import layers_of
     from flexgen_h2o.engine.workload import even_blocks
     from flexgen_h2o.planner.predict import predict, walked_sweeps
 
@@ -316,8 +325,10 @@ def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
     if args.trace is not None:
         timeline.write_chrome_trace(args.trace)
     if args.plot is not None:
-        steps = len(layers_of(space.spec, plan.policy, plan.memory.head_rows).layers) * len(blocks[0][0])
-        sweeps = ", ".join(map(str, walked_sweeps(space.need.gen_len)))
+        walked = walked_sweeps(space.need.gen_len)
+        decoded = sum(span.name == "compute_layer decode" for span in timeline.spans)
+        steps = decoded // max(1, len(walked) - 1)
+        sweeps = ", ".join(map(str, walked))
         where = f"{space.spec.name} on {space.machine.profile.machine}"
         title = f"{where}, simulated sweeps {sweeps}\n{as_flags(plan.policy)}"
         draw_timeline(timeline.spans, args.plot, title, around_prefill_end(timeline.spans, steps))

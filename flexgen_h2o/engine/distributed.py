@@ -292,7 +292,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """What of a model this process runs: all of it, or the transformer blocks of a rank from `first` on."""
 
     spec: ModelSpec
@@ -315,13 +315,13 @@ class Part:
         return 1 if self.pipeline is None else self.pipeline.local_ranks
 
 
-def part_of(pipeline: Pipeline, spec: ModelSpec, eviction: Eviction) -> Part:
+def part_of(pipeline: Pipeline, spec: ModelSpec, eviction: Eviction) -> ModelPart:
     """The rank's part of a model. UsageError where there are fewer transformer blocks than ranks."""
     blocks = split_blocks(spec.num_blocks, pipeline.ranks, spec.name)[pipeline.rank]
-    return Part(spec.stage(blocks), OfStage(eviction, blocks.start, spec.num_blocks), blocks.start, pipeline)
+    return ModelPart(spec.stage(blocks), OfStage(eviction, blocks.start, spec.num_blocks), blocks.start, pipeline)
 
 
-def split_blocks(num_blocks: int, ranks: int, name: str = "the model") -> list[range]:
+def split_blocks(num_blocks: int, ranks: int, name: str) -> list[range]:
     """Transformer blocks of each rank, the first ones one more if they cannot be even. UsageError if some have none."""
     if ranks > num_blocks:
         raise UsageError(
@@ -345,6 +345,8 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
         rank, ranks, local_rank, local_ranks = (int(os.environ[name]) for name in _VARIABLES[:4])
     except ValueError as error:
         raise UsageError(f"--pipeline: RANK, WORLD_SIZE, ... are not numbers ({error}); {HOW}") from error
+    if ranks < 2:
+        raise UsageError("--pipeline: torchrun started 1 process; start at least 2, or leave --pipeline out")
     try:
         backend = take_card(local_rank)
         meet(lambda: dist.init_process_group(backend, timeout=_PATIENCE))

@@ -120,9 +120,9 @@ class SweepInput:
     ids, positions: (tokens,) int64; the executor has them on the device. counts: tokens of each row. past: columns that
     each row has in its slots before.
     decoding: the first so many rows feed their newest token; the others are new and feed their prompts. groups: the
-    prompts, each shared prefix fed once in front of its rows. steps: without new rows, the newest tokens may be
-    followed by known ones, as many decode steps, all rows' tokens of one step after those of the step before. common:
-    columns of the common prefix in front of every row. entered: of a part, rows with prompts in those before it.
+    prompts, each shared prefix fed once in front of its rows. steps: decode steps in this sweep, above 1 only where
+    every row's next tokens are known; tokens are packed step by step. common: columns of the common prefix in front of
+    every row. entered: in a part of a sweep, rows with prompts in earlier parts.
     """
 
     ids: torch.Tensor

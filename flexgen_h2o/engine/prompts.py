@@ -123,23 +123,24 @@ def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
 
 
 def prompts_from_python(
-    inputs: Sequence[str | Sequence[int]], encode: Encode | None, vocab_size: int, positions: int | None = None
-) -> list[Prompt]:
+    inputs: Sequence[str | Sequence[int]], encode: Encode | None, vocab_size: int, positions: int | None = None,
+    name: str = "prompts",
+) -> list[Prompt]:  # fmt: skip
     """Prompts from strings and token ids (lists, tuples, 1-D numpy arrays or torch tensors of ints), any mix.
 
-    Checked as those of a file; raises UsageError naming `prompts[i]`. No inputs give no prompts. positions: as of
-    `make_prompt`.
+    Checked as those of a file; raises UsageError naming `prompts[i]`, or what else they are called. No inputs give no
+    prompts. positions: as of `make_prompt`.
     """
     if isinstance(inputs, str | bytes):
-        raise UsageError("prompts: a list of prompts is needed, not one string; write [prompt]")
+        raise UsageError(f"{name}: a list of {name} is needed, not one string; write [{name.removesuffix('s')}]")
     if isinstance(inputs, Mapping) or not isinstance(inputs, Iterable):
-        raise UsageError(f"prompts: a list of prompts is needed, not {type(inputs).__name__}")
+        raise UsageError(f"{name}: a list of {name} is needed, not {type(inputs).__name__}")
     prompts: list[Prompt] = []
     for i, given in enumerate(inputs):
         try:
             prompts.append(make_prompt(i, given, encode, vocab_size, positions))
         except UsageError as error:
-            raise UsageError(f"prompts[{i}]: {error}") from error
+            raise UsageError(f"{name}[{i}]: {error}") from error
     return prompts
 
 

@@ -21,7 +21,7 @@ from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, prices_o
 from flexgen_h2o.engine.workload import WorkloadShape, need_of
 
 if TYPE_CHECKING:
-    from flexgen_h2o.engine.distributed import Part
+    from flexgen_h2o.engine.distributed import ModelPart
     from flexgen_h2o.engine.generation import BlockStats
     from flexgen_h2o.engine.requests import RequestTable, Scheduler
     from flexgen_h2o.engine.resources import Engine
@@ -53,7 +53,7 @@ class PhaseReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """The run report of DESIGN 3.3. Bytes are ints, times seconds; mappings must have exactly the keys named here.
+    """The run report (docs/reference/files.md). Bytes are ints, times seconds; mappings have the keys named here.
 
     prompt_len, gen_len: the longest prompt and the most new tokens asked for. decode.tokens: tokens generated after
     each row's first one. peak_bytes: `TIERS`; io_bytes: `IO_LINKS`; both also by kind (`weights`, `kv`, `hidden`, and
@@ -114,7 +114,7 @@ class RunReport:
 
 
 def make_report(
-    engine: Engine, part: Part, table: RequestTable, scheduler: Scheduler, before: Mapping[str, Mapping[str, int]],
+    engine: Engine, part: ModelPart, table: RequestTable, scheduler: Scheduler, before: Mapping[str, Mapping[str, int]],
     predicted: Mapping[str, float | None], facts: Mapping[str, Any],
 ) -> RunReport:  # fmt: skip
     """The report of a finished run; of all ranks, where it is one of a pipeline's.
@@ -137,7 +137,7 @@ def make_report(
         prompt_len=shape.prompt_len,
         gen_len=shape.gen_len,
         num_prompts=shape.rows,
-        prefill=PhaseReport(sum(b.prefill_s for b in blocks), sum(n * rows for (n, _), rows in table.sizes.items())),
+        prefill=PhaseReport(sum(b.prefill_s for b in blocks), table.prompt_tokens),
         decode=PhaseReport(sum(b.decode_s for b in blocks), table.decoded),
         peak_bytes=engine.peak_bytes,
         io_bytes={link: sum(lanes[link] for lanes in moved.values()) for link in IO_LINKS},

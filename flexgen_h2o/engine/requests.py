@@ -57,14 +57,15 @@ def forced_rows(
 ) -> tuple[list[Prompt], ForcedTokens]:  # fmt: skip
     """Prompts of token ids, each with the tokens that it is to take. UsageError where they do not fit together."""
     read = prompts_from_python(prompts, None, spec.vocab_size)
-    after = prompts_from_python(continuations, None, spec.vocab_size)
+    after = prompts_from_python(continuations, None, spec.vocab_size, name="continuations")
     if len(read) != len(after):
         raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
     for prompt, more in zip(read, after, strict=True):
         length, new = len(prompt.token_ids), len(more.token_ids)
         if length > spec.max_positions or most_new_tokens(eviction, spec, length, new) < new:
             raise UsageError(
-                f"prompts[{prompt.index}]: with its continuation longer than {spec.max_positions} positions"
+                f"prompts[{prompt.index}]: {length} tokens and the {new} of its continuation do not fit {spec.name}'s "
+                f"{spec.max_positions} positions; shorten one of them"
             )
     return read, ForcedTokens({p.index: p.token_ids for p in after}, max_tokens_per_sweep)
 
@@ -74,7 +75,7 @@ class RequestTable:
 
     params: of all prompts, or each one's own in the order of `prompts`, or the source of all tokens. rows: of
     `prompts`, with nothing generated; those that `add` returns are not kept. sizes: how many rows there are of each
-    (prompt tokens, most new tokens). decoded: tokens that finished rows got after their first one.
+    `Row.size`. prompt_tokens: that are computed in prefill. decoded: tokens that finished rows got after their first.
 
     Raises UsageError, as `add` does, for another number of params, for stop strings without a tokenizer, and for a
     prompt that is longer than the model's positions.
@@ -90,7 +91,7 @@ class RequestTable:
             lambda stop, ignore: StopCriteria(stop, () if ignore else eos, tokenizer)
         )
         self.sizes: Counter[tuple[int, int]] = Counter()
-        self.decoded = 0
+        self.prompt_tokens = self.decoded = 0
         if isinstance(params, SamplingParams):
             each: Sequence[SamplingParams] = [params] * len(prompts)
         elif isinstance(params, Sequence):
@@ -107,7 +108,8 @@ class RequestTable:
             self._criteria(one.stop, one.ignore_eos)
         self._params |= {p.index: one for p, one in zip(prompts, params, strict=True)}
         rows = [self._row(prompt) for prompt in prompts]
-        self.sizes.update((len(r.prompt.token_ids), r.max_new) for r in rows)
+        self.sizes.update(row.size for row in rows)
+        self.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows)
         return rows
 
     def _row(self, prompt: Prompt) -> Row:
@@ -158,7 +160,7 @@ class RequestTable:
         if policy.needs.record and getattr(policy, "while_decoding", False):
             spec = self.model.spec
             blocks = [block for block in range(spec.num_blocks) if spec.window(block) is None]
-            fed = min(length, *(policy.budget(*size, block, spec.num_blocks).columns for block in blocks))
+            fed = min((length, *(policy.budget(*size, block, spec.num_blocks).columns for block in blocks)))
         if fed == length:
             return Row(
                 prompt, most, asked=asked, top_logprobs=params.logprobs, scored=length - 1, top_prompt_logprobs=top
@@ -177,10 +179,12 @@ class RequestTable:
         goes_on = callbacks.goes_on
 
         def end(row: Row) -> str | None:
-            if row.error is not None:  # a row takes all the tokens that it is given
-                return "error" if len(row.token_ids) >= len(row.given) else None
+            # A row takes all the tokens that it is given, and its own first one comes out of the same sweep.
+            has_own = len(row.token_ids) > len(row.given)
+            if row.error is not None:
+                return "error" if has_own or len(row.token_ids) >= row.max_new else None
             reason = self._criteria_of(row)(row)
-            if reason is None and goes_on is not None and len(row.token_ids) >= len(row.given) and not goes_on(row):
+            if reason is None and goes_on is not None and has_own and not goes_on(row):
                 reason = "length"
             return reason
 

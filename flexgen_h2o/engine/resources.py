@@ -23,14 +23,14 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
-from flexgen_h2o.engine.distributed import Part, Wire
+from flexgen_h2o.engine.distributed import ModelPart, Wire
 from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore, hidden_fields
 from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.slots import PartView, common_views
 from flexgen_h2o.kvcache.store import CacheStore
-from flexgen_h2o.tiers.device import Ledger, Site, host_buffer
+from flexgen_h2o.tiers.device import Site, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
 from flexgen_h2o.tiers.stream import Ring, tier_shares
 from flexgen_h2o.tiers.transfers import Lanes, Mover
@@ -50,7 +50,7 @@ class Engine:
     _first_process: ClassVar[int | None] = None  # in which an engine was opened
 
     def __init__(
-        self, part: Part, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
+        self, part: ModelPart, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
         timeline: Timeline,
     ) -> None:  # fmt: skip
         self.check_not_forked()
@@ -61,7 +61,7 @@ class Engine:
         Engine._first_process = os.getpid()
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
         self.timeline = timeline
-        self.ledger = Ledger(site.budgets)
+        self.budgets = site.budgets
         self.layers = layers_of(spec, policy)
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
@@ -128,7 +128,7 @@ class Engine:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Most bytes that each tier held; disk is the offload dir, without the checkpoint."""
-        return {tier: self.ledger.peak[tier] for tier in TIERS}
+        return {tier: self.plan.bytes_on(tier) for tier in TIERS}
 
     @property
     def peak_bytes_by_kind(self) -> dict[str, dict[str, int]]:
@@ -140,8 +140,6 @@ class Engine:
         return found
 
     def _take_buffers(self, offload_dir: Path, stack: contextlib.ExitStack) -> None:
-        for b in self.plan.buffers:
-            self.ledger.charge(b.tier, b.nbytes, b.name)
         on_disk = [b for b in self.plan.buffers if b.tier == "disk"]
         if on_disk:
             with interrupts.held():

@@ -123,7 +123,8 @@ class WeightStore:
         return found
 
     def load_resident(self, memory: dict[str, torch.Tensor]) -> None:
-        """Read every row whose home is device or host memory into `memory` (uint8 by tier); block there what can be.
+        """Read every row whose home is device or host memory into `memory` (uint8 by tier), in the blocked layout
+        where that is possible.
 
         Where the device is host memory, what belongs to the device is in `host` too.
         """

@@ -191,7 +191,8 @@ def embed(
     spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
 ) -> None:
     """x = E[ids]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
-    lookup(ids, w["embed_tokens.weight"], x)
+    for a, b in token_chunks(len(ids)):
+        lookup(ids[a:b], w["embed_tokens.weight"], x[a:b])
 
 
 def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention:

@@ -48,8 +48,8 @@ STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_
 
 @dataclass(frozen=True)
 class TransferCost:
-    """A load or store: `seconds` on a lane. link_s: that it keeps the link between host and device busy beside it;
-    taken_s: that it takes from compute beside it."""
+    """A load or store: `seconds` on a lane. link_s: seconds that it also occupies `link`; taken_s: compute seconds that
+    it costs."""
 
     lane: str
     seconds: float

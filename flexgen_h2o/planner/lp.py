@@ -1,7 +1,7 @@
 """The linear program over the nine shares of a placement, for fixed batch sizes (FlexGen, Sheng et al. 2023, 4.3).
 
 Bytes and seconds are linear in the shares. Their coefficients come from the memory plan and the costs of placements
-with everything on one tier (corners); the program interpolates between these. A solution is rounded to whole percents
+with everything on one tier (corners); the LP interpolates between these. A solution is rounded to whole percents
 that fit the budgets by the exact memory plan.
 """
 
@@ -137,7 +137,7 @@ class Corners:
 
 @dataclass(frozen=True)
 class Solution:
-    """seconds: of one block by the program; shares: 0 to 1; gain_s_per_gib: seconds a block saves with a GiB more."""
+    """seconds: of one block by the LP; shares: 0 to 1; gain_s_per_gib: seconds a block saves with a GiB more."""
 
     seconds: float
     shares: Sequence[float]

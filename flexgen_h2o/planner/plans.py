@@ -12,7 +12,7 @@ from pathlib import Path
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.distributed import Part
+from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.generation import Row, group_rows, make_blocks
 from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan, plan_within
 from flexgen_h2o.engine.weight_units import layers_of
@@ -57,7 +57,7 @@ class Planner:
     """
 
     def __init__(
-        self, part: Part, device: str, device_is_host: bool, dtype: str, offload_dir: Path,
+        self, part: ModelPart, device: str, device_is_host: bool, dtype: str, offload_dir: Path,
         hardware: HardwareProfile | str | Path | None,
     ) -> None:  # fmt: skip
         self.part, self.dtype = part, dtype
@@ -98,15 +98,19 @@ class Planner:
         self.check_dtype()
         self._measure_again_if_calm(budgets)
         plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
-        if self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S:
-            self._profile = self._find_profile(measure_missing=True)
+        is_long = self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S
+        if is_long and _can_measure(budgets):
+            try:
+                self._profile = self._find_profile(measure_missing=True)
+            except (DoesNotFitError, UsageError) as error:  # of the disk, which the run may not need
+                _say(f"planned with nominal speeds, as this machine cannot be measured: {error}")
+                return plan.policy
             plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
         return plan.policy
 
     def _measure_again_if_calm(self, budgets: Budgets) -> None:
         """Measure again, once, what a busy machine disturbed, if the budgets have room and it is quiet now."""
-        room = budgets.get("host")
-        if not self._is_calm and self.profile.was_disturbed and (room is None or room >= MEASURING_BYTES):
+        if not self._is_calm and self.profile.was_disturbed and _can_measure(budgets):
             self._profile = calmer(self.profile, self._device, self._offload_dir, _say)
         self._is_calm = True
 
@@ -164,10 +168,11 @@ class Planner:
             return False
         if any(len(r.prompt.token_ids) <= count or r.prompt.token_ids[:count] != common for r in rows):
             return False
-        need = self._need_of(rows, None).in_one_copy(count)
-        fits = need.prompt_len - count <= shape.most_attending and shape.has_slots(need.slots)
-        fits = fits and not (plan.head_rows and need.whole_head)
-        return fits and (not count or need.prompt_len <= shape.sharing)
+        need, longest = self._need_of(rows, None).in_one_copy(count), max(len(row.prompt.token_ids) for row in rows)
+        fits = longest - count <= shape.most_attending and shape.has_slots(need.slots)
+        fits = fits and shape.record.covers(need.record) and not (plan.head_rows and need.whole_head)
+        fits = fits and shape.rows * max(row.max_tokens_per_sweep for row in rows) <= shape.most_attending
+        return fits and (not count or longest <= shape.sharing)
 
     def predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
         """The cost of the run if no row ends early. None where the profile does not know the dtype; in a job, whose
@@ -197,7 +202,7 @@ class Planner:
         space = SearchSpace(self.part.spec, need, policy, self._machine, budgets)
         sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
         return Answer(
-            space, self.part.eviction.to_json(), isinstance(asked, AutoPolicy), policy,
+            space, self.part.eviction.to_json(), isinstance(asked, AutoPolicy),
             Plan(policy, planned.memory, prediction), is_even=len(sizes) == 1,
             disk_read_bytes=disk_reads(space, policy), s_per_gib=sensitivity(space, policy),
         )  # fmt: skip
@@ -247,6 +252,12 @@ class Planner:
             [group_rows(batch, self.sharing, common, opens=k == 0) for k, batch in enumerate(block)]
             for block in self.blocks(rows, policy)
         ]
+
+
+def _can_measure(budgets: Budgets) -> bool:
+    """Do the budgets leave RAM for measuring this machine?"""
+    room = budgets.get("host")
+    return room is None or room >= MEASURING_BYTES
 
 
 def has_own_scores(rows: Sequence[Row], common: int) -> bool:

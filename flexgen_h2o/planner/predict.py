@@ -125,8 +125,8 @@ def walked_sweeps(gen_len: int) -> tuple[int, ...]:
 
 
 def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
-    """Of a deep model a few transformer blocks are walked, and twice as many: the others add the difference, each as
-    much, and no less time than any resource works for them (the fewer may wait where the more do not)."""
+    """A deep model is simulated with n and with 2n transformer blocks, and extrapolated linearly: each further n adds
+    the difference, or the time that the busiest resource works for them where that is more."""
     depth = costs.at.spec.num_blocks
     cut = cut_blocks(depth, len(costs.layers.layers))
     if 2 * cut >= depth or on_span is not None:

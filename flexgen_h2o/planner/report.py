@@ -38,17 +38,15 @@ class Answer:
     """What was asked, and a plan or why there is none.
 
     eviction: the policy's settings. searched: the policy was looked for, not given, and then `space.base` has its
-    switches only. policy: that was found or given, None when none fits. plan: what it costs, None when it does not fit,
-    and then `problem` says why. seconds: of looking for it. Where there is a plan, s_per_gib: seconds that a GiB more
-    on a tier saves (search.sensitivity); disk_read_bytes: during the sweeps; more: budgets a little larger that save
-    most. kv_loss: with --kv-loss small, what the tables say that the policy costs (SMALL_LOSSES). is_even: rows are
-    equally long.
+    switches only. plan: None when nothing fits, and then `problem` says why. seconds: of looking for it. Where there is
+    a plan, s_per_gib: seconds that a GiB more on a tier saves (search.sensitivity); disk_read_bytes: during the sweeps;
+    more: budgets a little larger that save most. kv_loss: with --kv-loss small, what the tables say that the policy
+    costs (SMALL_LOSSES). is_even: rows are equally long.
     """
 
     space: SearchSpace
     eviction: Mapping[str, Any]
     searched: bool
-    policy: Policy | None = None
     plan: Plan | None = None
     seconds: float = 0.0
     problem: str | None = None
@@ -57,6 +55,13 @@ class Answer:
     more: More | None = None
     kv_loss: float | None = None
     is_even: bool = True
+
+    @property
+    def policy(self) -> Policy | None:
+        """That was found or given; None when none that was looked for fits."""
+        if self.plan is not None:
+            return self.plan.policy
+        return None if self.searched else self.space.base
 
     @property
     def workload(self) -> dict[str, Any]:
@@ -74,7 +79,7 @@ class Answer:
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
-    """The object of DESIGN 3.3, and whatever else there is to know under `details`."""
+    """The object that docs/reference/commands/plan.md describes, and whatever else there is to know under `details`."""
     predicted = None if answer.plan is None else answer.plan.prediction
     return {
         "policy": None if answer.policy is None else answer.policy.to_json(),
@@ -117,8 +122,10 @@ def _details(answer: Answer) -> dict[str, Any]:
     }
 
 
-def to_text(answer: Answer, plan: Plan, flags: str, command: str | None = None) -> str:
+def to_text(answer: Answer, flags: str, command: str | None = None) -> str:
     """The answer's plan for a terminal. flags: the policy's; command: runs it, None where it is what was called."""
+    plan = answer.plan
+    assert plan is not None
     took = f"found in {format_seconds(answer.seconds)}" if answer.seconds else "found"
     policy = [f"policy, {took if answer.searched else 'as given'}:", f"  {flags}"]
     if command is not None:
@@ -232,7 +239,9 @@ def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
     row. None where KV of a row takes longer than computing it."""
     rows = float(policy.block_size)
     for _ in range(GUESSES):  # products of more rows are faster
-        policy = replace(policy, gpu_batch_size=max(1, round(min(rows, MOST_ROWS) / policy.num_gpu_batches)))
+        batches = policy.num_gpu_batches
+        each = min(round(min(rows, MOST_ROWS) / batches), MOST_ROWS // batches)
+        policy = replace(policy, gpu_batch_size=max(1, each))
         block = space.need.block((policy.gpu_batch_size,) * policy.num_gpu_batches)
         costs = space.machine.costs(space.spec, policy, space.need)
         busy, weights_s = costs.busy(block, max(1, space.need.gen_len // 2)), costs.weights_s(policy.block_size)

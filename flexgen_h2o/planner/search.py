@@ -1,4 +1,4 @@
-"""The policy search: batch sizes and switches are enumerated, the linear program places each, the simulator decides.
+"""The policy search: batch sizes and switches are enumerated, the LP places each, the simulator decides.
 
 A lower bound (what must be computed, and what cannot but be read from disk) prunes what cannot win before it is solved;
 around the best of a coarse grid the search goes on in smaller steps. Where budgets leave room for next to nothing it
@@ -46,14 +46,14 @@ LEAST_READ = 0.5
 MEMORY = TIERS[:2]
 IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
 MOST_SOLVED = 64
-OPTIMISM = 1.25  # the program knows no waits and no contention: what it says of a plan may come out so much longer
-# Of the coarse grid, best first: at least so many, and more while that is quick (steps of the schedule, all told); then
-# those of so few steps that the program calls faster than the fastest. Blocks of many micro-batches take most steps and
-# wait most, which the program does not know: alone they would hide what is better.
+OPTIMISM = 1.25  # the LP knows no waits and no contention: a plan may take so much longer than it says
+# Candidates are simulated in the LP's order: the first 6; up to 24 until their schedules have 40,000 steps; after that
+# only those of at most 4,000 steps that the LP rates faster than the best. Blocks of many micro-batches take most steps
+# and wait most, which the LP does not know: alone they would hide what is better.
 LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS, FEW_STEPS = 6, 24, 40_000, 4_000
 MOST_STEPS = 4  # around the best
 EQUAL = 1.003  # plans whose seconds differ by less are equally fast
-TIGHTER = 0.95  # budgets for the program where rounding found no way into the real ones
+TIGHTER = 0.95  # budgets for the LP where rounding found no way into the real ones
 WHOLE = ((100, 0), (0, 100), (0, 0))  # each kind of bytes on one tier
 DESCENT_STEPS = (32, 8, 4, 2, 1)  # percents that are moved at a time
 WORTH_MORE = 1.25  # of a budget: so much more is named where it saves half of what is read from disk, and more
@@ -131,11 +131,11 @@ def _steps(space: SearchSpace, policy: Policy) -> int:
 
 
 def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
-    """Seconds of the pile that a GiB more on each tier with a budget saves; empty where the program has no solution.
+    """Seconds of the pile that a GiB more on each tier with a budget saves; empty where the LP has no solution.
 
-    These are the duals of the linear program at the policy's batch sizes and switches, times the blocks of the pile:
-    slopes for a little more memory, at the program's own shares. They say nothing of larger batches that more memory
-    allows, and a rounded policy may be bound by something else than the program.
+    These are the duals of the LP at the policy's batch sizes and switches, times the blocks of the pile: slopes for a
+    little more memory, at the LP's own shares. They say nothing of larger batches that more memory allows, and a
+    rounded policy may be bound by something else than the LP.
     """
     solution = _solve(space, policy, space.deepest(policy) or SEQUENTIAL, space.budgets)
     if solution is None:
@@ -162,7 +162,7 @@ def _likely_blocks(space: SearchSpace, policy: Policy) -> float:
 
 
 def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
-    """The coarse grid's candidates with the program's placements and seconds of the pile, fastest first."""
+    """The coarse grid's candidates with the LP's placements and seconds of the pile, fastest first."""
     found: list[tuple[float, Candidate, Solution]] = []
     fastest = math.inf
     for candidate in candidates(space)[:MOST_SOLVED]:
@@ -196,7 +196,7 @@ def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> 
 
 def _improved(space: SearchSpace, best: Plan) -> Plan:
     """Steps to the best neighbour, as long as there is a better one."""
-    key = attrgetter("gpu_batch_size", "num_gpu_batches", "cpu_cache_compute")
+    key = attrgetter("gpu_batch_size", "num_gpu_batches", "cpu_cache_compute", "compress_weight", "compress_cache")
     tried = {key(best.policy)}
     for _ in range(MOST_STEPS):
         found = [best]
@@ -421,9 +421,9 @@ class More:
 
     @property
     def text(self) -> str:
-        """`with 200.00 MiB (host) at most 4.40 GiB`: a part of a line that has said what is read with less."""
-        needed = ", ".join(f"{format_bytes(nbytes)} ({tier})" for tier, nbytes in self.budgets.items())
-        return f"with {needed} at most {format_bytes(self.disk_read_bytes)}"
+        """`--host-mem 200MiB would cut disk reads to at most 4.40 GiB`."""
+        needed = " ".join(f"--{tier}-mem {nbytes // MIB}MiB" for tier, nbytes in self.budgets.items())
+        return f"{needed} would cut disk reads to at most {format_bytes(self.disk_read_bytes)}"
 
 
 def worth_more(space: SearchSpace, reads: float) -> More | None:

@@ -27,8 +27,8 @@ WHOLE: Shares = (1.0, 0.0, 0.0)
 LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on
 STORE_LANES = {"disk": "disk_write", "host": "d2h"}
 PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
-# --attn-sparsity estimates each column for each query head, and gathers those that it reads: an estimate takes as long
-# as attention takes for so many bytes, a gathered byte so many times as long (bench.kernels.decode_kernel).
+# --attn-sparsity, in bytes that attention reads meanwhile (bench.kernels.decode_kernel): to estimate one column for one
+# query head; and how many times as long a gathered byte takes.
 SELECT_BYTES, GATHER_FACTOR = 60, 2.0
 
 

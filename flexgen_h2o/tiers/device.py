@@ -10,7 +10,6 @@ import shutil
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 
 from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, advice, format_bytes, less_margin, round_up
+from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, format_bytes, less_margin, round_up
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 HUGE_PAGE = 2 * 2**20
@@ -47,30 +46,6 @@ def host_buffer(nbytes: int) -> torch.Tensor:
     buffer = whole[start : start + nbytes]
     buffer.zero_()
     return buffer
-
-
-class Ledger:
-    """Bytes charged to each tier's budget, and their peak."""
-
-    def __init__(self, budgets: dict[str, int | None]) -> None:
-        self.budgets = budgets
-        self.used: dict[str, int] = defaultdict(int)
-        self.peak: dict[str, int] = defaultdict(int)
-
-    def charge(self, tier: str, nbytes: int, what: str) -> None:
-        """Count `nbytes` as held; DoesNotFitError, and nothing counted, when the tier's budget would be exceeded."""
-        budget = self.budgets.get(tier)
-        if budget is not None and self.used[tier] + nbytes > budget:
-            over = self.used[tier] + nbytes - budget
-            raise DoesNotFitError(
-                f"{what} needs {format_bytes(nbytes)} on the {tier} tier: {format_bytes(over)} over the budget of "
-                f"{format_bytes(budget)}; {advice(tier, budget, budget + over)} or move shares with --percent"
-            )
-        self.used[tier] += nbytes
-        self.peak[tier] = max(self.peak[tier], self.used[tier])
-
-    def release(self, tier: str, nbytes: int) -> None:
-        self.used[tier] -= nbytes
 
 
 class Device(ABC):
@@ -174,12 +149,16 @@ class CudaDevice(Device):
         return str(about.name), int(about.total_memory)
 
     def compute_dtype(self, asked: str | None, stored: str) -> str:
-        """Cards before Ampere compute bfloat16 without tensor cores: float16 in its place, unless it is asked for."""
+        """Cards before Ampere have no tensor cores for bfloat16: refused when asked for, replaced when stored."""
         has_bf16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        if asked == "bfloat16" and not has_bf16:
+            raise UsageError("--dtype bfloat16: this card has no tensor cores for it; use --dtype float16, or float32")
         return asked or ("float16" if stored == "bfloat16" and not has_bf16 else stored)
 
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        """With what torch's allocator keeps for itself: of an engine that was closed."""
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
 
     def hold_to(self, nbytes: int) -> None:
         share = (nbytes + CARD_LIBRARY_BYTES) / self.card()[1]
@@ -195,15 +174,18 @@ class CudaDevice(Device):
         memory, runtime = host_buffer(nbytes), torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
-            raise UsageError(f"--pin-weight: {nbytes} bytes cannot be pinned (CUDA error {code}); use --pin-weight 0")
+            raise UsageError(
+                f"--pin-weight: {format_bytes(nbytes)} cannot be pinned (CUDA error {code}); raise `ulimit -l`, or use "
+                "--pin-weight 0"
+            )
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
         return memory
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        stream = _thread_stream(self.torch_device)
-        with torch.cuda.stream(stream):
+        with self.beside_compute():
             dst.copy_(src, non_blocking=True)
-        stream.synchronize()
+            done = self.fence()  # of this stream alone; stream.synchronize() would hold a core
+        done.wait()
 
     def beside_compute(self) -> AbstractContextManager[object]:
         return cast(AbstractContextManager[object], torch.cuda.stream(_thread_stream(self.torch_device)))

@@ -55,14 +55,9 @@ def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...
     return tuple(Part(tier, a, b) for tier, a, b in zip(TIERS, cuts[:-1], cuts[1:], strict=True) if b > a)
 
 
-def on_host_device(shares: Shares) -> Shares:
-    """The shares when the device is host memory: both are one tier."""
-    return (0.0, shares[0] + shares[1], shares[2])
-
-
 def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
     """Shares as placed: where the device is host memory its share counts as host."""
-    return on_host_device(shares) if device_is_host else shares
+    return (0.0, shares[0] + shares[1], shares[2]) if device_is_host else shares
 
 
 def is_streamed(tier: str, device_is_host: bool) -> bool:
@@ -216,7 +211,7 @@ class Stream(Generic[Key]):
             return None
         while True:
             if not self._entries and not self._start_one():
-                raise AssertionError(f"no room for {key}: the ring is smaller than its largest unit")
+                raise AssertionError(f"{key} cannot be loaded: it is not ready, out of order, or larger than the ring")
             found, region, loads = self._entries.popleft()
             wait_all(loads)
             if found == key:

@@ -28,11 +28,11 @@ from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
 _Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what it does, what comes before it
 
 
-# What is needed sooner than what was queued before it has a queue of its own, by lane and the end of its name: KV of a
-# card beside weights, which wait for the space of a unit that is still computed with; rows of a table beside all reads.
+# Queues beside a lane's own, by lane and the end of an operation's name. On a card, weights wait for ring space and
+# must not hold up KV; rows of a table must not wait behind bulk reads.
 _OWN_QUEUES = {("h2d", "weight"): "h2d weights", ("disk_read", "look_up_weight"): "disk_read rows"}
 RUNS_A_JOB = 16
-NEAR_BYTES = 128 * 2**10  # between rows of a table, which are read in about the time that a request of its own takes
+NEAR_BYTES = 128 * 2**10  # largest gap between rows of a table that is read through; beyond it a request is cheaper
 _Wanted = Sequence[tuple[torch.Tensor, int]]  # rows of a table, and where they go
 
 

@@ -132,3 +132,21 @@ def test_a_closed_llm_gives_its_memory_back_at_once(
         assert tensor_bytes() < before + 10_000
     finally:
         gc.enable()
+
+
+def test_an_engine_for_longer_rows_is_planned_when_the_one_before_is_gone(
+    ids_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_cpu: None
+) -> None:
+    """What it held counts as free then."""
+    gc.collect()
+    gc.disable()
+    try:
+        before, held = tensor_bytes(), list[int]()
+        budgets = LLM._budgets
+        monkeypatch.setattr(LLM, "_budgets", lambda llm: held.append(tensor_bytes()) or budgets(llm))
+        with LLM(str(ids_model), Policy(2, 1), device="cpu", offload_dir=tmp_path / "offload") as llm:
+            for tokens in (2, 9):
+                llm.generate([[5, 6, 7]], SamplingParams(max_tokens=tokens))
+        assert len(held) == 2 and max(held) < before + 10_000
+    finally:
+        gc.enable()

@@ -192,6 +192,8 @@ def test_bits_that_a_search_did_not_use_are_not_in_its_policy(plan: Door) -> Non
         ("--hardware host.json --dtype float16", "--dtype float16: the profile of nominal has only float32, bfloat16"),
         ("--hardware t4 --policy auto --percent 0 0 0 0 0 0", "--policy auto and --percent: give one of them"),
         ("--hardware t4 --output missing/p.json", "--output missing/p.json: the folder"),
+        ("--kv-loss small --gpu-batch-size 2", "--kv-loss small: is for a search"),
+        ("--kv-loss small --attn-sparsity 0.5", "--kv-loss small: says how KV is held and read, and so does"),
     ],
 )
 def test_wrong_use_is_one_line(plan: Door, profiles: Path, tmp_path: Path, flags: str, says: str) -> None:
@@ -229,7 +231,7 @@ def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_t
     refused(answer, 3, "too small for any policy")
     said = re.search(
         r"would do: --host-mem (\d+) \(.*with one row at a time and ([\d.]+) GiB of disk reads; "
-        r"with ([\d.]+) MiB \(host\) at most ([\d.]+) GiB",
+        r"--host-mem ([\d.]+)MiB would cut disk reads to at most ([\d.]+) GiB",
         answer.err,
     )
     assert said is not None, answer.err
@@ -240,9 +242,8 @@ def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_t
     assert two[1]["disk_read_bytes"] <= 1.01 * fewer * 2**30 < two[0]["disk_read_bytes"] / 2
     assert two[0]["worth_more"]["budgets"]["host"] <= 1.25 * least + 2**20
     shown = plan(f"{task} --host-mem {int(least)}", "host").out
-    assert re.search(
-        r"^disk reads in all: [\d.]+ GiB, .* a sweep \(.*\); with [\d.]+ MiB \(host\) at most [\d.]+ GiB$", shown, re.M
-    )
+    more = r"--host-mem \d+MiB would cut disk reads to at most [\d.]+ GiB"
+    assert re.search(rf"^disk reads in all: [\d.]+ GiB, .* a sweep \(.*\); {more}$", shown, re.M)
 
 
 def test_what_does_not_fit_is_said_in_both_ways(plan: Door) -> None:
@@ -263,6 +264,27 @@ def test_a_device_budget_makes_three_tiers_of_a_host(plan: Door) -> None:
     assert two["details"]["device_is_host"] and two["predicted"]["peak_bytes"]["device"] == 0
     assert two["details"]["dtype"] == "bfloat16"
     assert not three["details"]["device_is_host"] and three["predicted"]["peak_bytes"]["device"] > 0
+
+
+def test_rolling_positions_have_no_end_however_they_are_asked_for(plan: Door) -> None:
+    asked = "--model TinyLlama/TinyLlama-1.1B-Chat-v1.0 --hh-size 8 --prompt-len 1000 --gen-len 4000 --num-prompts 1"
+    for flags in ("--positions rolling", "--eviction h2o:positions=rolling"):
+        assert object_of(plan(f"{asked} {flags} --json"))["fits"]
+    refused(plan(asked), 2, "has 2048 positions")
+
+
+def test_rows_that_balance_a_block_are_no_more_than_a_policy_may_have(plan: Door) -> None:
+    """Rounded to micro-batches."""
+    asked = "--model facebook/opt-30b --percent 0 0 100 0 100 0 --gpu-batch-size 4 --num-gpu-batches 6 --json"
+    balanced = object_of(plan(f"{asked} --hardware a100-80", None))["details"]["balanced_rows"]
+    assert balanced is None or balanced > 24
+
+
+def test_the_command_for_a_folder_says_which_dtype_was_planned(plan: Door, ids_model: Path) -> None:
+    """The folder's own may be another."""
+    lines = plan(f"--model {ids_model} --num-prompts 2 --prompt-len 8 --gen-len 4").out.splitlines()
+    command = lines[lines.index("run it:") + 1]
+    assert command.endswith("--dtype float16")
 
 
 def test_this_machine_s_profile_is_asked_for(

@@ -8,8 +8,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o import H2O, LLM, Policy, SamplingParams
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.engine.generation import Callbacks
+from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.models import Weights, llama
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS
 from tests.eviction.policies import Policy as PlainPolicy
@@ -82,3 +89,75 @@ def test_prompts_beyond_the_budget_are_scored_in_decode_steps(
         if max_tokens and want.least_token_gap > 1e-3:
             assert row.token_ids == want.tokens[len(given) :]
     assert evicted > 15
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_given(
+    fails: bool, known: Callable[[str], Known], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of these and a row's own first one come out of one sweep, in which no row may end before."""
+    head, calls = llama.head, list[int]()
+
+    def broken(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None:
+        head(spec, w, x, logits, ws)
+        calls.append(len(x))
+        if len(calls) > 2:  # from the first decode sweep on
+            logits[0] = torch.nan
+
+    if fails:
+        monkeypatch.setattr(llama, "head", broken)
+    prompts = [Prompt(i, tuple(ids), None) for i, ids in enumerate(random_prompts((30, 30), seed=13))]
+    done, seen = list[Completion](), list[int]()
+    params = SamplingParams(max_tokens=5, prompt_logprobs=0, ignore_eos=True)
+    callbacks = Callbacks(goes_on=lambda row: bool(seen.append(len(row.own_ids))), spares_rows=True)
+    with LLM(
+        str(known("llama").folder),
+        Policy(2, 1),
+        H2O(heavy_size=4, recent_size=4),
+        dtype="float32",
+        offload_dir=tmp_path,
+    ) as llm:
+        llm.run(prompts, params, done.extend, callbacks)
+    assert sorted(str(one.finish_reason) for one in done) == (["error", "length"] if fails else ["length", "length"])
+    assert seen == [1] * (1 if fails else 2)
+
+
+def test_the_report_is_of_the_budgets_that_rows_had(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """Of a prompt that is cut to its budget, not of what is left of it."""
+    params = SamplingParams(max_tokens=3, prompt_logprobs=0, ignore_eos=True)
+    eviction = H2O(heavy_ratio=0.2, recent_ratio=0.2, protect=4)
+    with LLM(str(known("llama").folder), Policy(2, 1), eviction, dtype="float32", offload_dir=tmp_path) as llm:
+        llm.generate(random_prompts((30, 30), seed=13), params)
+        report = llm.report
+    assert report is not None and (report.prompt_len, report.gen_len, report.kv["slots"]) == (30, 3, 13)
+    assert report.prefill.tokens == 2 * 12
+
+
+def test_rows_enter_only_where_their_summaries_and_given_tokens_have_room(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """Shorter prompts with more new tokens have no more slots, but more pages; longer ones take more tokens a sweep."""
+    asked = SamplingParams(max_tokens=3, prompt_logprobs=0)
+    few, many = Prompt(1, (5,) * 9, None), Prompt(2, (5,) * 40, None)
+    with LLM(
+        str(known("llama").folder),
+        Policy(3, 1),
+        H2O(heavy_size=4, recent_size=4),
+        dtype="float32",
+        offload_dir=tmp_path,
+    ) as llm:
+        llm.prepare([few], asked)
+        assert llm.has_room([few], [asked]) and not llm.has_room([many], [asked])
+    with_pages = H2O(heavy_size=4, recent_size=4, summaries=4)
+    with LLM(str(known("llama").folder), Policy(3, 1), with_pages, dtype="float32", offload_dir=tmp_path) as llm:
+        llm.prepare([many], SamplingParams(max_tokens=4))
+        lengths = [llm.has_room([Prompt(3, (5,) * 20, None)], [SamplingParams(max_tokens=n)]) for n in (20, 60)]
+    assert lengths == [True, False]
+
+
+def test_wrong_continuations_are_named_by_their_place(known: Callable[[str], Known], tmp_path: Path) -> None:
+    with LLM(str(known("llama").folder), Policy(2, 1), dtype="float32", offload_dir=tmp_path) as llm:
+        for wrong, says in (([[3], [10**6]], "token id"), ([[3], [4] * 5000], "do not fit")):
+            name = r"continuations\[1\]" if says == "token id" else r"prompts\[1\]"
+            with pytest.raises(UsageError, match=f"^{name}: .*{says}"):
+                llm.follow([[3], [4]], wrong, lambda rows, logits: None)

@@ -226,6 +226,13 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         join_pipeline(None)
 
 
+def test_a_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1" if "SIZE" in name else "0")
+    with pytest.raises(UsageError, match=r"--pipeline: torchrun started 1 process; start at least 2"):
+        join_pipeline(None)
+
+
 def test_more_ranks_than_blocks_and_auto(three_blocks: Reference, tmp_path: Path) -> None:
     fixed = LLM(str(three_blocks.folder), Policy(), device="cpu", offload_dir=tmp_path)
     with pytest.raises(UsageError, match=r"has 3 transformer blocks, and torchrun started 4 processes"):

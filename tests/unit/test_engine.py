@@ -17,7 +17,7 @@ from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, STAGING_BYTES, WRITE_THREADS
-from flexgen_h2o.engine.distributed import Part
+from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan, memory_plan
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kvcache.eviction import Full
@@ -57,7 +57,7 @@ def open_engine(model: tuple[ModelSpec, Checkpoint], tmp_path: Path) -> Open:
     def open_one(policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED) -> Engine:
         plan = memory_plan(spec, policy, SHAPE, 4, device.is_host, OVERLAPPED[0])
         site = Site(device, budgets, tmp_path / "offload")
-        return Engine(Part(spec, Full()), checkpoint, policy, plan, torch.float32, site, Timeline())
+        return Engine(ModelPart(spec, Full()), checkpoint, policy, plan, torch.float32, site, Timeline())
 
     return open_one
 

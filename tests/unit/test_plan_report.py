@@ -36,8 +36,8 @@ def plan_of(asked: Answer, policy: Policy) -> Plan:
 
 
 def lines_of(asked: Answer, plan: Plan, **more: object) -> list[str]:
-    answer = replace(asked, policy=plan.policy, plan=plan, seconds=0.5, **more)  # type: ignore[arg-type]
-    return to_text(answer, plan, "--percent ...", "run ...").splitlines()
+    answer = replace(asked, plan=plan, seconds=0.5, **more)  # type: ignore[arg-type]
+    return to_text(answer, "--percent ...", "run ...").splitlines()
 
 
 def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> None:
@@ -88,9 +88,8 @@ def test_what_the_command_leaves_out_and_reads_that_cost_no_time_are_named() -> 
         assert lines[8].startswith("  (one block of 4 equal prompts; ") and "--prompts FILE" in lines[8]
         return next(line for line in lines if line.startswith("disk reads in all"))
 
-    assert reads().endswith(
-        "2.00 GiB (host) at most 1.00 GiB, which saves no time: computing takes longer than reading"
-    )
+    said = "; --host-mem 2048MiB would cut disk reads to at most 1.00 GiB"
+    assert reads().endswith(f"{said}, which saves no time: computing takes longer than reading")
     assert reads(disk_read=3.0).endswith("at most 1.00 GiB")
 
 
@@ -124,7 +123,7 @@ def test_gains_are_named_where_they_count() -> None:
 def test_object_has_the_contract_s_keys() -> None:
     asked = question(Full(), searched=True)
     plan = plan_of(asked, STREAMED)
-    found = to_json(replace(asked, policy=plan.policy, plan=plan, s_per_gib={"device": 1.5}))
+    found = to_json(replace(asked, plan=plan, s_per_gib={"device": 1.5}))
     assert list(found) == ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
     assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
     assert set(found["predicted"]["peak_bytes"]) == {"device", "host", "disk"}

@@ -10,16 +10,16 @@ from typing import NoReturn
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.distributed import Part
+from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.memory_plan import plan_within
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
+from flexgen_h2o.planner.plans import MEASURING_BYTES, WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import Machine, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
 from flexgen_h2o.planner.report import Answer
@@ -34,7 +34,7 @@ NEED = WorkloadShape.full(8, 16, 4, SPEC.num_blocks)
 
 
 def planner(tmp_path: Path, hardware: HardwareProfile | str | Path | None = None, dtype: str = "float32") -> Planner:
-    return Planner(Part(SPEC, Full()), "cpu", True, dtype, tmp_path, hardware)
+    return Planner(ModelPart(SPEC, Full()), "cpu", True, dtype, tmp_path, hardware)
 
 
 def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
@@ -95,6 +95,25 @@ def test_only_a_long_run_is_worth_measuring_for(
     assert plans.choose(NEED, Policy(), NO_BUDGETS).gpu_batch_size == (2 if is_worth_it else 1)
     assert asked == ([] if given else [False, True] if is_worth_it else [False])
     assert WORTH_MEASURING_S > 60
+
+
+@pytest.mark.parametrize("room", [MEASURING_BYTES - 1, MEASURING_BYTES])
+def test_a_long_run_goes_on_where_this_machine_cannot_be_measured(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For want of RAM in the budget, or of disk, which the run may not need."""
+
+    def of_this_machine(device: str, folder: Path, progress: object, measure_missing: bool) -> HardwareProfile:
+        if measure_missing:
+            raise DoesNotFitError("--offload-dir: is full")
+        return nominal_profile(True)
+
+    monkeypatch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", of_this_machine)
+    found = SimpleNamespace(policy=Policy(3), prediction=SimpleNamespace(total_s=WORTH_MEASURING_S + 1))
+    monkeypatch.setattr("flexgen_h2o.planner.plans.search", lambda space: found)
+    assert planner(tmp_path).choose(NEED, Policy(), {**NO_BUDGETS, "host": room}) == Policy(3)
+    said = capsys.readouterr().err
+    assert said == "" if room < MEASURING_BYTES else "cannot be measured: --offload-dir: is full" in said
 
 
 # ---- predictions

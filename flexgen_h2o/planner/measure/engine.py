@@ -29,7 +29,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import MIB, PAGE, SEGMENT_SLOTS, TRANSFER_CHUNK, WRITE_BACK_STEPS, format_bytes
 from flexgen_h2o.engine.decoding import Decoding, StopCriteria
-from flexgen_h2o.engine.distributed import Part
+from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.generation import BlockStats, Row
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
@@ -437,7 +437,7 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     compile_subprocess(warm_up, bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
     site = Site(bench.device, dict.fromkeys(TIERS), folder)
-    engine = Engine(Part(spec, run.eviction), checkpoint, policy, plan, kind, site, Timeline())
+    engine = Engine(ModelPart(spec, run.eviction), checkpoint, policy, plan, kind, site, Timeline())
     try:
         yield engine
     finally:

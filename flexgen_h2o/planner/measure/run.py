@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
@@ -35,6 +35,7 @@ from flexgen_h2o.planner.measure.bench import (
     kernel_seconds,
     memory_rate,
     other_rates,
+    quick,
     warm_cores,
 )
 from flexgen_h2o.planner.measure.compute import compute_rates
@@ -46,7 +47,17 @@ from flexgen_h2o.planner.measure.engine import (
     overlay_rate,
     with_step_costs,
 )
-from flexgen_h2o.planner.profile import BUSY_NOTE, HardwareProfile, nominal_profile, read_profile, write_profile
+from flexgen_h2o.planner.profile import (
+    BUSY_NOTE,
+    DISK,
+    MEMORY,
+    STEPS,
+    HardwareProfile,
+    nominal_profile,
+    parts_of,
+    read_profile,
+    write_profile,
+)
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_memory, open_device
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
@@ -56,18 +67,11 @@ QUIET_S = 0.5  # that the machine must be quiet before anything is measured agai
 AGAIN_S = 5.0  # of a run's start, for what a busy machine disturbed
 DISTURBED, DISTURBED_DISK = 0.05, 50 * MIB  # share of all cores, bytes a second
 Progress = Callable[[str], None]
-# The parts that are measured one after another; a note of each says what disturbed it. STEPS depends on all others.
-MEMORY, COMPUTE, DISK, STEPS = "memory", "compute", "disk", "steps"
 PARTS = {
     MEMORY: "memory and the link between host and device",
     DISK: "disk tier in {offload_dir}",
     STEPS: "fixed costs of the engine's loop",
 }
-
-
-def parts_of(dtypes: Iterable[str]) -> list[str]:
-    """The parts of a profile with these dtypes, in the order in which they are measured."""
-    return [MEMORY, *(f"{COMPUTE}.{dtype}" for dtype in dtypes), DISK, STEPS]
 
 
 def measure(
@@ -106,13 +110,13 @@ def measure_again(
     what `measure` raises.
     """
     opened = open_device(device, separate_budget=False)
-    busy, began = profile.busy_parts(parts_of(profile.compute)), time.monotonic()
+    busy, began = profile.busy_parts, time.monotonic()
     if not busy or not is_quiet():
         return profile
     check_space(offload_dir)
     progress(f"the machine is quiet: measuring what was disturbed before ({', '.join(busy)}), for some seconds")
     with open_scratch(offload_dir) as scratch, torch.inference_mode():
-        setup = _Setup.warm(opened, scratch, _quick(HOST if opened.is_host else CARD), next(iter(profile.compute)))
+        setup = _Setup.warm(opened, scratch, None, next(iter(profile.compute)), is_quick=True)
         for part in busy:
             notes: dict[str, str] = {}
             with _noting(part, notes):
@@ -130,7 +134,7 @@ def measure_again(
 
 def _notes_without(profile: HardwareProfile, part: str) -> dict[str, str]:
     """The profile's notes once a part was measured anew: its steps depend on all parts, and are to be measured too."""
-    busy = profile.busy_parts(parts_of(profile.compute))
+    busy = profile.busy_parts
     notes = {name: note for name, note in profile.notes.items() if not note.startswith(BUSY_NOTE)}
     return notes | {name: note for name, note in {STEPS: busy[part], **busy}.items() if name != part}
 
@@ -157,11 +161,13 @@ class _Setup:
     dtype: str
 
     @classmethod
-    def warm(cls, device: Device, scratch: Scratch, sizes: Sizes | None, dtype: str) -> _Setup:
+    def warm(cls, device: Device, scratch: Scratch, sizes: Sizes | None, dtype: str, is_quick: bool = False) -> _Setup:
         """On cores that have worked for a while: idle ones are slower at first."""
-        bench = Bench(device, sizes or (HOST if device.is_host else CARD))
+        found = (sizes or (HOST if device.is_host else CARD), sizes or CARD_HOST)
+        own, beside = map(quick, found) if is_quick else found
+        bench = Bench(device, own)
         warm_cores(bench, getattr(torch, dtype))
-        return cls(bench, bench if device.is_host else Bench(HostDevice(), sizes or CARD_HOST), scratch, dtype)
+        return cls(bench, bench if device.is_host else Bench(HostDevice(), beside), scratch, dtype)
 
     def measured(self, profile: HardwareProfile, part: str) -> HardwareProfile:
         """The profile with the fields of one part."""
@@ -206,16 +212,6 @@ class _Setup:
                 with interrupts.held():
                     mover.lanes.close()
                     probe.close()
-
-
-def _quick(sizes: Sizes) -> Sizes:
-    """For a few seconds a part: fewer rounds and shapes, a smaller file, and no product that takes long by itself."""
-    shapes = {name: getattr(sizes, name)[::2] for name in ("widths", "hidden", "heads")}
-    rows = (*sizes.rows[:-1:2], sizes.rows[-1])
-    most = {"figure_s": 0.03, "longest_s": 0.15, "disk_bytes": 256 * MIB, "disk_s": 1.0, "beside_s": 0.5}
-    return replace(
-        sizes, **{name: min(value, getattr(sizes, name)) for name, value in most.items()}, **shapes, rows=rows
-    )
 
 
 @contextmanager
@@ -299,7 +295,7 @@ def calmer(profile: HardwareProfile, device: str, offload_dir: Path, progress: P
     except DoesNotFitError:  # a disk without room for it
         found = profile
     if found.was_disturbed:
-        parts = ", ".join(found.busy_parts(parts_of(found.compute)))
+        parts = ", ".join(found.busy_parts)
         progress(f"predictions come from a {MEASURED_BUSY}: {parts}")
     return found if found is profile else _kept(found, device, offload_dir, progress)
 

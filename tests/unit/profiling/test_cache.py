@@ -14,6 +14,7 @@ import pytest
 from flexgen_h2o import LLM, MemoryBudget, SamplingParams, hardware
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.planner.measure import run
+from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, quick
 from flexgen_h2o.planner.measure.run import (
     BackgroundLoad,
     ThisMachine,
@@ -26,8 +27,9 @@ from flexgen_h2o.planner.measure.run import (
     store,
     this_machine,
 )
+from flexgen_h2o.planner.plans import MEASURING_BYTES
 from flexgen_h2o.planner.profile import BUSY_NOTE, NOMINAL, HardwareProfile
-from flexgen_h2o.tiers.device import HostDevice
+from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from tests.unit.test_profile import PROFILE, RATES
 
 MACHINE = ThisMachine("Intel(R) Xeon(R) CPU @ 2.20GHz", 2, 2**34, "", 0, "/dev/sda ext4 at /", 2**36)
@@ -98,6 +100,14 @@ def test_this_machine(tmp_path: Path) -> None:
     assert 0 <= BackgroundLoad().share() <= 1
 
 
+def test_a_quick_measurement_beside_a_card_takes_the_sizes_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget that a run must have for it is of the host's."""
+    monkeypatch.setattr(run, "warm_cores", lambda *_: None)
+    setup = run._Setup.warm(StandInDevice(), SimpleNamespace(), None, "float32", is_quick=True)  # type: ignore[arg-type]
+    assert (setup.device.sizes, setup.host.sizes) == (quick(CARD), quick(CARD_HOST))
+    assert 2 * setup.host.sizes.memory_bytes < MEASURING_BYTES < 2 * setup.device.sizes.memory_bytes
+
+
 # ---- A busy machine
 
 PARTS = ["memory", "compute.bfloat16", "compute.float32", "disk", "steps"]
@@ -141,7 +151,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Others:
     monkeypatch.setattr(run, "_cpu_seconds", found.cpu_seconds)
     monkeypatch.setattr(run, "_disk_bytes", found.disk_bytes)
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: found.now, sleep=found.sleep))
-    monkeypatch.setattr(run._Setup, "warm", lambda *_: found)
+    monkeypatch.setattr(run._Setup, "warm", lambda *_, **__: found)
     monkeypatch.setattr(run, "AGAIN_S", 0.0)  # a part at a time
     return found
 
@@ -153,7 +163,7 @@ def kept(tmp_path: Path) -> HardwareProfile:
 
 
 def busy(profile: HardwareProfile) -> list[str]:
-    return list(profile.busy_parts(PARTS))
+    return list(profile.busy_parts)
 
 
 def silent(line: str) -> None:

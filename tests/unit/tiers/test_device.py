@@ -1,16 +1,16 @@
-"""The device tier without a card: buffers, the ledger, which device is opened, and budgets that nobody gave."""
+"""The device tier without a card: buffers, which device is opened, and budgets that nobody gave."""
 
 from __future__ import annotations
 
 import shutil
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
@@ -20,7 +20,6 @@ from flexgen_h2o.tiers.device import (
     HUGE_PAGE,
     CudaDevice,
     HostDevice,
-    Ledger,
     StandInDevice,
     free_host_bytes,
     host_buffer,
@@ -38,40 +37,6 @@ def test_a_buffer_is_aligned_zero_and_all_its_own(nbytes: int) -> None:
     assert not bool(buffer.any())
     buffer.fill_(255)
     assert int(buffer.sum(dtype=torch.int64)) == 255 * nbytes
-
-
-charges = st.lists(st.tuples(st.sampled_from(["device", "host", "disk"]), st.integers(-60, 60)), max_size=40)
-
-
-@given(charges)
-def test_the_ledger_holds_every_tier_within_its_budget(history: list[tuple[str, int]]) -> None:
-    budgets = {"device": 100, "host": 50, "disk": None}
-    ledger, used, peak = Ledger(budgets), dict.fromkeys(budgets, 0), dict.fromkeys(budgets, 0)
-    for tier, nbytes in history:
-        budget = budgets[tier]
-        if nbytes < 0:
-            returned = min(-nbytes, used[tier])
-            ledger.release(tier, returned)
-            used[tier] -= returned
-        elif budget is not None and used[tier] + nbytes > budget:
-            with pytest.raises(DoesNotFitError):
-                ledger.charge(tier, nbytes, "x")
-        else:
-            ledger.charge(tier, nbytes, "x")
-            used[tier] += nbytes
-        peak[tier] = max(peak[tier], used[tier])
-        assert all(ledger.used[t] == used[t] and ledger.peak[t] == peak[t] for t in budgets)
-
-
-def test_a_refusal_says_what_how_much_and_which_flag() -> None:
-    ledger = Ledger({"host": 3 * 2**20})
-    ledger.charge("host", 2**20, "weights")
-    with pytest.raises(DoesNotFitError) as caught:
-        ledger.charge("host", 5 * 2**20, "cache")
-    text = str(caught.value)
-    for part in ("cache needs 5.00 MiB", "host tier", "3.00 MiB over", "budget of 3.00 MiB", "--host-mem", "--percent"):
-        assert part in text
-    ledger.charge("nowhere", 10**15, "a tier without a budget is free")
 
 
 # ---- devices
@@ -137,6 +102,29 @@ def test_pinned_memory_is_given_back_with_its_buffer(monkeypatch: pytest.MonkeyP
     assert runtime.pinned == {memory.data_ptr(): 3 * PAGE}
     del memory
     assert not runtime.pinned
+
+
+def test_what_an_old_card_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision in place of a bfloat16 that is stored; none that is asked for."""
+    card = _card_with(_Runtime(0), monkeypatch)
+    for capability, stored in (((7, 5), "float16"), ((8, 0), "bfloat16")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert card.compute_dtype(None, "bfloat16") == stored
+    assert card.compute_dtype("bfloat16", "float32") == "bfloat16"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(UsageError, match=r"--dtype bfloat16: .*float16"):
+        card.compute_dtype("bfloat16", "float16")
+
+
+def test_who_copies_sleeps_until_the_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    event, card = MagicMock(), _card_with(_Runtime(0), monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(card, "beside_compute", nullcontext)
+    target = torch.zeros(3)
+    card.copy(target, torch.ones(3))
+    event.assert_called_once_with(blocking=True)
+    event.return_value.synchronize.assert_called_once_with()
+    assert target.tolist() == [1, 1, 1]
 
 
 def test_memory_that_cannot_be_pinned_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
