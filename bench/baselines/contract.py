@@ -6,9 +6,9 @@ On a card (--device cuda) nothing may take more of it than --device-mem and CARD
 
 Exit codes: 0 measured, 2 refused (cannot run here, or wrong use), 3 does not fit the budget, 1 anything else; but for 0
 the last line of stderr says why. A batch is `rows` prompts of random token ids, the same for every system; every row
-runs to its last token, greedily. With --score FILE nothing is measured: a peer that can is given tokens, and writes
-what it thinks of them. Imports neither torch nor this project's package: a peer's
-environment has neither, or its own.
+runs to its last token, greedily. With --score FILE nothing is measured: the token rows of FILE are fed as they are
+(teacher forcing), and the logits are written beside it as .npy, by peers that can. Imports neither torch nor this
+project's package: a peer's environment has neither, or its own.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def main(
 
 def write_scores(given: Path, request: Request, score: Score | None) -> None:
     if score is None:
-        raise RefusedError("--score: this system is not given tokens here")
+        raise RefusedError("--score: scoring is not implemented for this peer")
     import numpy as np
 
     rows = json.loads(given.read_text())
@@ -238,7 +238,7 @@ def _parse(variants: Sequence[str]) -> Request:
     add("--offload-dir", type=Path, required=True, help="where the system may write")
     add("--threads", type=int, default=os.cpu_count())
     add("--settings", type=json.loads, default={}, metavar="JSON", help="the system's own knobs, by name")
-    add("--score", type=Path, metavar="FILE", help="token rows (JSON): write what is thought of them beside it")
+    add("--score", type=Path, metavar="FILE", help="token rows (JSON): write their logits beside it, as .npy")
     add("--json", action="store_true", help="print one JSON object (the only form there is)")
     args = vars(parser.parse_args())
     del args["json"]

@@ -68,9 +68,10 @@ def main() -> None:
         best = min(tried, key=tried.__getitem__)
         print(f"# hf, {few} questions: " + ", ".join(f"{batch}: {s:.1f} s" for batch, s in tried.items()), flush=True)
         rounds: list[dict[str, dict[str, Any]]] = []
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
             common.wait_for_quiet(args.quiet_wait)
-            rounds.append({name: run(name, best, work, args.questions, args.shots) for name in ("engine", "hf")})
+            order = ("engine", "hf") if number % 2 == 0 else ("hf", "engine")
+            rounds.append({name: run(name, best, work, args.questions, args.shots) for name in order})
             print(
                 "# " + "; ".join(f"{name} {found['seconds']:.1f} s" for name, found in rounds[-1].items()), flush=True
             )
@@ -108,7 +109,8 @@ def run(system: str, batch: int, work: Path, questions: int, shots: int) -> dict
     """One process. FlexgenError where it fails."""
     command = [sys.executable, "-m", "bench.jobs.lm_eval_speed", "--one", system, str(batch), str(work)]
     command += ["--questions", str(questions), "--shots", str(shots)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=common.environment(), check=False)
+    variables = common.environment() | (common.peer_malloc()[0] if system == "hf" else {})
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=variables, check=False)
     if done.returncode:
         raise FlexgenError(f"{system} ended with {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,11 +72,13 @@ def main() -> None:
         tried = {batch: run_hf(args, some, work, batch).tokens_per_s for batch in args.hf_batches}
         best = max(tried, key=tried.__getitem__)
         print(f"# hf on {args.hf_share:.0%}: " + ", ".join(f"{b}: {rate:.0f} tokens/s" for b, rate in tried.items()))
+        runs = {name: partial(run_ours, args, flags, everything, work) for name, flags in OURS.items()}
+        runs["hf"] = partial(run_hf, args, everything, work, best)
         rounds: list[dict[str, Job]] = []
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
             busy = common.wait_for_quiet(args.quiet_wait)
-            jobs = {name: run_ours(args, flags, everything, work) for name, flags in OURS.items()}
-            jobs["hf"] = run_hf(args, everything, work, best)
+            order = list(runs) if number % 2 == 0 else list(runs)[::-1]
+            jobs = {name: runs[name]() for name in order}
             rounds.append(jobs)
             print(f"# busy {busy:.0%}; " + "; ".join(f"{name} {job.seconds:.1f} s" for name, job in jobs.items()))
     result = summary(rounds, best, tried)
@@ -133,14 +137,14 @@ def run_hf(args: argparse.Namespace, source: Path, work: Path, batch_size: int) 
     folder = find_model(args.model, None, None).folder
     command = [sys.executable, str(Path(__file__).with_name("hf_job.py")), "--folder", str(folder)]
     flags = ["--dtype", args.dtype, "--batch-size", str(batch_size)]
-    seconds = _seconds([*command, *flags, "--input", str(source), "--output", str(output)])
+    seconds = _seconds([*command, *flags, "--input", str(source), "--output", str(output)], common.peer_malloc()[0])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     return Job(seconds, [row["token_ids"] for row in sorted(rows, key=lambda row: row["index"])])
 
 
-def _seconds(command: Sequence[str]) -> float:
+def _seconds(command: Sequence[str], variables: dict[str, str] | None = None) -> float:
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | (variables or {}))
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
     return time.perf_counter() - start

@@ -272,6 +272,9 @@ def _read_cell(text: str) -> Cell:
         raise UsageError(f"--cell {text}: PROMPT is at least 1, and NEW at least 2, since decoding is measured")
     if not 1 <= cell.rows[0] <= cell.rows[1]:
         raise UsageError(f"--cell {text}: rows are tried from FIRST, at least 1, to LAST, at least FIRST")
+    more, rest = divmod(cell.rows[1], cell.rows[0])
+    if rest or more.bit_count() != 1:  # ours may run LAST rows: peers must be able to
+        raise UsageError(f"--cell {text}: rows double from FIRST on; give a LAST that is reached: {8 * cell.rows[0]}")
     try:
         cell.budget_bytes(1)
         positions = _model(_cut(cell.model)[0]).spec.max_positions

@@ -370,8 +370,8 @@ def readme(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     if not any(found.entries for found in cells):
         return f"{wrapped(state(cells))}\n"
     words = (
-        "Generated tokens/s over those of others, each at its best batch. A cell is a model with the lengths of prompts "
-        "and answers and the memory that all systems may take; of several cells the median and the worst. "
+        "Generated tokens/s over those of others, each at its best batch. A cell is a model, lengths of prompt and "
+        "answer, and the memory that all systems may take; of several cells the median and the worst. "
     )
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
     return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, is_short=True)}\n"

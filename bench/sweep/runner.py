@@ -21,11 +21,7 @@ from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, 
 from flexgen_h2o.core.errors import UsageError
 
 BASELINES = Path(__file__).resolve().parents[1] / "baselines"
-TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
-LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 WITHOUT_TCMALLOC = ("openvino",)  # ends with "munmap_chunk(): invalid pointer" beside it
-# glibc told to keep what is freed, where there is no tcmalloc.
-KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 OVER_BUDGET = 300 * common.MB  # what a budget does not count: code, the interpreter, small objects
 BESIDE_BUDGET = 768 * 2**20  # of a cgroup: an empty process that has imported its libraries, and OVER_BUDGET
 # A group of its own in the first hierarchy that can be written: version 1, then version 2.
@@ -185,11 +181,8 @@ def environment_of(setup: Setup, system: System) -> tuple[dict[str, str], str]:
     passed |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads), "HF_HUB_OFFLINE": "1"}
     if system.ours:
         return passed | {"PYTHONPATH": str(common.ROOT)}, "glibc"
-    for folder in () if system.peer in WITHOUT_TCMALLOC else LIBRARIES:
-        for name in TCMALLOC:
-            if (Path(folder) / name).exists():
-                return passed | {"LD_PRELOAD": str(Path(folder) / name)}, "tcmalloc"
-    return passed | KEEPING, "glibc, keeping pages"
+    variables, name = common.peer_malloc(system.peer not in WITHOUT_TCMALLOC)
+    return passed | variables, name
 
 
 def _figures(out: str) -> Line | None:

@@ -14,14 +14,14 @@ Measure = Callable[[int], Line]
 
 
 def search(measure: Measure, first: int, last: int) -> list[Line]:
-    """Measure `first` rows, then twice as many, and so on up to `last`. Halve instead while `first` does not fit.
+    """Measure `first` rows, then twice as many, and so on up to `last`. Halve instead while they do not fit.
 
     Doubling ends when throughput has not grown by GAIN for MISSES steps, or when the system is over budget or fails.
     Where it was still growing when memory ended, rows in between follow.
     """
     found = [measure(first)]
     rows = first
-    while found[-1]["status"] not in MEASURED and not _hopeless(found[-1]) and rows > 1:
+    while found[-1]["status"] != OK and not _hopeless(found[-1]) and rows > 1:
         rows //= 2
         found.append(measure(rows))
     if found[-1]["status"] != OK:
@@ -59,7 +59,7 @@ def _between(measure: Measure, fits: int, too_many: int) -> list[Line]:
 
 def _hopeless(line: Line) -> bool:
     """A smaller batch would not help: refused, or a failure that is not of memory or time."""
-    return line["status"] not in (DOES_NOT_FIT, TIMEOUT)
+    return line["status"] not in (DOES_NOT_FIT, OVER, TIMEOUT)
 
 
 def best_line(lines: list[Line]) -> Line | None:

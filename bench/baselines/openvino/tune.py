@@ -1,6 +1,6 @@
 """Which settings generate fastest here: run.py with one knob changed at a time.
 
-    <venv python> bench/baselines/hf/tune.py --output FILE [flags of run.py: --model-dir, --rows, ...]
+    <venv python> bench/baselines/openvino/tune.py --output FILE [flags of run.py: --model-dir, --rows, ...]
 
 Prints a markdown table and writes the best settings to FILE, which the sweep hands to run.py.
 """

@@ -247,7 +247,7 @@ def test_quality_of_a_peer_with_bits_of_its_own(
     assert line["flips"]["value"] == pytest.approx(float((after.argmax(-1) != 0).double().mean()))
     assert page.lost("stub-int8", CELL, [line]).endswith("%") and page.lost("stub-bf16", CELL, []) == "0; 0%"
     said = capsys.readouterr().out
-    assert said.count("stub-int8: KL") == 1 and said.count("not measured, --score: this system is not given") == 2
+    assert said.count("stub-int8: KL") == 1 and said.count("not measured, --score: scoring is not implemented") == 2
 
 
 def test_the_page_of_no_lines_says_so(tmp_path: Path) -> None:

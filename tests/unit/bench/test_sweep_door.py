@@ -50,6 +50,7 @@ CELL = "facebook/opt-125m,16,4,none,2,2"
         ["--cell", "facebook/opt-125m,16,4,none,4,2"], ["--cell", "facebook/opt-125m,16,4,much,2,2"],
         ["--cell", "facebook/opt-125m,2046,4,none,2,2"], ["--cell", "nobody/none,16,4,none,2,2"],
         ["--cell", "facebook/opt-125m,16"], ["--systems", "ours-h2o", "--cell", CELL],
+        ["--cell", "facebook/opt-125m,16,4,none,2,6"],
         ["--systems", "ours-h2o:2", "--cell", CELL], ["--systems", "ours-h2o:kv-budget=2", "--cell", CELL],
         ["--systems", "ours-h2o:kv-budget", "--cell", CELL], ["--limit", "0", "--cell", CELL],
         ["--quiet-wait", "-1", "--cell", CELL], ["--device-mem", "12XB", "--cell", CELL],
