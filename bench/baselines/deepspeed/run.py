@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO-Inference: ZeRO stage 3 around Hugging Face generate. Variants: nvme, cpu.
 
-nvme: matrices come through DeepSpeed's own aio (O_DIRECT) from its copy in the offload dir, for every sweep, but for as
-many as the budget holds beside its buffers, the KV cache and activations: these it keeps once it has read them. cpu:
+nvme: every matrix comes through DeepSpeed's own aio (O_DIRECT) from its copy in the offload dir, for every sweep. It
+keeps no share of them in RAM, so that a budget goes to its buffers, the KV cache and activations: told to keep matrices
+(stage3_param_ and stage3_model_persistence_threshold), 0.19.8 ends with "Not enough buffers 0 for swapping 1". cpu:
 weights in RAM, as DeepSpeed's own home for them; on a card (--device cuda) they are pinned and come over its link.
 Settings (--settings JSON): those of SETTINGS, which tune.py found best on two cores; it chooses others.
 """
@@ -23,21 +24,19 @@ from contract import DTYPES, DoesNotFitError, Meter, Request, kv_and_work_bytes,
 # ahead and kept alive at most, besides the one in use.
 SETTINGS = {"block_mib": 8, "queue_depth": 8, "aio_threads": 2, "buffers": 5, "prefetch_matrices": 2}
 FEWEST_BUFFERS = 2
-VECTORS = 10**5  # elements of tensors that stay in RAM anyway, as in DeepSpeed's own example
-FEWEST_KEPT = 10**7  # elements of all that stay: less would hold hardly more than the vectors
+PERSISTENT = 10**5  # elements: vectors stay in RAM, as in DeepSpeed's own example
 ENVIRONMENT = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
 }  # fmt: skip
 
 
 def choose_settings(request: Request, largest: int) -> dict[str, Any]:
-    """SETTINGS and --settings, with no more buffers than the budget holds beside KV cache and activations; what is left
-    then is for `persistent` elements of the weights.
+    """SETTINGS and --settings, with no more buffers than the budget holds beside KV cache and activations.
 
     largest: elements of the largest matrix, which a buffer holds. FEWEST_BUFFERS at least; DoesNotFitError where these
     are more than a run may take.
     """
-    setting = SETTINGS | {"persistent": 0} | request.settings
+    setting = SETTINGS | request.settings
     if request.variant != "nvme" or request.budget is None:
         return setting
     buffer = largest * (4 if request.dtype == "fp32" else 2)
@@ -48,19 +47,14 @@ def choose_settings(request: Request, largest: int) -> dict[str, Any]:
             f"exceed the budget of {request.budget} bytes"
         )
     buffers = min(setting["buffers"], max((request.budget - beside) // buffer, FEWEST_BUFFERS))
-    left = max(0, request.budget - beside - buffers * buffer) // (buffer // largest)
-    kept = left if left >= FEWEST_KEPT else 0
-    ahead = min(setting["prefetch_matrices"], buffers - 1)
-    return setting | {"buffers": buffers, "prefetch_matrices": ahead, "persistent": kept}
+    return setting | {"buffers": buffers, "prefetch_matrices": min(setting["prefetch_matrices"], buffers - 1)}
 
 
 def zero_config(request: Request, setting: dict[str, Any], largest: int, folder: Path) -> dict[str, Any]:
     """DeepSpeed's configuration. folder: where it puts its copy of the weights."""
-    kept = setting["persistent"]
     zero: dict[str, Any] = {
         "stage": 3,
-        "stage3_param_persistence_threshold": max(kept, VECTORS),  # of one tensor
-        **({"stage3_model_persistence_threshold": kept} if kept else {}),  # of all together
+        "stage3_param_persistence_threshold": PERSISTENT,
         "stage3_prefetch_bucket_size": setting["prefetch_matrices"] * largest,
         "stage3_max_live_parameters": (1 + setting["prefetch_matrices"]) * largest,
         "offload_param": {"device": "cpu", "pin_memory": request.device == "cuda"},

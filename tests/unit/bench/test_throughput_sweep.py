@@ -252,17 +252,6 @@ def test_deepspeed_takes_as_many_buffers_as_fit(tmp_path: Path) -> None:
     assert buffers(7_999, beside + 8_000) == buffers(-beside, beside + 8_000) == deepspeed.FEWEST_BUFFERS
 
 
-def test_deepspeed_keeps_the_weights_that_fit_beside_its_buffers(tmp_path: Path) -> None:
-    deepspeed = load("deepspeed/run.py")
-    beside, most = sum(kv_and_work_bytes(request(tmp_path))), deepspeed.SETTINGS["buffers"]
-    for kept, want in ((deepspeed.FEWEST_KEPT - 1, 0), (deepspeed.FEWEST_KEPT, deepspeed.FEWEST_KEPT)):
-        asked = request(tmp_path, variant="nvme", budget=beside + 4 * (1000 * most + kept))
-        setting = deepspeed.choose_settings(asked, largest=1000)
-        zero = deepspeed.zero_config(asked, setting, 1000, tmp_path)["zero_optimization"]
-        assert setting["persistent"] == want == zero.get("stage3_model_persistence_threshold", 0)
-        assert zero["stage3_param_persistence_threshold"] == max(want, deepspeed.VECTORS)
-
-
 def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     flexgen = load("flexgen/run.py")
     flags = flexgen.published_flags(request(tmp_path, rows=144), 30e9)
