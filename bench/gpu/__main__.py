@@ -15,6 +15,7 @@ import argparse
 import os
 import platform
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from bench.gpu.runner import FAILED, TIMEOUT, Suite
 from bench.gpu.steps import CALLS, Setting, Step, all_steps, tiny_setting
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import GIB, less_margin, parse_bytes
+from flexgen_h2o.tiers.device import open_device
 
 
 def main() -> int:
@@ -56,7 +59,13 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _card_setting(results: Path, offload_dir: Path) -> Setting:
-    return Setting(False, results, offload_dir)
+    """In a dtype that the card has tensor cores for, and in no more GiB than it has free."""
+    setting = Setting(False, results, offload_dir)
+    if not torch.cuda.is_available():
+        return setting
+    device = open_device(setting.device, separate_budget=True)
+    most = min(parse_bytes(setting.device_mem), less_margin(device.free_bytes() or 0))
+    return replace(setting, device_mem=f"{most // GIB}GiB", dtype=device.compute_dtype(None, setting.dtype))
 
 
 def _is_wanted(step: Step, args: argparse.Namespace) -> bool:

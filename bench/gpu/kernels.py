@@ -144,7 +144,7 @@ def coded_cases(device: torch.device, dtype: torch.dtype, height: int, width: in
     multiply = multiply_coded if device.type == "cuda" else multiply_coded_reference
     for (kind, codes), tokens in product(kinds.items(), (1, FEW_ROWS)):
         x, y = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (width, height))
-        nbytes = codes.words.shape[0] * width * codes.bits // 8 + codes.ends.nbytes + x.nbytes + y.nbytes
+        nbytes = codes.words.shape[0] * width * codes.bits // 8 + codes.group_params.nbytes + x.nbytes + y.nbytes
         yield Case(f"product, {kind}, {tokens} rows", partial(multiply, x, codes, None, y), nbytes)
 
 

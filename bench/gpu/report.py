@@ -47,7 +47,7 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         "", "## Gates", "", *_table(GATE_HEAD, gates(runs, figures)),
         "", "## Steps", "", *_table(STEP_HEAD, (_step_texts(step, state) for step in steps)),
         "", *(line for step in steps if step.kind == "tests" for line in _tests(step)), "", "## Placements", "",
-        f"{setting.model}, {setting.prompt_len} + {setting.gen_len} tokens, bfloat16{_others(setting, steps)}.",
+        f"{setting.model}, {setting.prompt_len} + {setting.gen_len} tokens, {setting.dtype}{_others(setting, steps)}.",
         "", *_table(RUN_HEAD, texts),
         "", "## As MiniKV measures", "", "tokens/s counts prompts too, as its mem_spd_test does.",
         "", *_table(MEM_SPD_HEAD, map(mem_spd_texts, grid)),

@@ -41,7 +41,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and at what size. device_mem, host_mem: as the flags take them; limits: seconds of a run and of a cell."""
+    """Where and at what size. device_mem, host_mem, dtype: as the flags take them; limits: seconds of a run and of a
+    cell."""
 
     tiny: bool
     results: Path
@@ -55,6 +56,7 @@ class Setting:
     run_limit: float = 150.0
     cell_limit: float = 400.0
     measurement_limit: float = 150.0
+    dtype: str = "bfloat16"
 
 
 def tiny_setting(results: Path, offload_dir: Path) -> Setting:
@@ -157,7 +159,7 @@ def _launches(setting: Setting) -> Iterator[Step]:
     for name, own in _LAUNCHES.items():
         yield _figures(
             setting, name, "bench.gpu.launches", "--model", setting.model, "--prompt-len", str(setting.prompt_len),
-            "--offload-dir", str(setting.offload_dir), *own.split(),
+            "--offload-dir", str(setting.offload_dir), "--dtype", setting.dtype, *own.split(),
         )  # fmt: skip
 
 
@@ -190,7 +192,7 @@ def _placement(setting: Setting, name: str, flags: str, model: str, limit: float
     output = setting.results / "runs" / f"{name}.json"
     command = (
         sys.executable, "-m", "bench.gpu.watch_flex_opt", str(output), "--model", model, "--path", "_DUMMY_",
-        "--dtype", "bfloat16", "--device", setting.device, "--device-mem", setting.device_mem,
+        "--dtype", setting.dtype, "--device", setting.device, "--device-mem", setting.device_mem,
         "--host-mem", setting.host_mem, "--prompt-len", str(setting.prompt_len), "--gen-len", str(setting.gen_len),
         "--offload-dir", str(setting.offload_dir), *flags.split(),
     )  # fmt: skip

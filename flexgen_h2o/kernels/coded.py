@@ -15,8 +15,8 @@ import torch
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.linear import DenseRows, RowPart
-from flexgen_h2o.kernels.packed import unpack_rows_reference
-from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4_reference
+from flexgen_h2o.kernels.packed import unpack_rows
+from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
 
 FEW_ROWS = 32
 ROWS_AT_A_TIME = 32  # of the weight, a program
@@ -25,12 +25,12 @@ _COLUMNS_AT_A_TIME = 128
 
 @dataclass(frozen=True)
 class Codes:
-    """words: (n, W) int32, columns' codes from the lowest bits on. ends: (n, groups), what `group` columns share: a
-    scale and a least value in an int32, or, in MXFP4, an exponent in a uint8. decode: fills (n, columns) of any float
-    dtype, in torch operations."""
+    """words: (n, W) int32, columns' codes from the lowest bits on. group_params: (n, groups), what `group` columns
+    share: a scale and a least value in an int32, or, in MXFP4, an exponent in a uint8. decode: fills (n, columns) of
+    any float dtype, and returns it."""
 
     words: torch.Tensor
-    ends: torch.Tensor
+    group_params: torch.Tensor
     columns: int
     group: int
     bits: int
@@ -38,19 +38,19 @@ class Codes:
 
     @property
     def is_mx(self) -> bool:
-        return self.ends.dtype == torch.uint8
+        return self.group_params.dtype == torch.uint8
 
 
 def groupwise_codes(packed: torch.Tensor, bits: int, columns: int) -> Codes:
     """packed: (n, row bytes) uint8, as `packed.pack_rows` gives it in 4 or 8 bits."""
     packing, words = SlotPacking(columns, bits), packed.view(torch.int32)
-    ends = words[:, packing.value_words :]
-    return Codes(words, ends, columns, packing.group, bits, partial(unpack_rows_reference, packed, bits))
+    params = words[:, packing.value_words :]
+    return Codes(words, params, columns, packing.group, bits, partial(unpack_rows, packed, bits))
 
 
 def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor) -> Codes:
     """blocks, scales: as of `quantised.unpack_mxfp4`."""
-    decode = partial(unpack_mxfp4_reference, blocks, scales)
+    decode = partial(unpack_mxfp4, blocks, scales)
     return Codes(blocks.flatten(1).view(torch.int32), scales, scales.shape[1] * MX_BLOCK, MX_BLOCK, 4, decode)
 
 
@@ -61,9 +61,9 @@ def multiply_coded(
     rows may lie apart; bias: (n,). Weights are rounded to that dtype; sums are in fp32 and rounded once."""
     (tokens, columns), rows = x.shape, len(codes.words)
     assert tokens <= FEW_ROWS and columns == codes.columns and out.shape == (tokens, rows)
-    assert x.stride(1) == out.stride(1) == codes.words.stride(1) == codes.ends.stride(1) == 1
-    tensors = x, codes.words, codes.ends, x if bias is None else bias, out
-    strides = (t.stride(0) for t in (x, codes.words, codes.ends, out))
+    assert x.stride(1) == out.stride(1) == codes.words.stride(1) == codes.group_params.stride(1) == 1
+    tensors = x, codes.words, codes.group_params, x if bias is None else bias, out
+    strides = (t.stride(0) for t in (x, codes.words, codes.group_params, out))
     reference = partial(multiply_coded_reference, x, codes, bias, out, adds)
     arguments = *tensors, tokens, rows, columns, *strides, codes.group
     triton.launch(
@@ -76,17 +76,16 @@ def multiply_coded(
 def multiply_coded_reference(
     x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> None:
-    """`multiply_coded` in torch operations."""
+    """`multiply_coded` with the weight decoded first."""
     weight = codes.decode(x.new_empty(len(codes.words), codes.columns))
     DenseRows(weight).multiply(x, bias, out, adds)
 
 
 class CodedRows(RowPart):
-    """Rows (n, columns) that are decoded when they are first wanted whole. decode: fills `decoded`."""
+    """Rows (n, columns) that are decoded, into `decoded`, when they are first wanted whole."""
 
-    def __init__(self, codes: Codes, decoded: DenseRows, decode: Callable[[], object]) -> None:
-        self._codes, self._decoded = codes, decoded
-        self._decode: Callable[[], object] | None = decode
+    def __init__(self, codes: Codes, decoded: DenseRows) -> None:
+        self._codes, self._decoded, self._is_decoded = codes, decoded, False
 
     def __len__(self) -> int:
         return len(self._decoded)
@@ -104,7 +103,7 @@ class CodedRows(RowPart):
         self._whole().look_up(ids, out)
 
     def _whole(self) -> DenseRows:
-        if self._decode is not None:
-            self._decode()
-            self._decode = None
+        if not self._is_decoded:
+            self._codes.decode(self._decoded.rows)
+            self._is_decoded = True
         return self._decoded

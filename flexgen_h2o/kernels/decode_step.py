@@ -57,16 +57,16 @@ def attend_step(
     if slots.scores is not None:
         columns = slots.scores.shape[1]
         products = torch.empty(rows, group, columns, dtype=torch.float32, device=q.device)
-    nothing = slots.state  # what a kernel that does not read it gets
+    unused = slots.state  # what a kernel that does not read it gets
     recorded = slots.scores, slots.positions, slots.victims, slots.query_weights
-    of_slots = [nothing if t is None else t for t in recorded]
+    of_slots = [unused if t is None else t for t in recorded]
     gains = slots.state[GAIN].view(torch.float32)
     tensors = q, k, v, out, slots.keys, slots.values, slots.state, gains, *of_slots, products, slots.taken
-    strides = *(t.stride(0) for t in (q, k, v, out)), slots.keys.stride(0)
+    strides = *(t.stride(0) for t in (q, k, v, out)), _segment_step(slots.keys)
     sizes = *strides, slots.state.shape[1], slots.first, slots.kv_heads, length, columns, scale, slots.decay
     constants: dict[str, Any] = {
         "G": group, "GROUP": triton.power_of_two(group, 16), "D": width, "WIDTH": triton.power_of_two(width, 16),
-        "BLOCK": columns_at_a_time(q.dtype), "RECORDS": slots.scores is not None,
+        "BLOCK": columns_at_a_time(q.dtype, width), "RECORDS": slots.scores is not None,
         "PER_QUERY": slots.query_weights is not None,
     }  # fmt: skip
     name, packing, whole = "slots.attend_step", slots.form.packing, slots.form.whole
@@ -74,7 +74,7 @@ def attend_step(
         assert whole is not None
         name, tensors = "slots.attend_packed_step", (*tensors, *vars(whole).values())
         windows = whole.slots.shape[1]
-        sizes = *sizes, windows, slots.values.stride(0)
+        sizes = *sizes, windows, _segment_step(slots.values)
         for of in (packing.keys, packing.values):
             sizes = *sizes, of.low_words, of.value_words, of.words
         constants |= packing_constants(packing)
@@ -86,6 +86,12 @@ def attend_step(
     triton.launch(name, (rows,), reference, (*tensors, *sizes), **constants)
 
 
+def _segment_step(area: torch.Tensor) -> int:
+    """From a segment to the next; 0 of a single one, whose stride may be any number: a kernel is compiled for
+    multiples of 16."""
+    return area.stride(0) if len(area) > 1 else 0
+
+
 def packing_constants(packing: KVPacking) -> dict[str, int]:
     """What the kernel is compiled for."""
     found: dict[str, int] = {}
@@ -94,9 +100,9 @@ def packing_constants(packing: KVPacking) -> dict[str, int]:
     return found
 
 
-def columns_at_a_time(dtype: torch.dtype) -> int:
-    """That a row attends to: as many as fit shared memory, where products in fp32 take much of it."""
-    return 16 if dtype == torch.float32 else 64
+def columns_at_a_time(dtype: torch.dtype, width: int) -> int:
+    """That a row attends to: as many as fit shared memory, where products in fp32 and wide heads take much of it."""
+    return max(16, (16 if dtype == torch.float32 else 64) // max(1, triton.power_of_two(width) // 128))
 
 
 def attend_step_reference(
@@ -139,7 +145,7 @@ def put_prompts(k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, areas: Pai
     (keys, values), (_, kv_heads, count), width = areas, kept.shape, k.shape[3]
     assert k.stride(3) == v.stride(3) == 1 and kept.is_contiguous()
     rows, length = keys.shape[1:3]
-    strides = *k.stride()[:3], *v.stride()[:3], keys.stride(0)
+    strides = *k.stride()[:3], *v.stride()[:3], _segment_step(keys)
     triton.launch(
         "slots.put_prompts", (rows, -(-count // _BLOCK)), partial(put_prompts_reference, k, v, kept, areas, first),
         (k, v, kept, keys, values, *strides, length, count, kv_heads, first), D=width,

@@ -139,7 +139,11 @@ def add_weighted(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, o
 
 def add_weighted_reference(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
     """`add_weighted` in torch operations."""
-    out.index_add_(0, tokens, (x * weights.unsqueeze(1)).to(x.dtype))
+    added = (x * weights.unsqueeze(1)).to(x.dtype)
+    if out.device.type == "cpu":
+        out.index_add_(0, tokens, added)
+    else:  # a card's index_add_ adds a token's rows in any order
+        out.index_put_((tokens.long(),), added, accumulate=True)
 
 
 class Rotation:

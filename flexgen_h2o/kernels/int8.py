@@ -23,12 +23,12 @@ from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, REQUANTISE_CHUNK, TOKE
 from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.linear import RowPart, block_words, words_of_blocks
 from flexgen_h2o.kernels.packed import unpack_rows_reference
-from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows
+from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows, row_slices
 
 ZERO = 128  # what is added to the inputs' codes for the compiled loop, which takes them as uint8
 _LEVELS = 127.0
-_NOTHING = 1e-30  # as in compiled/int8.py
-_IN_CACHE = 8  # times faster than from memory do rows come that were written just before, or are read just after
+_TINY = 1e-30  # as in compiled/int8.py
+_IN_CACHE = 8  # reading a row that is still in the cache costs about 1/8 of reading it from memory
 _EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
 _MOST_COLUMNS = 2**16  # for the compiled loop: of 255 x 127 each int32 holds the sum
 
@@ -49,8 +49,9 @@ class _Inputs:
         return self.codes
 
     def __getitem__(self, rows: slice) -> _Inputs:
-        """Some of the rows, around ZERO: all that are taken share their memory."""
-        return _Inputs(self.around(ZERO)[rows], self.scales[rows], ZERO)
+        """Some of the rows, where they lie: from then on only the holder of these changes what they are around, so that
+        no row may be taken twice."""
+        return _Inputs(self.codes[rows], self.scales[rows], self.zero)
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,7 @@ class Int8Rows(_MultipliedInInt8):
         )  # fmt: skip
 
     def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        if isinstance(self.packed, BlockedInt8):  # in a dtype that the loop does not write
-            found, wide = out.float(), None if bias is None else bias.float()
-            job = self.job(inputs, wide, found)
-            assert job is not None
-            products.run([job], self.codes, found.dtype, adds, relu=False)
-            out.copy_(found)
-            return
+        assert isinstance(self.packed, torch.Tensor)  # blocked rows are for the loop alone
         codes, ws = inputs.around(0).view(torch.int8), self.workspace
         weight, scales = codes_of(self.packed, self.columns), scales_of(self.packed)
         step = INT8_TILE // len(codes)
@@ -150,7 +145,7 @@ class Int8Rows(_MultipliedInInt8):
             rescale(sums, inputs.scales, column_scales, None if bias is None else bias[rows], out[:, rows], adds)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        for some in _slices(len(ids), self.columns):
+        for some in row_slices(len(ids), self.columns):
             if isinstance(self.packed, BlockedInt8):
                 codes, scales = self.packed.rows_at(ids[some]), self.packed.scales[ids[some]]
             else:
@@ -178,13 +173,13 @@ class RequantisedRows(_MultipliedInInt8):
 
     def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         row_bytes = int8_row_bytes(self.columns)
-        for rows in _slices(len(self), self.columns, REQUANTISE_CHUNK):
+        for rows in row_slices(len(self), self.columns, most=REQUANTISE_CHUNK):
             packed, some = self.packed[rows], None if bias is None else bias[rows]
             memory = self.workspace.get("int8 rows", len(packed), row_bytes, dtype=torch.uint8)
             self._in_int8(packed, memory).multiply(inputs, some, out[:, rows], adds)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        for some in _slices(len(ids), self.columns):
+        for some in row_slices(len(ids), self.columns):
             packed = self.packed.index_select(0, ids[some])
             memory = packed.new_empty(len(packed), int8_row_bytes(self.columns))
             self._in_int8(packed, memory).look_up(torch.arange(len(packed), device=packed.device), out[some])
@@ -220,13 +215,6 @@ def scales_of(packed: torch.Tensor) -> torch.Tensor:
     return packed[:, -INT8_ROW_BYTES:].view(torch.float32)[:, 0]
 
 
-def _slices(rows: int, columns: int, most: int = 0) -> Iterator[slice]:
-    """So many rows at a time that their elements are at most `most`, or UNPACK_CHUNK."""
-    step = max(1, (most or UNPACK_CHUNK) // columns)
-    for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))
-
-
 # ---- numbers into codes, and sums into numbers
 
 
@@ -254,10 +242,10 @@ def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, ze
 
 def quantise_rows_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """`quantise_rows` in torch operations; a value in the middle between two codes may get the other one."""
-    for some in _slices(*x.shape):
+    for some in row_slices(*x.shape):
         values = x[some].float()
         largest = values.abs().amax(dim=1)
-        largest = largest.masked_fill(largest < _NOTHING, 0)
+        largest = largest.masked_fill(largest < _TINY, 0)
         steps = torch.where(largest == 0, 0.0, _LEVELS / largest)
         codes[some] = values.mul_(steps.unsqueeze(1)).round_().to(torch.int8)
         scales[some] = largest / _LEVELS
@@ -269,8 +257,7 @@ def rescale(
 ) -> None:  # fmt: skip
     """out = sums x row scale x column scale + bias, worked out in float32; adds: to what is there.
 
-    sums: (rows, columns) int32 or float32, contiguous; scales: float32; bias: (columns,) and out (rows, columns) of one
-    dtype.
+    sums: (rows, columns) int32, contiguous; scales: float32; bias: (columns,) and out (rows, columns) of one dtype.
     """
     if not is_compiled(out):
         rescale_reference(sums, row_scales, column_scales, bias, out, adds)
@@ -278,13 +265,14 @@ def rescale(
     from flexgen_h2o.kernels.compiled import int8 as loops
 
     rows, columns = sums.shape
-    assert out.stride(1) == 1 and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
+    assert sums.dtype == torch.int32 and out.stride(1) == 1
+    assert bias is None or (bias.dtype == out.dtype and bias.is_contiguous())
     job = loops.RescaleJob(
         sums.data_ptr(), columns, row_scales.data_ptr(), column_scales.data_ptr(),
         0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0) * out.itemsize, adds,
     )  # fmt: skip
-    loop = partial(loops.rescale, element_of(out.dtype), element_of(sums.dtype), job)
-    parallel_rows(loop, rows, columns * (sums.itemsize + out.itemsize) // _IN_CACHE)
+    row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
+    parallel_rows(partial(loops.rescale, element_of(out.dtype), job), rows, row_bytes)
 
 
 def rescale_reference(
@@ -292,7 +280,7 @@ def rescale_reference(
     out: torch.Tensor, adds: bool,
 ) -> None:  # fmt: skip
     """`rescale` in torch operations."""
-    for some in _slices(*sums.shape):
+    for some in row_slices(*sums.shape):
         values = sums[some].float().mul_(row_scales[some].unsqueeze(1)).mul_(column_scales)
         if bias is not None:
             values.add_(bias)
@@ -398,13 +386,13 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
 
     out: rows in order, (n, int8_row_bytes(columns)) uint8.
     """
-    for some in _slices(len(packed), columns):
+    for some in row_slices(len(packed), columns):
         here, rows = packed[some], out[some]
         values = unpack_rows_reference(here, 4, torch.empty(len(here), columns, device=packed.device))
         ends = here[:, WORD * SlotPacking(columns, 4).value_words :].contiguous().view(torch.bfloat16).float()
         scale, least = ends.view(len(here), -1, 2).unbind(dim=2)
         largest = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1)
-        largest = largest.masked_fill(largest < _NOTHING, 0)
+        largest = largest.masked_fill(largest < _TINY, 0)
         steps = torch.full_like(largest, _LEVELS) / largest  # a number over a tensor would be rounded twice
         codes = values.mul_(steps.masked_fill(largest == 0, 0).unsqueeze(1)).round_().to(torch.int8)
         rows.zero_()

@@ -26,7 +26,9 @@ _types: Any = numba.types
 # the compiler assume that there is no NaN and no infinity, and a broken model must show, not turn into numbers.
 FASTMATH = ("reassoc", "contract", "nsz", "arcp", "afn")
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
-_STAMP = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(Path(__file__).parent.rglob("*.py")))
+_ROOM = Path(__file__).parent
+_SOURCES = *sorted(_ROOM.rglob("*.py")), *(_ROOM.parent / "core" / name for name in ("packing.py", "units.py"))
+_STAMP = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in _SOURCES)
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -45,7 +47,7 @@ def _jitted(function: Callable[..., Any], **options: Any) -> Any:
         compiled = _njit(function, cache=True, **options)
     except RuntimeError:  # no folder can be written to
         return _njit(function, **options)
-    # numba compares only the function's own file with the cache; a loop also depends on the other files here.
+    # numba compares only the function's own file with the cache; a loop also has what others here, and of core, define.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP
         compiled._cache.save_overload = _ignoring_full_disk(compiled._cache.save_overload)
@@ -95,12 +97,6 @@ half_to_float = _cast(_types.float32, _types.uint16, lambda b, x: b.fpext(b.bitc
 float_to_half = _cast(_types.uint16, _types.float32, lambda b, x: b.bitcast(b.fptrunc(x, _HALF), _I16))
 
 
-def _is_float(_context: Any, number: Any) -> Any:
-    """Whether the type of this number is a float; known at compile time, so that a loop has one of two bodies."""
-    constant = ir.Constant(ir.IntType(1), isinstance(number, _types.Float))
-    return _types.boolean(number), lambda *_: constant
-
-
 def num_planes(element: Any) -> int:
     """The numbers in a 4-byte word, by the numba type of an element."""
     return 2 if element in (_types.uint16, _types.int16) else 1
@@ -113,12 +109,11 @@ def _planes(_context: Any, element: Any) -> Any:
 
 
 def _is_half(_context: Any, element: Any) -> Any:
-    """Whether elements are fp16; known at compile time."""
+    """Whether elements are fp16; known at compile time, so that a loop has one of two bodies."""
     constant = ir.Constant(ir.IntType(1), element == _types.int16)
     return _types.boolean(element), lambda *_: constant
 
 
-is_float: Any = intrinsic(_is_float)
 is_half: Any = intrinsic(_is_half)
 planes: Any = intrinsic(_planes)
 

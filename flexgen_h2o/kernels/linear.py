@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -34,7 +33,7 @@ class RowPart(ABC):
 
     def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, Any]]:
         """x (rows, columns) as products take it, some rows at a time: which rows, and these, of which slices can be
-        taken. One is used before the next is made."""
+        taken, each row once. One is used before the next is made."""
         yield slice(0, len(x)), x
 
     @abstractmethod
@@ -156,11 +155,12 @@ def grouped_linear(
     for kind, part in kinds.items():  # a quantised checkpoint may have left some matrices plain
         for rows, inputs in part.inputs(x):
             found = []
-            for (expert, own), (weights, biases, out) in product(_of_experts(counts, rows), maps):
-                if weights[expert][0].codes == kind:
-                    mine = inputs[own.start - rows.start : own.stop - rows.start]
-                    bias = None if biases is None else biases[expert]
-                    found += _products(mine, weights[expert], bias, out[own])
+            for expert, own in _of_experts(counts, rows):
+                mine = inputs[own.start - rows.start : own.stop - rows.start]  # taken once: products may change them
+                for weights, biases, out in maps:
+                    if weights[expert][0].codes == kind:
+                        bias = None if biases is None else biases[expert]
+                        found += _products(mine, weights[expert], bias, out[own])
             _multiply(found)
 
 

@@ -1,11 +1,10 @@
 """Causal attention over prompts with the log-sum-exp, and column scores: the attention that each key received, summed
 over queries, never as an n x n matrix. With more keys than queries, the queries are the last rows of the prompt.
 
-On a CPU with AVX-512, fp32 and bf16 go through a compiled loop: 2 to 3 times as fast as torch's own, but for whole
-prompts in bf16 where the CPU has AMX, with whose products torch is 1.3 to 5.8 times as fast. There and elsewhere
-torch computes the log-sum-exp inside its fused attention, but returns it only from private operations. They are tried
-once against `causal_attention_lse_reference` on a small case, and not used where they are missing, raise or differ. The
-CUDA one has not run on a GPU yet.
+On a CPU with AVX-512 our compiled loop is used (2-3x torch's). Exception: whole prompts in bf16 on AMX, where torch's
+fused kernel is 1.3-5.8x ours. There and elsewhere torch computes the log-sum-exp inside its fused attention, but
+returns it only from private operations. They are tried once against `causal_attention_lse_reference` on a small case,
+and not used where they are missing, raise or differ. The CUDA one has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -54,15 +53,16 @@ def _column_sums_on_card(
         sums.copy_(column_sums_reference(q, k, lse, scale, first_row))
 
     constants = _tile(q)
-    grid = -(-keys // constants["KEYS"]), batch * kv_heads
+    grid = batch * kv_heads, -(-keys // constants["KEYS"])
     triton.launch("prompts.column_sums", grid, reference, (q, k, lse, sums, *strides, *sizes), **constants)
     return sums
 
 
 def _tile(q: torch.Tensor) -> dict[str, int]:
     """Constants of a kernel: so many queries and keys at a time that their tiles fit a T4's shared memory."""
-    width, count = q.shape[3], 128 // q.itemsize
-    return {"D": width, "WIDTH": triton.power_of_two(width, 16), "ROWS": count, "KEYS": count}
+    width, wide = q.shape[3], triton.power_of_two(q.shape[3], 16)
+    count = max(16, 128 // q.itemsize // max(1, wide // 128))
+    return {"D": width, "WIDTH": wide, "ROWS": count, "KEYS": count}
 
 
 def column_sums_reference(
@@ -176,7 +176,7 @@ def _attend_on_card(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
             ours.copy_(theirs)
 
     constants = _tile(q)
-    grid = -(-rows // constants["ROWS"]), batch * heads
+    grid = batch * heads, -(-rows // constants["ROWS"])
     triton.launch("prompts.attend", grid, reference, (q, k, v, out, lse, *strides, *sizes), **constants)
     return out, lse
 

@@ -7,17 +7,19 @@ UNPACK_CHUNK numbers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexgen_h2o.core.packing import INT8_ROW_BYTES
-from flexgen_h2o.core.units import BLOCK_ROWS, UNPACK_CHUNK
+from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows, row_slices
 
 MX_BLOCK = 32  # numbers that share a scale, in 16 bytes
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -154,22 +156,32 @@ def unpack_integers_reference(
 # ---- matrices that lie by columns: out[n, k] of what is stored at [k, n]
 
 
+_STORED_GROUPS: Any = WeakTensorKeyDictionary()
+
+
+def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Groups:
+    """GPTQ's g_idx, bytes of (columns,) int32: of each column its group, of `count`. Looked at once for as long as the
+    tensor is held; columns that are in order, `size` to a group from `at` on, have no index. ValueError: a group that
+    is not there, which neither loops nor a card's lookup would see."""
+    if stored not in _STORED_GROUPS:
+        index, in_order = stored.view(torch.int32), Groups(size, at)
+        least, most = (int(end) for end in torch.aminmax(index))
+        if not 0 <= least <= most < count:
+            raise ValueError(f"has columns of the groups {least} to {most}, of {count}")
+        is_in_order = torch.equal(index.long(), in_order.of_columns(len(index), index.device))
+        _STORED_GROUPS[stored] = in_order if is_in_order else Groups(size, at, index)
+    found: Groups = _STORED_GROUPS[stored]
+    return found
+
+
 def unpack_gptq(
     words: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
 ) -> torch.Tensor:
     """`unpack_integers` of a matrix in GPTQ's order.
 
     words: (columns x bits / 32, n) int32, whose codes are those of columns, from the lowest bits on; scales, zeros:
-    (groups, n) float32; rows of each may lie apart. ValueError: a column of a group that is not there.
+    (groups, n) float32; rows of each may lie apart. groups: as of `stored_groups`.
     """
-    if groups.index is not None:
-        least, most = (int(end) for end in torch.aminmax(groups.index))
-        if not 0 <= least <= most < len(scales):  # neither loops nor a card's lookup check
-            raise ValueError(f"has columns of the groups {least} to {most}, of {len(scales)}")
-        if is_compiled(out):
-            in_order = Groups(groups.size, groups.at)
-            is_in_order = torch.equal(groups.index.long(), in_order.of_columns(out.shape[1], out.device))
-            groups = in_order if is_in_order else groups
     for some in row_slices(len(out), out.shape[1]):
         codes, scale, zero = (_turned(stored[:, some]) for stored in (words, scales, zeros))
         unpack_integers(codes.view(torch.uint8), bits, scale, zero, groups, out[some])
@@ -236,13 +248,6 @@ def unpack_awq_rows_reference(
     which = groups.of_columns(out.shape[1], out.device)
     codes = awq_parted(words.t()).t()[skip : skip + len(out)]
     return out.copy_((codes - zeros[:, which]).mul_(scales[:, which]))
-
-
-def row_slices(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
-    """So many rows at a time that their numbers are about UNPACK_CHUNK, and a multiple of `multiple`."""
-    step = max(1, UNPACK_CHUNK // (columns * multiple)) * multiple
-    for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))
 
 
 # ---- numbers into int8 rows

@@ -82,9 +82,9 @@ def attend(
 
     state: it is updated, which changes no bit of the result.
     scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
-    victims[r] = the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on
-    equal scores the one of the lowest position; -1 if there is none. With query_weights scores are compared over
-    query_weights[now[r] + 1 - positions[r, j]].
+    victims[r] = the slot j < filled of the lowest new score, NaN below all, among those with oldest <= positions[r, j]
+    <= newest, on equal scores the one of the lowest position; -1 if there is none. With query_weights scores are
+    compared over query_weights[now[r] + 1 - positions[r, j]].
     """
     if not loops_can_read(q, keys, values, form):
         return attend_reference(q, keys, values, filled, scale, state, form)
@@ -168,8 +168,9 @@ def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> 
     if state.query_weights is not None and state.now is not None:
         seen = (state.now.unsqueeze(1) + 1 - positions).masked_fill(~allowed, 1)
         scores = scores / state.query_weights[seen.long()]
-    lowest = scores.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
-    candidates = allowed & (scores == lowest)
+    ranks = scores.masked_fill(scores.isnan(), float("-inf"))
+    lowest = ranks.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
+    candidates = allowed & (ranks == lowest)
     earliest = positions.masked_fill(~candidates, torch.iinfo(torch.int32).max).argmin(dim=1)
     state.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
 

@@ -12,12 +12,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
+from flexgen_h2o.kernels.decode_step import FILLED, PLACE, StepSlots, attend_step, put_prompts
 from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, clamped_gate, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
@@ -85,6 +88,7 @@ def _call_in_a_process(function: Callable[..., object], arguments: tuple[object,
 
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
+_CARD_SLOTS = 16  # makes strides multiples of 16, as they are in runs: kernels are compiled for that
 
 
 def warm_up(
@@ -118,7 +122,7 @@ def warm_up(
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())
         silu_gated(columns[0, 0], columns[0, 0])
         clamped_gate(columns[0, 0], 1.0, 1.0, columns[0, 0, :, ::2].clone(memory_format=torch.contiguous_format))
-        no_rows = torch.zeros(len(columns[0, 0]))
+        no_rows = torch.zeros(len(columns[0, 0]), device=columns.device)
         add_weighted(columns[0, 0], no_rows.int(), no_rows, columns[0, 0].clone())
     if rolling:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotated(columns[0], positions)
@@ -129,14 +133,52 @@ def warm_up(
         weights(device, dtype)
 
 
-def _stored(packing: KVPacking | None, dtype: torch.dtype, device: torch.device) -> tuple[Pair, SlotForm, torch.Tensor]:
-    """Keys and values in slots, of zeros, as they are or packed, what is beside them, and a query."""
-    width = _WIDTH if packing is None else packing.width
-    slots = torch.zeros(1, _ROWS, _SLOTS, width, dtype=dtype, device=device)
+def warm_up_card(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], pairs: int, scored: bool,
+    per_query: bool = False, packing: KVPacking | None = None,
+) -> None:  # fmt: skip
+    """Launch once, on zeros, what a model's layers take on a card: Triton compiles each kernel for the model's sizes,
+    and keeps it on disk.
+
+    sizes: hidden, heads, kv-heads, and numbers of a head. pairs: of rotary embeddings, with which come RMS norms and
+    gated MLPs; 0: none. scored: columns are; per_query: and compared over what the queries that saw them weigh.
+    """
+    (hidden, heads, kv_heads, width), zeros = sizes, partial(torch.zeros, device=device)
+    q, k, v = (zeros(1, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads))
+    queries, keys, values = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
+    _, lse = causal_attention_lse(queries, keys, values, 1.0)
+    if scored:
+        column_sums(queries, keys, lse, 1.0)
+    areas, form, _ = _stored(packing, dtype, device, (kv_heads, _CARD_SLOTS, width))
+    if packing is None:
+        put_prompts(k.unsqueeze(0), v.unsqueeze(0), zeros(1, kv_heads, 1, dtype=torch.int64), areas, 0)
+    state = zeros(7, 1, dtype=torch.int32)
+    state[FILLED], state[PLACE] = 1, -1
+    slots = StepSlots(*areas, 0, kv_heads, state, zeros(kv_heads, dtype=torch.int64), form=form)
+    if scored:
+        scores, weights = zeros(kv_heads, _CARD_SLOTS), zeros(_CARD_SLOTS) if per_query else None
+        positions, victims = scores.int(), scores[:, 0].int()
+        slots = replace(slots, scores=scores, positions=positions, victims=victims, query_weights=weights)
+    attend_step(q, k, v, slots, 1.0, torch.empty_like(q))
+    if pairs:
+        Rotation(zeros(pairs), 1.0).rotate((q, k), zeros(1, dtype=torch.int64))
+        for x in (zeros(1, hidden, dtype=dtype), q):
+            rms_norm(x, x.view(-1)[: x.shape[-1]], 1.0, torch.empty_like(x))
+        silu_gated(zeros(1, hidden, dtype=dtype), zeros(1, hidden, dtype=dtype))
+
+
+def _stored(
+    packing: KVPacking | None, dtype: torch.dtype, device: torch.device,
+    shape: tuple[int, int, int] = (_ROWS, _SLOTS, _WIDTH),
+) -> tuple[Pair, SlotForm, torch.Tensor]:  # fmt: skip
+    """Keys and values in slots, of zeros, as they are or packed, what is beside them, and a query. shape: rows, slots,
+    and numbers where nothing is packed."""
+    rows, width = shape[0], shape[2] if packing is None else packing.width
+    slots = torch.zeros(1, *shape[:2], width, dtype=dtype, device=device)
     q, none = slots[0, :, :1].contiguous(), slots[0, :, :0]
     if packing is None:
         return (slots, slots), WHOLE, q
-    ranges, slots_of_none = q.new_ones(_ROWS, width, dtype=torch.bfloat16), q.new_zeros(_ROWS, 0, dtype=torch.int32)
+    ranges, slots_of_none = q.new_ones(rows, width, dtype=torch.bfloat16), q.new_zeros(rows, 0, dtype=torch.int32)
     form = SlotForm(packing, None, WholeColumns(ranges, ranges, none, none, slots_of_none))
     return (pack_columns(slots, packing.keys), pack_columns(slots, packing.values)), form, q
 

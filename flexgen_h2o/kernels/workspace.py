@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.units import UNPACK_CHUNK
 
 
 class Workspace:
@@ -57,8 +58,7 @@ def mismatch(what: str, *tensors: torch.Tensor) -> ValueError:
 
 
 _ELEMENTS: dict[torch.dtype, np.number[Any]] = {
-    torch.float32: np.float32(0), torch.int32: np.int32(0), torch.bfloat16: np.uint16(0),
-    torch.uint8: np.uint8(0), torch.float16: np.int16(0),
+    torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.uint8: np.uint8(0), torch.float16: np.int16(0)
 }  # fmt: skip
 
 
@@ -73,6 +73,13 @@ def cpu_has(feature: str) -> bool:
     from llvmlite import binding
 
     return bool(binding.get_host_cpu_features().get(feature, False))
+
+
+def row_slices(rows: int, columns: int, multiple: int = 1, most: int | None = None) -> Iterator[slice]:
+    """So many rows at a time that their numbers are about `most`, or UNPACK_CHUNK, and a multiple of `multiple`."""
+    step = max(1, (most or UNPACK_CHUNK) // (columns * multiple)) * multiple
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
 
 
 _THREAD = threading.local()  # is_busy: with a task of `parallel_each`

@@ -26,8 +26,8 @@ class UnitLayout:
 
     shares: of the unit's rows on device, host and disk. record: what an eviction policy keeps besides columns.
     streamed: some part is brought from another tier for each use. packing: how compressed columns lie in their slots;
-    None where a slot holds `width` numbers of `itemsize` bytes. window: of packed columns so many of the newest are
-    whole, too, at most (`window_of`). selects: a sketch of all slots lies beside them (kernels/select.Sketch).
+    None where a slot holds `width` numbers of `itemsize` bytes. window: at most this many of the newest columns are
+    also kept unpacked (`window_of`). selects: a sketch of all slots lies beside them (kernels/select.Sketch).
     """
 
     sequences: int

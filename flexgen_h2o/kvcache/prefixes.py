@@ -140,8 +140,8 @@ def row_ends(groups: Sequence[PromptGroup]) -> list[int]:
 
 
 def row_places(groups: Sequence[PromptGroup]) -> list[tuple[int, int, int]]:
-    """(tokens before its own, and what added to a position there, or behind, gives its place in what `pack_prompts`
-    gives), of each row."""
+    """For each row: (tokens shared in front of its own, offset of a shared position, offset of an own position); packed
+    place = position + offset."""
     places: list[tuple[int, int, int]] = []
     start = 0
     for group in groups:

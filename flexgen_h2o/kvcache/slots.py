@@ -248,8 +248,8 @@ def common_views(memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: 
 
 @dataclass(frozen=True)
 class NewColumns:
-    """The new columns of one decode step. slots: for each view, (rows,) int64 on its device, where they go; of views
-    that `attend_step` takes, once it has."""
+    """The new columns of one decode step. slots: for each view, (rows,) int64 on its device, where they go; for views
+    that `attend_step` handles, that call fills them in."""
 
     numbers: StepNumbers
     slots: Sequence[torch.Tensor]
@@ -284,8 +284,8 @@ class KVRows:
 
     A sequence is `kv_heads` rows. block: the transformer block; window: of ModelSpec.windows. views: the parts that
     hold the rows, numbered from 0.
-    common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`);
-    with a window, of prompts alone, whose slots hold what they keep of these.
+    common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`); with
+    a window: used only while prompts are computed, since each row's slots hold their own copy.
     watch: sees the attention of prompts that the policy scores: (first sequence of those computed together, attention).
     sinks: (heads,), learned logits that join the softmax of each query of their head and have no values.
     """

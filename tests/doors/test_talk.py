@@ -18,9 +18,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flexgen_h2o import H2O
 from flexgen_h2o import chat as module
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.files import MOST_LINE_BYTES
+from flexgen_h2o.evaluation.rows import Case
+from flexgen_h2o.evaluation.streaming import title
+from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from tests.doors.conftest import POSITIONS, Answer
 from tests.forks import Forks
 
@@ -116,6 +120,19 @@ def test_answers_are_those_of_evaluate_streaming(
     assert found[-1]["kv_columns"] == 10
     if "rolling" in flags:
         assert sum(t["tokens"] + 5 for t in found) > POSITIONS
+
+
+def test_titles_say_what_layers_keep_that_drop_columns(
+    chat: Door, command: Door, rotary: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    """Of a share of bytes too, and where the first layer keeps all or has a window."""
+    said = "5 heavy + 4 recent KV columns a row"
+    assert f"h2o: {said}" in chat(f"--model {rotary} {SMALL} --kv-layer-schedule first-full", "x", "/memory").err
+    assert title(Case("h2o", Windowed(H2O(heavy_size=5, recent_size=4), (8, None))), "").startswith(f"h2o: {said}")
+    (tmp_path / "t.txt").write_text("import os\n" * 20)
+    text = "--text t.txt --stream-len 33 --streams 1 --policies h2o:kv_bytes=0.25,positions=rolling"
+    out = command(f"evaluate streaming --model {rotary} --offload-dir o {text}")
+    assert "0.25,positions=rolling: 3 heavy + 4 recent KV columns a row, rolling positions" in out.err
 
 
 # ---- Limits

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,12 +19,17 @@ from triton.compiler import ASTSource
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.coded import ROWS_AT_A_TIME
 from flexgen_h2o.kernels.decode_step import columns_at_a_time, packing_constants
-from flexgen_h2o.kernels.triton import products, prompts, rows, slots
+from flexgen_h2o.kernels.prefill_attention import _tile
+from flexgen_h2o.kernels.triton import power_of_two, products, prompts, rows, slots
 
 # Bytes of shared memory that a block may take, by compute capability: Turing (T4), Ampere (3090), Ada (4090), Hopper.
 CARDS = {75: 65536, 86: 101376, 89: 101376, 90: 232448}
 NUMBERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Integers that are no multiples of 16; all others that a launch has compiled in are, as pointers are.
+COUNTS = {
+    "heads", "kv_heads", "group", "pairs", "lse_token", "k_low", "k_codes", "k_words", "v_low", "v_codes", "v_words",
+}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -38,7 +43,7 @@ class Case(NamedTuple):
 def cases(card: int) -> Iterator[Case]:
     """bf16 is for cards that compute in it."""
     for kind in ("fp32", "fp16", *(["bf16"] if card >= 80 else [])):
-        t, columns = NUMBERS[kind], columns_at_a_time(DTYPES[kind])
+        t, dtype = NUMBERS[kind], DTYPES[kind]
         for bits in (4, 8):
             yield Case(rows.unpack, ("*i32", t, "i32", "i32", "i32", "i32"), {"BITS": bits, "BLOCK": 1024})
         for once in (False, True):
@@ -48,20 +53,21 @@ def cases(card: int) -> Iterator[Case]:
         yield from coded_cases(t)
         sizes = "i32", "i32", "i32", "i32", "i32"
         yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
-        yield from packed_cases(t, columns)
-        block = {"D": 128, "WIDTH": 128, "BLOCK": 64}
-        yield Case(slots.put_prompts, (t, t, "*i64", t, t, *["i32"] * 11), block)
-        tile = {"D": 128, "WIDTH": 128, **dict.fromkeys(("ROWS", "KEYS"), 32 if kind == "fp32" else 64)}
-        yield Case(prompts.attend, (*[t] * 4, "*fp32", *["i32"] * 17, "fp32"), tile)
-        yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", *["i32"] * 14, "fp32"), tile)
-        for records, group, width in ((False, 1, 64), (True, 4, 128), (True, 8, 80)):
+        yield from packed_cases(t, dtype)
+        for width in (128, 256):
+            block = {"D": width, "WIDTH": width, "BLOCK": 64}
+            yield Case(slots.put_prompts, (t, t, "*i64", t, t, *["i32"] * 11), block)
+            tile = _tile(torch.empty(1, 1, 1, width, dtype=dtype, device="meta"))
+            yield Case(prompts.attend, (*[t] * 4, "*fp32", *["i32"] * 17, "fp32"), tile)
+            yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", *["i32"] * 14, "fp32"), tile)
+        for records, group, width in ((False, 1, 64), (True, 4, 128), (True, 8, 80), (True, 8, 256)):
             # What a kernel that records nothing gets in place of scores, positions, victims, weights and products.
             scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
             yield Case(
                 slots.attend_step,
                 (*[t] * 6, "*i32", "*fp32", *scores, "*i64", *["i32"] * 10, "fp32", "fp32"),
-                {"G": group, "GROUP": 16, "D": width, "WIDTH": 64 if width == 64 else 128, "BLOCK": columns,
-                 "RECORDS": records, "PER_QUERY": records and group == 8},
+                {"G": group, "GROUP": 16, "D": width, "WIDTH": power_of_two(width),
+                 "BLOCK": columns_at_a_time(dtype, width), "RECORDS": records, "PER_QUERY": records and group == 8},
             )  # fmt: skip
 
 
@@ -82,18 +88,28 @@ def coded_cases(t: str) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def packed_cases(t: str, columns: int) -> Iterator[Case]:
-    """Of slots in few bits. columns: read at a time."""
-    for records, bits, width in ((False, "4/2", 128), (True, 3, 64), (True, 8, 80)):
+def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Of slots in few bits."""
+    for records, bits, width in ((False, "4/2", 128), (True, 3, 64), (True, 8, 80), (True, 4, 256)):
         scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
         packing = KVPacking.of(width, bits)
         yield Case(
             slots.attend_packed_step,
             (*[t] * 4, "*i32", "*i32", "*i32", "*fp32", *scores, "*i64", "*bf16", "*bf16", t, t, "*i32",
              *["i32"] * 10, "fp32", "fp32", *["i32"] * 8),
-            {"G": 4, "GROUP": 16, "D": width, "WIDTH": 64 if width == 64 else 128, "BLOCK": columns, "RECORDS": records,
-             "PER_QUERY": bits == 8, **packing_constants(packing), "WINDOW": 16},
+            {"G": 4, "GROUP": 16, "D": width, "WIDTH": power_of_two(width), "BLOCK": columns_at_a_time(dtype, width),
+             "RECORDS": records, "PER_QUERY": bits == 8, **packing_constants(packing), "WINDOW": 16},
         )  # fmt: skip
+
+
+def known_of(kernel: Any, types: Sequence[str]) -> dict[tuple[int], list[list[object]]]:
+    """What a launch tells the compiler of the arguments."""
+    found: dict[tuple[int], list[list[object]]] = {}
+    for one, kind in zip(kernel.params, types, strict=False):
+        is_free = one.do_not_specialize_on_alignment if kind[0] == "*" else one.do_not_specialize or one.name in COUNTS
+        if kind != "fp32" and not is_free:
+            found[(one.num,)] = [["tt.divisibility", 16]]
+    return found
 
 
 def compile_for(card: int) -> str:
@@ -104,7 +120,7 @@ def compile_for(card: int) -> str:
         signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
         assert len(types) + len(constants) == len(names), kernel
         options = {"num_stages": 1} if kernel is slots.attend_packed_step else {}  # as it is launched
-        source = ASTSource(kernel, signature, constants)
+        source = ASTSource(kernel, signature, constants, known_of(kernel, types))
         found = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
         assert "cubin" in found.asm, kernel
         shared = found.metadata.shared

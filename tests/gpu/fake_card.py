@@ -133,11 +133,12 @@ class Card:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What this thread does within is part of one launch."""
+        before = getattr(self._local, "uncounted", False)
         self._local.uncounted = True
         try:
             yield
         finally:
-            self._local.uncounted = False
+            self._local.uncounted = before
 
     def count(self, what: str, name: str) -> None:
         counted = not getattr(self._local, "uncounted", False)
@@ -231,6 +232,7 @@ class _Operation:
     def run(self) -> Any:
         if not self._cards and self._target != NAME:
             return self._func(*self._args, **self._kwargs)
+        assert not self._mixes, f"{self._name} of tensors of the card and of the host"
         args, kwargs = tree_map(_raw, self._args), tree_map(_raw, self._kwargs)
         if self._target == NAME:
             kwargs["device"] = torch.device("cpu")
@@ -257,6 +259,12 @@ class _Operation:
     def _is_view(self) -> bool:
         arguments = self._func._schema.arguments
         return self._name == "_unsafe_view" or any(a.alias_info and not a.alias_info.is_write for a in arguments)
+
+    @property
+    def _mixes(self) -> bool:
+        """Would torch refuse it? Indices may be the host's, and single numbers."""
+        others = [t for t in self._given if not isinstance(t, CardTensor) and t.dim()]
+        return bool(self._cards and others) and self._name not in {"copy_", "_to_copy", *_INDEXES}
 
     @property
     def _leaves(self) -> bool:

@@ -192,7 +192,10 @@ def test_rolling_positions_give_what_they_give_on_the_cpu(tmp_path, place: str, 
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
 
 
-HALVES = {"float16": 0.02, "bfloat16": 0.1}  # and how far logits may be off, of their own spread
+# And how far logits may be off, of their own spread. Cards before Ampere are refused bfloat16.
+HALVES = {"float16": 0.02, "bfloat16": 0.1}
+if ON_CARD and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    del HALVES["bfloat16"]
 
 
 def off_by(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:

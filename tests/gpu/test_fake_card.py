@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from flexgen_h2o import MemoryBudget, Policy
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import BaseWeightStream
+from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm
 from flexgen_h2o.tiers.stream import NOTHING
-from tests.gpu.fake_card import Card
+from tests.gpu.fake_card import NAME, Card
 from tests.gpu.fake_engine import deferred_transfers, fake_card
 from tests.gpu.test_cuda_parity import BUDGET, CONFIGS, H2O, HALVES, PLACEMENTS, generate, model_folder, off_by
 
@@ -134,6 +139,38 @@ def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, pac
     assert of_block(card, "decode", "sync") == 0, told
     if not packed:
         assert of_block(card, "prefill", "launch") <= 40 * PROMPTS_OF_A_BATCH
+
+
+@pytest.mark.parametrize(("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o-norm", False)}))
+def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool) -> None:
+    """Nothing else, in prompts of any length and while rows leave: whatever a kernel is compiled for is the same."""
+    pytest.importorskip("triton")
+    folder, kept, launched = model_folder(tmp_path, CONFIGS["llama"]), ONE_LAUNCH[eviction], set[Any]()
+    with fake_card(), pytest.MonkeyPatch.context() as patch:
+        launch = triton.launch
+
+        def watched(name: str, grid: Any, reference: Any, arguments: Any, **constants: Any) -> None:
+            launched.add((name, *compiled_for(name, arguments), *sorted(constants.items())))
+            launch(name, grid, reference, arguments, **constants)
+
+        patch.setattr(triton, "launch", watched)
+        patch.setattr("flexgen_h2o.llm.compile_subprocess", lambda *given: None)
+        sizes, packing = (128, 4, 2, 32), KVPacking.of(32, 4) if packed else None
+        card = torch.device(NAME, 0)
+        warm_up_card(card, torch.float32, sizes, 16, kept is not None, eviction == "h2o-norm", packing)
+        warmed = set(launched)
+        policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
+        generate(folder, policy, "cuda", BUDGET, eviction=kept)
+    assert warmed and launched == warmed
+
+
+def compiled_for(name: str, arguments: Sequence[Any]) -> list[tuple[str, bool, bool]]:
+    """Of integers: whether they are 1, and whether they are multiples of 16."""
+    file, _, function = name.partition(".")
+    kernel = getattr(import_module(f"{triton.__name__}.{file}"), function)
+    free = vars(kernel).get("kwargs", vars(kernel))["do_not_specialize"] or ()
+    given = zip(kernel.arg_names, arguments, strict=False)
+    return [(one, n == 1, n % 16 == 0) for one, n in given if isinstance(n, int) and one not in free]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -200,7 +200,7 @@ class WeightFormat:
     itemsize: int
     decodes: ClassVar[bool] = False
     sample_name: ClassVar[str] = ""  # of a tensor that it has matrices of, whatever the model
-    sample_columns: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)  # of matrices that take different loops
+    sample_columns: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)  # of matrices that take different loops; last a card's
 
     @property
     def in_int8(self) -> bool:
@@ -273,7 +273,7 @@ class WeightFormat:
         ((_, pieces),), (whole,) = held, decoded
         assert isinstance(whole, DenseRows)
         codes = self.codes(layout, pieces) if triton.takes(*pieces) else None
-        return () if codes is None else (CodedRows(codes, whole, partial(self.decode, layout, held, decoded)),)
+        return () if codes is None else (CodedRows(codes, whole),)
 
     def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes | None:
         """All rows of a matrix as products on a card take them; None: of this format they take none."""
@@ -377,24 +377,30 @@ def layout_of(form: WeightFormat, tensor: TensorSpec) -> TensorLayout:
 
 def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> None:
     """Compile what decoding and products need: decode and multiply zeros, in rows that can be blocked and in one that
-    cannot."""
+    cannot; on a card from codes, too."""
     import torch
 
+    from flexgen_h2o.kernels.coded import FEW_ROWS
     from flexgen_h2o.kernels.int8 import BUFFERS
-    from flexgen_h2o.kernels.linear import linear
+    from flexgen_h2o.kernels.linear import linear, linear_each
     from flexgen_h2o.kernels.workspace import Workspace
 
-    sizes = dict.fromkeys(BUFFERS, 2**15)
+    sizes = dict.fromkeys(BUFFERS, 2**17)
     workspace = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device), sizes, dtype)
     for rows, columns in product((BLOCK_ROWS, 8), form.sample_columns):
         layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
         part = Part("device", 0, layout.cut_shape[0])
         pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
+        coded: RowParts = ()
         if layout.decoded_row_bytes:
             memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
-            weight = form.decoded_parts(layout, memory, workspace)
-            form.decode(layout, [Held(part, pieces)], weight)
+            weight, held = form.decoded_parts(layout, memory, workspace), [Held(part, pieces)]
+            form.decode(layout, held, weight)
+            if (rows, columns) == (BLOCK_ROWS, form.sample_columns[-1]):  # one kernel is for all multiples of 16
+                coded = form.coded_parts(layout, held, weight)
         else:
             weight = form.row_parts(layout, pieces, workspace, blocks=True)
-        x, out = (torch.zeros(1, n, dtype=dtype, device=device) for n in (columns, rows))
-        linear(x, weight, None, out)
+        x, out = (torch.zeros(FEW_ROWS, n, dtype=dtype, device=device) for n in (columns, rows))
+        linear(x[:1], weight, None, out[:1])
+        for few, bias, adds in product((x[:1], x), (None, out[0].clone()), (False, True)) if coded else ():
+            linear_each(few, ((coded, bias, out[: len(few)]),), adds)

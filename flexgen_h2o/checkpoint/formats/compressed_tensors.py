@@ -105,7 +105,8 @@ class CompressedTensors(Quantised):
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         import torch
 
-        from flexgen_h2o.kernels.quantised import Groups, row_slices, unpack_integers
+        from flexgen_h2o.kernels.quantised import Groups, unpack_integers
+        from flexgen_h2o.kernels.workspace import row_slices
 
         columns, groups = layout.shape[1], layout.stored[1].shape[1]
         codes, scales = pieces[0].view(part.rows, -1), pieces[1].view(torch.float32).view(-1, groups)

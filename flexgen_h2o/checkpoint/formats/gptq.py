@@ -85,19 +85,19 @@ class Gptq(Quantised):
     ) -> None:
         import torch
 
-        from flexgen_h2o.kernels.quantised import Groups, parted, unpack_gptq
+        from flexgen_h2o.kernels.quantised import parted, stored_groups, unpack_gptq
 
         (rows, columns), per_word = layout.shape, _WORD_BITS // self.bits
-        words, zero_words, index = (pieces[i].view(torch.int32) for i in (0, 1, 3))
+        words, zero_words = (piece.view(torch.int32) for piece in pieces[:2])
         some, begin = slice(first, first + len(out)), first // per_word
         zero_words = zero_words.view(-1, rows // per_word)[:, begin : -(-some.stop // per_word)]
         zeros = parted(zero_words, self.bits).add_(self.more)[:, first - begin * per_word :][:, : len(out)]
         scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]
-        groups = Groups(self.group or columns, part.start, index)
         try:
-            unpack_gptq(words.view(-1, rows)[:, some], self.bits, scales, zeros, groups, out)
+            groups = stored_groups(pieces[3], len(scales), self.group or columns, part.start)
         except ValueError as error:
             raise UsageError(f"tensor {layout.stored[3].key!r} {error}; download the checkpoint again") from error
+        unpack_gptq(words.view(-1, rows)[:, some], self.bits, scales, zeros, groups, out)
 
 
 @lru_cache(maxsize=64)

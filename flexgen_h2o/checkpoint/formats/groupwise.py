@@ -32,7 +32,7 @@ class Groupwise(PackedFormat):
 
     bits: int
     to_int8: bool = False
-    sample_columns = (GROUP, GROUP + 8)  # whole groups, and others
+    sample_columns = (GROUP, GROUP + 8, 16 * GROUP)  # whole groups, others, and rows of 16 words
     flag = "--compress-weight"
 
     @property

@@ -10,6 +10,7 @@ from flexgen_h2o.checkpoint.formats import PackedFormat, TensorLayout
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import int8_row_bytes
+from flexgen_h2o.core.units import BLOCK_ROWS
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Int8(PackedFormat):
+    sample_columns = (BLOCK_ROWS, BLOCK_ROWS + 8)  # that AMX takes, and others
     flag = "--int8-compute"
 
     @property

@@ -40,6 +40,7 @@ class Mxfp4(Quantised):
 
     name = "mxfp4"
     sample_name = "model.layers.0.mlp.experts.down_proj"
+    sample_columns = (16 * _BLOCK,)
 
     def holds(self, tensor: TensorSpec) -> bool:
         module, _, kind = tensor.name.rpartition(".")

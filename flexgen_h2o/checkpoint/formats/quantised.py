@@ -84,7 +84,7 @@ class Quantised(WeightFormat):
     def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
         if not self.by_columns:
             return super().decode_range(layout, held, first, out)
-        from flexgen_h2o.kernels.quantised import row_slices
+        from flexgen_h2o.kernels.workspace import row_slices
 
         for some in row_slices(len(out), layout.shape[1]):  # what is made on the way takes little memory
             for part, pieces in held:
@@ -115,7 +115,8 @@ class Quantised(WeightFormat):
 
         from flexgen_h2o.core.units import BLOCK_ROWS
         from flexgen_h2o.kernels.int8 import Int8Rows
-        from flexgen_h2o.kernels.quantised import fill_int8_rows, row_slices
+        from flexgen_h2o.kernels.quantised import fill_int8_rows
+        from flexgen_h2o.kernels.workspace import row_slices
 
         rows, columns = layout.shape
         parts = [some.packed for some in out if isinstance(some, Int8Rows)]

@@ -24,7 +24,6 @@ from flexgen_h2o.kernels.jit import (
     float_to_bits,
     floats_at,
     ints_at,
-    is_float,
     jit,
     jit_rounded,
     number_at,
@@ -35,7 +34,7 @@ from flexgen_h2o.kernels.jit import (
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of a float without its sign, which sort as the numbers do, NaN last
 _LEVELS = np.float32(127)
-_NOTHING = np.float32(1e-30)  # a row without larger values is all zeros: 127 over it would be infinite
+_TINY = np.float32(1e-30)  # a row without larger values is all zeros: 127 over it would be infinite
 
 
 @jit_rounded
@@ -73,7 +72,7 @@ def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
             most = max(most, float_to_bits(number_at(element, values, i)) & _MAGNITUDE)
         largest = bits_to_float(np.uint32(most))
         steps = _LEVELS / largest
-        if largest < _NOTHING:
+        if largest < _TINY:
             largest = steps = np.float32(0)
         codes, zero = bytes_at(job.codes + row * job.codes_step), np.int32(job.zero)
         for i in range(job.columns):
@@ -82,7 +81,7 @@ def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
 
 
 class RescaleJob(NamedTuple):
-    """Addresses: sums (rows, columns), int32 or fp32; fp32 scales of the rows and of the columns; bias and out.
+    """Addresses: sums (rows, columns), int32; fp32 scales of the rows and of the columns; bias and out.
 
     bias, out: elements; bias: 0 where there is none. out_step: bytes from a row to the next. adds: to what is in `out`.
     """
@@ -98,24 +97,16 @@ class RescaleJob(NamedTuple):
 
 
 @jit
-def rescale(element, counted, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1 of out = sums x scale of the row x scale of the column (+ bias) (+ out).
-
-    counted: a number whose type says what the sums are: int32 or float32.
-    """
+def rescale(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1 of out = sums x scale of the row x scale of the column (+ bias) (+ out)."""
     columns = floats_at(job.column_scales)
     for row in range(first, end):
-        sums, out = job.sums + 4 * row * job.columns, job.out + row * job.out_step
+        sums, out = ints_at(job.sums + 4 * row * job.columns), job.out + row * job.out_step
         scale = floats_at(job.row_scales)[row]
         for i in range(job.columns):
             bias = number_at(element, job.bias, i) if job.bias != 0 else np.float32(0)
             before = number_at(element, out, i) if job.adds else np.float32(0)
-            set_number(element, out, i, scaled(_sum(counted, sums, i), scale, columns[i], bias, before))
-
-
-@jit
-def _sum(counted, at, i):  # type: ignore[no-untyped-def]
-    return floats_at(at)[i] if is_float(counted) else np.float32(ints_at(at)[i])
+            set_number(element, out, i, scaled(np.float32(sums[i]), scale, columns[i], bias, before))
 
 
 SCALE_STEP = np.float32(1 / 127)
@@ -178,7 +169,7 @@ def largest_of(ends, groups):  # type: ignore[no-untyped-def]
         most = max(most, float_to_bits(decoded(_MOST, ends[g])) & _MAGNITUDE)
     largest = bits_to_float(np.uint32(most))
     steps = quotient(_LEVELS, largest)
-    if largest < _NOTHING:
+    if largest < _TINY:
         largest = steps = np.float32(0)
     return largest, steps
 

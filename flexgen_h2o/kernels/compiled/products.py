@@ -55,7 +55,6 @@ _CHUNK = 512  # words of a row at a time: 128 KiB of a panel, of 1 MiB of the ca
 _TOKENS = 512  # input rows at a time, whose sums wait in the same cache from chunk to chunk
 # With AMX, which has 2 MiB of that cache. Few rows wait for the weights, whose next chunk must fit beside this one.
 _AMX_CHUNK, _AMX_TOKENS, _AMX_FEW = 1024, 256, 128
-_LAY_SHARES = 1  # of what is asked for, while a panel is laid out: as if it were as many tiles
 _GROUP_WORDS = GROUP // 4
 _FIELDS = len(Job._fields)
 
@@ -166,9 +165,9 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
             following, more = _chunk(job, number + 1, chunks)
             ahead, step = _place(job, panel, following), _line_step(job, more)
         here = _place(job, panel, word)
-        # In each tile its share of the lines, over all blocks of 16 words.
+        # In each tile its share of the lines, over all blocks of 16 words; to lay a panel out is one tile more.
         run, blocks = (more + LANES - 1) // LANES, (words + LANES - 1) // LANES
-        shares = tiles if job.row_step == 0 else tiles + _LAY_SHARES
+        shares = tiles if job.row_step == 0 else tiles + 1
         lines = (PANEL * run + shares * blocks - 1) // (shares * blocks)
         asked = np.int64(0)
         if job.ends != 0:
@@ -177,7 +176,7 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
         elif job.row_step != 0:
             last = min(PANEL, job.rows - panel * PANEL) - 1
             lay((here, job.row_step, last, words, panel_room, lines, ahead, step, run, asked))
-            here, asked = panel_room, _LAY_SHARES * blocks * lines
+            here, asked = panel_room, blocks * lines
         if number + 1 == chunks and planes(kind) == 1 and job.ends == 0:
             _gather_ends(job, panel * PANEL, ends)
         done = np.int64(0)

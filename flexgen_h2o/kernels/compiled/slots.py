@@ -352,7 +352,8 @@ def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
     ranks = p[0]
     for j in range(filled):
         score = decay * scores[j] + gain * ranks[j]
-        scores[j] = ranks[j] = score
+        scores[j] = score
+        ranks[j] = score if score == score else np.float32(-np.inf)  # a row always has a victim
     if state.query_weights:
         weights, now = floats_at(state.query_weights), ints_at(state.now)[r] + np.int32(1)
         for j in range(filled):

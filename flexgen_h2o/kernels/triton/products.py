@@ -6,14 +6,15 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens",))
 def coded(
-    x, words, ends, bias, out, tokens, rows, columns, x_row, words_row, ends_row, out_row, group,
+    x, words, group_params, bias, out, tokens, rows, columns, x_row, words_row, params_row, out_row, group,
     BITS: tl.constexpr, MX: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """All tokens with ROWS rows of the weight, WORDS words of each at a time. ends: of a group of columns its scale and
-    least value in a word, or, MX, its exponent in a byte. Sums are in fp32; weights are rounded to x's dtype first."""
+    """All tokens with ROWS rows of the weight, WORDS words of each at a time. group_params: of a group of columns its
+    scale and least value in a word, or, MX, its exponent in a byte. Sums are in fp32; weights are rounded to x's dtype
+    first."""
     per_word: tl.constexpr = 32 // BITS
     token = tl.arange(0, TOKENS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -22,7 +23,7 @@ def coded(
         column = first + tl.arange(0, WORDS) * per_word  # the first of each word
         loads = (row < rows)[:, None] & (column < columns)[None, :]
         word = tl.load(words + row[:, None] * words_row + (column // per_word)[None, :], mask=loads, other=0)
-        end = tl.load(ends + row[:, None] * ends_row + (column // group)[None, :], mask=loads, other=0)
+        end = tl.load(group_params + row[:, None] * params_row + (column // group)[None, :], mask=loads, other=0)
         code = (word[:, :, None] >> (tl.arange(0, per_word) * BITS)[None, None, :]) & ((1 << BITS) - 1)
         if MX:
             weight = twice_e2m1(code) * half_power(end)[:, :, None]
@@ -44,13 +45,13 @@ def coded(
 
 
 @triton.jit
-def unpack_mxfp4(words, ends, out, words_row, out_row, columns, BLOCK: tl.constexpr):
+def unpack_mxfp4(words, group_params, out, words_row, out_row, columns, BLOCK: tl.constexpr):
     """A row of `quantised.unpack_mxfp4`, BLOCK columns of it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     word = tl.load(words + row * words_row + column // 8, mask=inside, other=0)
-    end = tl.load(ends + row * (columns // 32) + column // 32, mask=inside, other=0)
+    end = tl.load(group_params + row * (columns // 32) + column // 32, mask=inside, other=0)
     value = twice_e2m1((word >> (column % 8 * 4)) & 15) * half_power(end)
     tl.store(out + row * out_row + column, value.to(out.dtype.element_ty), mask=inside)
 

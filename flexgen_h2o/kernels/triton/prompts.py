@@ -6,24 +6,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexgen_h2o.kernels.triton.slots import mix, nothing
+from flexgen_h2o.kernels.triton.slots import softmax_start, softmax_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "keys", "window"))
 def attend(
     q, k, v, out, lse, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     out_batch, out_head, out_token, heads, group, rows, keys, window, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """ROWS queries of a head. rows: the last so many of all `keys`; window: keys that a query sees."""
-    start, batch, head = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
+    of_all = tl.program_id(0)  # a head of a prompt, on the first axis: others end at 65,535
+    start, batch, head = tl.program_id(1) * ROWS, (of_all // heads).to(tl.int64), of_all % heads
     number, query = tl.arange(0, WIDTH), start + tl.arange(0, ROWS)
     row, in_head = keys - rows + query, number < D
     of_query, asked = query[:, None] * q_token + number[None, :], (query < rows)[:, None] & in_head[None, :]
     tile = tl.load(q + batch * q_batch + head * q_head + of_query, mask=asked, other=0.0)
     k += batch * k_batch + head // group * k_head
     v += batch * v_batch + head // group * v_head
-    most, total, mixed = nothing(ROWS, WIDTH)
+    most, total, mixed = softmax_start(ROWS, WIDTH)
     first = tl.maximum(0, keys - rows + start + 1 - window) // KEYS * KEYS
     for begin in range(first, tl.minimum(keys, keys - rows + start + ROWS), KEYS):
         key = begin + tl.arange(0, KEYS)
@@ -33,23 +34,23 @@ def attend(
         seen = (key[None, :] <= row[:, None]) & (key[None, :] > row[:, None] - window) & (key < keys)[None, :]
         product = tl.where(seen, product, float("-inf"))
         some = tl.load(v + key[:, None] * v_token + number[None, :], mask=loads, other=0.0)
-        most, total, mixed = mix(product, some, most, total, mixed)
+        most, total, mixed = softmax_step(product, some, most, total, mixed)
     total = tl.where(query < rows, total, 1.0)
     of_query = query[:, None] * out_token + number[None, :]
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + batch * out_batch + head * out_head + of_query, mixed, mask=asked)
-    tl.store(lse + tl.program_id(1).to(tl.int64) * rows + query, most + tl.log(total), mask=query < rows)
+    tl.store(lse + of_all.to(tl.int64) * rows + query, most + tl.log(total), mask=query < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("lse_batch", "lse_head", "rows", "keys", "first_row"))
 def column_sums(
     q, k, lse, sums, q_batch, q_head, q_token, k_batch, k_head, k_token, lse_batch, lse_head, lse_token,
     kv_heads, group, rows, keys, first_row, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """KEYS columns of a kv-head, over the queries of its group: nobody else adds to them."""
-    begin = tl.program_id(0) * KEYS
-    batch, kv_head = tl.program_id(1).to(tl.int64) // kv_heads, tl.program_id(1) % kv_heads
+    begin, of_all = tl.program_id(1) * KEYS, tl.program_id(0)
+    batch, kv_head = (of_all // kv_heads).to(tl.int64), of_all % kv_heads
     number, key = tl.arange(0, WIDTH), begin + tl.arange(0, KEYS)
     in_head, before = number < D, keys - rows
     loads = (key < keys)[:, None] & in_head[None, :]
@@ -64,8 +65,9 @@ def column_sums(
             asked = (row < keys)[:, None] & in_head[None, :]
             at = batch * q_batch + head * q_head + query[:, None] * q_token + number[None, :]
             tile = tl.load(q + at, mask=asked, other=0.0)
-            ends = tl.load(lse + batch * lse_batch + head * lse_head + query * lse_token, mask=row < keys, other=0.0)
+            at = batch * lse_batch + head * lse_head + query * lse_token
+            query_lse = tl.load(lse + at, mask=row < keys, other=0.0)
             product = tl.dot(tile, tl.trans(of_keys), input_precision="ieee") * scale
             seen = (key[None, :] <= row[:, None]) & (row < keys)[:, None]
-            received += tl.sum(tl.where(seen, tl.exp(product - ends[:, None]), 0.0), 0)
-    tl.store(sums + tl.program_id(1).to(tl.int64) * keys + key, received, mask=key < keys)
+            received += tl.sum(tl.where(seen, tl.exp(product - query_lse[:, None]), 0.0), 0)
+    tl.store(sums + of_all.to(tl.int64) * keys + key, received, mask=key < keys)

@@ -8,9 +8,12 @@ import triton
 import triton.language as tl
 
 _NO_POSITION = tl.constexpr(2147483647)
+# Sizes that differ from sweep to sweep, or from plan to plan, and make no code faster: none is compiled in.
+_SIZES = "sequences", "first_row", "length", "columns", "windows"
+_SCALARS = "gains", "victims"  # are read number by number, wherever they lie
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
 def attend_step(
     q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken,
     q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
@@ -32,7 +35,7 @@ def attend_step(
     tl.store(values + place, new_value, mask=in_head)
     tl.debug_barrier()
     query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
-    most, total, mixed = nothing(GROUP, WIDTH)
+    most, total, mixed = softmax_start(GROUP, WIDTH)
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         here = column < filled
@@ -42,7 +45,7 @@ def attend_step(
         if RECORDS:
             _keep(products, row, query, column, product, here, columns, G)
         of_columns = tl.load(values + at, mask=loads, other=0.0)
-        most, total, mixed = mix(product, of_columns, most, total, mixed)
+        most, total, mixed = softmax_step(product, of_columns, most, total, mixed)
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + sequence * out_token + of_query, mixed, mask=asked)
     if RECORDS:
@@ -52,7 +55,7 @@ def attend_step(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
 def attend_packed_step(
     q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken,
     centres, ranges, whole_keys, whole_values, whole_slots,
@@ -87,7 +90,7 @@ def attend_packed_step(
         tl.store(whole_values + (row * windows + goes) * D + numbers, new_value, mask=in_head)
     tl.debug_barrier()
     query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
-    most, total, mixed = nothing(GROUP, WIDTH)
+    most, total, mixed = softmax_start(GROUP, WIDTH)
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         is_whole = tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) > 0
@@ -100,13 +103,13 @@ def attend_packed_step(
             _keep(products, row, query, column, product, here, columns, G)
         at = part * value_segment + place * v_words
         of_columns = _unpack(values, at, here, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING).to(tile.dtype)
-        most, total, mixed = mix(product, of_columns, most, total, mixed)
+        most, total, mixed = softmax_step(product, of_columns, most, total, mixed)
     at = (row * windows + entry)[:, None] * D + numbers[None, :]
     loads = (its >= 0)[:, None] & in_head[None, :]
     product = _products(tile, tl.load(whole_keys + at, mask=loads, other=0.0), its >= 0, scale)
     if RECORDS:
         _keep(products, row, query, its, product, its >= 0, columns, G)
-    most, total, mixed = mix(product, tl.load(whole_values + at, mask=loads, other=0.0), most, total, mixed)
+    most, total, mixed = softmax_step(product, tl.load(whole_values + at, mask=loads, other=0.0), most, total, mixed)
     tl.store(out + sequence * out_token + of_query, (mixed / total[:, None]).to(out.dtype.element_ty), mask=asked)
     if RECORDS:
         _score(
@@ -158,14 +161,14 @@ def _keep(products, row, query, column, product, here, columns, G: tl.constexpr)
 
 
 @triton.jit
-def nothing(GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """What `mix` begins with."""
+def softmax_start(GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """What `softmax_step` begins with."""
     most = tl.full([GROUP], float("-inf"), tl.float32)
     return most, tl.zeros([GROUP], tl.float32), tl.zeros([GROUP, WIDTH], tl.float32)
 
 
 @triton.jit
-def mix(product, of_columns, most, total, mixed):
+def softmax_step(product, of_columns, most, total, mixed):
     """The softmax of Milakov and Gimelshein (2018), which sees the columns once: its running maximum, its sum, and the
     weighed values."""
     highest = tl.maximum(most, tl.max(product, 1))
@@ -199,6 +202,7 @@ def _score(
         may_leave = here & (position >= oldest) & (position <= newest)
         if PER_QUERY:
             score = tl.div_rn(score, tl.load(query_weights + now + 1 - position, mask=may_leave, other=1.0))
+        score = tl.where(score == score, score, float("-inf"))  # a row always has a victim
         candidate = tl.where(may_leave, score, float("inf"))
         low = tl.min(candidate, 0)
         old = tl.min(tl.where(may_leave & (candidate == low), position, _NO_POSITION), 0)
@@ -278,7 +282,7 @@ def _outwards(x, down):
 # ---- columns of prompts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("length", "count", "first"))
 def put_prompts(
     k, v, kept, keys, values, k_batch, k_token, k_head, v_batch, v_token, v_head, segment, length, count, kv_heads,
     first, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,

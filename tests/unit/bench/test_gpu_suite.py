@@ -165,6 +165,18 @@ def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> N
     assert shapes == [f"table {size} 512+{gen}" for size in ("6.7b", "30b") for gen in (32, 512, 1024)]
 
 
+def test_a_small_card_gives_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4 has less than 15 GiB, and no tensor cores for bfloat16."""
+    card = MagicMock()
+    card.free_bytes.return_value, card.compute_dtype.return_value = 14 * 2**30, "float16"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(door, "open_device", lambda *_, **__: card)
+    setting = door._card_setting(tmp_path, tmp_path)
+    assert (setting.device_mem, setting.dtype) == ("12GiB", "float16")
+    commands = [step.command for step in all_steps(setting)]
+    assert not any("bfloat16" in command or "15GiB" in command for command in commands)
+
+
 def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
     """Also before anything has run, and of runs that gave no figures."""
     setting = tiny_setting(tmp_path, tmp_path)

@@ -110,6 +110,13 @@ def test_the_compiled_weighted_sum_is_the_reference(rows: int, width: int, dtype
         add_weighted(x, tokens.long(), weights, out)
 
 
+def test_a_card_adds_weighted_rows_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `index_add_` would add them in any."""
+    monkeypatch.setattr(torch.Tensor, "index_add_", pytest.fail)
+    x, tokens = torch.empty(4, 8, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    add_weighted(x, tokens, x[:, 0], torch.empty(3, 8, device="meta"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     x = torch.ones(2, 8, dtype=dtype)

@@ -206,28 +206,30 @@ def test_experts_in_one_pass(kinds: Sequence[str], has_bias: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_without_the_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In torch operations, chunks of inputs that end within an expert's rows; in float32 too."""
+    """In torch operations, two matrices of the same inputs, chunks of these that end within an expert's rows; in
+    float32 too."""
     monkeypatch.setattr(products, "has_loop", lambda *_: False)
     monkeypatch.setattr("flexgen_h2o.kernels.int8.TOKEN_CHUNK", 16)
     counts, n = [3, 0, 20, 14], 37
-    held, x = [Held(kind, 70, 128, n) for _ in counts], normal(n, 128)
-    out = torch.empty(n, 70, dtype=BF16)
-    grouped_linear(x, counts, [([h.parts() for h in held], None, out)])
-    check(out, torch.cat([h.product(rows) for h, rows in zip(held, x.split(counts), strict=True)]))
+    matrices, x = [[Held(kind, 70, 128, n) for _ in counts] for _ in range(2)], normal(n, 128)
+    outs = [torch.empty(n, 70, dtype=BF16) for _ in matrices]
+    found = list(zip(matrices, outs, strict=True))
+    grouped_linear(x, counts, [([h.parts() for h in held], None, out) for held, out in found])
+    for held, out in found:
+        check(out, torch.cat([h.product(rows) for h, rows in zip(held, x.split(counts), strict=True)]))
     if kind == "bf16":
         wide = torch.empty(n, 70)
-        grouped_linear(x.float(), counts, [([(DenseRows(h.weight.float()),) for h in held], None, wide)])
-        assert torch.allclose(wide.double(), out.double(), atol=0.3)
+        grouped_linear(x.float(), counts, [([(DenseRows(h.weight.float()),) for h in matrices[0]], None, wide)])
+        assert torch.allclose(wide.double(), outs[0].double(), atol=0.3)
 
 
 def test_int8_in_dtypes_that_the_loop_does_not_write() -> None:
     held, x = Held("int8", 70, 128), normal(5, 128).half()
     want = held.product(x)
-    for parts in (held.parts(), held.parts(blocks=True)):
-        out = torch.empty(5, 70, dtype=torch.float16)
-        linear(x, parts, torch.ones(70).half(), out)
-        add_linear(out, x, parts, None)
-        assert torch.allclose(out.double(), 2 * want + 1, rtol=2**-9, atol=2e-2)
+    out = torch.empty(5, 70, dtype=torch.float16)
+    linear(x, held.parts(), torch.ones(70).half(), out)
+    add_linear(out, x, held.parts(), None)
+    assert torch.allclose(out.double(), 2 * want + 1, rtol=2**-9, atol=2e-2)
 
 
 def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

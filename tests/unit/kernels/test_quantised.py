@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flexgen_h2o.core.packing import int8_row_bytes
-from flexgen_h2o.kernels import quantised
+from flexgen_h2o.kernels import quantised, workspace
 from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows
-from flexgen_h2o.kernels.quantised import Groups
+from flexgen_h2o.kernels.linear import linear
+from flexgen_h2o.kernels.quantised import Groups, stored_groups
 from tests.unit.weight_room import int8_values, int8_workspace
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -34,7 +36,7 @@ def both(name: str, shape: tuple[int, int], dtype: torch.dtype, *arguments: Any,
     want = torch.full(shape, 7.0, dtype=dtype)
     getattr(quantised, name)(*arguments, found, **more)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantised, "UNPACK_CHUNK", 3 * shape[1])
+        patch.setattr(workspace, "UNPACK_CHUNK", 3 * shape[1])
         getattr(quantised, f"{name}_reference")(*arguments, want, **more)
     assert same_bits(found.contiguous(), want)
     return want
@@ -118,16 +120,26 @@ def test_matrices_by_columns(dtype: torch.dtype) -> None:
         codes[i::4] = ((words >> (8 * i)) & 255).float()
     for index in (which.int(), torch.randint(0, 2, (columns,), dtype=torch.int32)):
         want = ((codes - zeros[index.long()]) * scales[index.long()]).t()[some].to(dtype)
-        groups = Groups(16, 0, index)
+        groups = stored_groups(index.view(torch.uint8), 2, 16, 0)
+        assert (groups.index is None) == torch.equal(index, which.int())
         assert torch.equal(quantised.unpack_gptq(words[:, some], 8, *arguments[:2], groups, out), want)
+
+
+def test_stored_groups_are_looked_at_once_for_as_long_as_they_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, found = torch.zeros(256, dtype=torch.uint8), torch.aminmax(torch.zeros(1))
+    looks = MagicMock(return_value=found)
+    monkeypatch.setattr(torch, "aminmax", looks)
+    for some in (held[:128], held[128:]):
+        assert stored_groups(some, 1, 64, 0) is stored_groups(some, 1, 64, 0)
+    assert looks.call_count == 2
 
 
 @pytest.mark.parametrize("bad", [2, -1])
 def test_columns_of_groups_that_are_not_there(bad: int) -> None:
-    words, ends, index = torch.zeros(8, 4, dtype=torch.int32), torch.ones(2, 4), torch.zeros(32, dtype=torch.int32)
+    index = torch.zeros(32, dtype=torch.int32)
     index[5] = bad
     with pytest.raises(ValueError, match=r"groups .*, of 2"):
-        quantised.unpack_gptq(words, 8, ends, ends, Groups(16, 0, index), torch.empty(4, 32))
+        stored_groups(index.view(torch.uint8), 2, 16, 0)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(192, 128), (130, 64), (5, 30)])
@@ -140,8 +152,7 @@ def test_int8_rows(rows: int, columns: int) -> None:
     for some in (slice(0, 64), slice(64, 128), slice(128, rows)):
         if len(values[some]):
             quantised.fill_int8_rows(values[some].contiguous(), some.start, parts)
-    workspace = int8_workspace()
-    wrap = partial(Int8Rows, columns=columns, workspace=workspace)
+    wrap = partial(Int8Rows, columns=columns, workspace=int8_workspace())
     numbers, scales = int8_values(tuple(map(wrap, parts)))
     want, want_scales = int8_values((wrap(pack_int8_rows(values)),))
     assert torch.equal(numbers, want) and torch.equal(scales, want_scales)
@@ -149,9 +160,7 @@ def test_int8_rows(rows: int, columns: int) -> None:
         assert torch.equal(parts[0], pack_int8_rows(values))
     x, start = torch.randn(3, columns).bfloat16(), 0
     for part in map(wrap, parts):  # the sums count where inputs are not around 0
-        out = torch.empty(3, len(part), dtype=torch.bfloat16)
-        for some, inputs in part.inputs(x):
-            part.multiply(inputs, None, out[some], adds=False)
+        out = linear(x, (part,), None, torch.empty(3, len(part), dtype=torch.bfloat16))
         near = x.float() @ want[start : start + len(part)].t()
         assert torch.allclose(out.float(), near, atol=0.05 * near.abs().max().item())
         start += len(part)

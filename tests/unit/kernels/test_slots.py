@@ -254,6 +254,18 @@ def test_ties_go_to_the_lowest_position_and_an_empty_range_to_nobody(scored) -> 
     assert torch.equal(state.scores[2, 2:], torch.zeros(4))  # what is not filled keeps its score
 
 
+@pytest.mark.parametrize("scored", [attend, attend_reference])
+def test_a_score_that_is_no_number_names_the_victim(scored) -> None:
+    """The earliest where all are: every row has a slot for its next column."""
+    q, keys, values, filled = make([6, 6], 2, 16, torch.float32)
+    positions = torch.tensor([[9, 4, 7, 2, 8, 3, 0, 0]] * 2, dtype=torch.int32)
+    scores, oldest = torch.zeros(2, 8), torch.tensor([3, 3]).int()
+    q[0], scores[1, 2] = math.nan, math.nan
+    state = ScoreState(scores, positions, oldest, oldest + 5, 1.0, torch.ones(2), torch.zeros(2).int())
+    scored(q, in_segments(keys, 8), in_segments(values, 8), filled, 1.0, state)
+    assert state.victims.tolist() == [5, 2] and scores[0, :6].isnan().all()
+
+
 @pytest.mark.parametrize("function", [attend, attend_reference])
 def test_nan_and_infinity_in_filled_slots_show(function) -> None:
     q, keys, values, counts = make([40, 40, 40], 1, 64, torch.float32)

@@ -63,7 +63,8 @@ from flexgen_h2o.tiers.stream import Part
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HAS_BF16 = not ON_CARD or torch.cuda.is_bf16_supported(including_emulation=False)
+DTYPES = (torch.float32, *([torch.bfloat16] if HAS_BF16 else []), torch.float16)
 MULTIPLIED = DTYPES if ON_CARD else (torch.float32, torch.float16)  # the interpreter has no products of bf16
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -188,10 +189,13 @@ def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
 
 def test_coded_rows_are_decoded_once_for_many_rows() -> None:
     packed = pack_rows(torch.randn(6, 64, device="cpu"), 4).to(torch.get_default_device())
-    calls, whole = [], torch.zeros(6, 64)
-    rows = CodedRows(
-        groupwise_codes(packed, 4, 64), DenseRows(whole), lambda: calls.append(unpack_rows(packed, 4, whole))
-    )
+    calls, whole, codes = list[torch.Tensor](), torch.zeros(6, 64), groupwise_codes(packed, 4, 64)
+
+    def decode(out: torch.Tensor) -> torch.Tensor:
+        calls.append(codes.decode(out))
+        return out
+
+    rows = CodedRows(replace(codes, decode=decode), DenseRows(whole))
     x, few = torch.randn(FEW_ROWS + 1, 64), torch.empty(FEW_ROWS, 6)
     linear(x[1:], (rows,), None, few)
     assert not calls
@@ -298,6 +302,15 @@ def test_attention_over_prompts(shape: tuple[int, ...], window: int | None, dtyp
             torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
 
 
+def test_no_axis_of_a_grid_but_the_first_grows_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card's others end at 65,535."""
+    grids = list[tuple[int, ...]]()
+    monkeypatch.setattr(triton, "launch", lambda name, grid, *_, **__: grids.append(grid))
+    q = torch.zeros(70_000, 1, 1, 16)
+    column_sums(q, q, causal_attention_lse(q, q, q, 1.0)[1], 1.0)
+    assert grids == [(70_000, 1)] * 2
+
+
 SHAPES = {
     "one row": (1, 1, 1, 64, [1], 4),
     "ragged": (3, 2, 1, 16, [5, 1, 70], 8),
@@ -319,6 +332,18 @@ def test_a_decode_step(shape, dtype: torch.dtype, recorded: bool) -> None:
 def test_the_victim_is_that_of_the_lowest_score_per_query(shape) -> None:
     torch.manual_seed(0)
     check(*step(torch.float32, shape, per_query=True), torch.float32, True)
+
+
+def test_a_score_that_is_no_number_names_the_victim() -> None:
+    """Of all of a row, and of one column; what names none would be written before the row's slots."""
+    torch.manual_seed(0)
+    (q, k, v), slots = step(torch.float32, (2, 1, 1, 16, [9, 9], 16))
+    q[0] = float("nan")
+    slots.scores[1, 3], slots.positions[1, 3] = float("nan"), int(slots.state[3, 1])  # the oldest that may go
+    other = replace(slots, **{n: t.clone() for n, t in vars(slots).items() if isinstance(t, torch.Tensor)})
+    attend_step(q, k, v, slots, 0.25, torch.empty_like(q))
+    attend_step_reference(q, k, v, other, 0.25, torch.empty_like(q))
+    assert torch.equal(slots.victims, other.victims) and slots.victims[0] >= 0 and slots.victims[1] == 3
 
 
 @pytest.mark.parametrize("rows", [slice(1, 4), slice(3, 6)])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from flexgen_h2o.checkpoint import formats
 from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.int8 import Int8
+from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
 from flexgen_h2o.core.packing import KVPacking, int8_row_bytes
-from flexgen_h2o.kernels import jit
+from flexgen_h2o.kernels import jit, triton
 from flexgen_h2o.kernels import warm_up as warm_up_module
 from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
@@ -119,6 +121,27 @@ def test_what_a_format_of_weights_needs_is_compiled(form: WeightFormat, use: Cal
     before = compiled()
     use()
     assert compiled() == before
+
+
+@pytest.mark.parametrize("form", [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)], ids=lambda form: form.name)
+def test_a_card_is_warmed_up_for_products_with_codes(form: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few and of more rows, with a bias and without, into a result and added to it."""
+    seen = set()
+
+    def launch(name: str, grid: object, reference: Callable[[], object], given: object, **constants: Any) -> None:
+        if name == "products.coded":
+            seen.add((constants["TOKENS"], constants["BIASED"], constants["ADDS"]))
+        reference()
+
+    monkeypatch.setattr(triton, "takes", lambda *tensors: True)
+    monkeypatch.setattr(triton, "launch", launch)
+    formats.warm_up(form, CPU, torch.float32)
+    assert seen == set(product((16, 32), (False, True), (False, True)))
+
+
+def test_what_is_compiled_is_stamped_with_all_that_it_has() -> None:
+    names = {name for name, *_ in jit._STAMP}
+    assert {"packing.py", "units.py", "jit.py", "vectors.py"} <= names  # of core, of kernels, and below
 
 
 # ---- in a process of its own
