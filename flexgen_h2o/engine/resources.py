@@ -24,9 +24,10 @@ from flexgen_h2o.core.model import with_head_rows
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import ModelPart, Wire
-from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host
+from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, packing_of
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore, hidden_fields
 from flexgen_h2o.engine.weight_units import layers_of
+from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.slots import PartView, common_views
 from flexgen_h2o.kvcache.store import CacheStore
@@ -95,6 +96,8 @@ class Engine:
             if part.pipeline is not None:
                 self.wire = Wire(part.pipeline, device, self._buffers["wire", device.tier])
                 stack.callback(self.wire.close)
+            if device.is_asynchronous:
+                self._compile_for_card(part)
             self._stack = stack.pop_all()
         self._dropped = weakref.finalize(self, _close_dropped, self._stack, os.getpid())
 
@@ -138,6 +141,14 @@ class Engine:
             held = found.setdefault(KINDS.get(b.name, b.name), dict.fromkeys(TIERS, 0))
             held[b.tier] += b.nbytes
         return found
+
+    def _compile_for_card(self, part: ModelPart) -> None:
+        """Kernels of a card are compiled, or found on disk, for the model's sizes before the first sweep is timed."""
+        spec, needs = self.spec, part.eviction.needs
+        sizes = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim
+        pairs = 0 if spec.rotary is None else len(spec.rotary.frequencies)
+        where, packing = self.device.torch_device, packing_of(spec, self.policy)
+        warm_up_card(where, self.dtype, sizes, pairs, bool(needs.record), needs.per_query, packing)
 
     def _take_buffers(self, offload_dir: Path, stack: contextlib.ExitStack) -> None:
         on_disk = [b for b in self.plan.buffers if b.tier == "disk"]
