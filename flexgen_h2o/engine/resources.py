@@ -96,8 +96,7 @@ class Engine:
             if part.pipeline is not None:
                 self.wire = Wire(part.pipeline, device, self._buffers["wire", device.tier])
                 stack.callback(self.wire.close)
-            if device.is_asynchronous:
-                self._compile_for_card(part)
+            self._compile_for_card(part)
             self._stack = stack.pop_all()
         self._dropped = weakref.finalize(self, _close_dropped, self._stack, os.getpid())
 
@@ -143,7 +142,7 @@ class Engine:
         return found
 
     def _compile_for_card(self, part: ModelPart) -> None:
-        """Kernels of a card are compiled, or found on disk, for the model's sizes before the first sweep is timed."""
+        """On a card: kernels are compiled, or found on disk, for the model's sizes before the first sweep is timed."""
         spec, needs = self.spec, part.eviction.needs
         sizes = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim
         pairs = 0 if spec.rotary is None else len(spec.rotary.frequencies)

@@ -143,7 +143,7 @@ def warm_up_card(
     sizes: hidden, heads, kv-heads, and numbers of a head. pairs: of rotary embeddings, with which come RMS norms and
     gated MLPs; 0: none. scored: columns are; per_query: and compared over what the queries that saw them weigh.
     """
-    if device.type == "cpu":  # a stand-in for a card: nothing is compiled by sizes
+    if device.type == "cpu":  # its loops are compiled by `warm_up`, for all sizes
         return
     (hidden, heads, kv_heads, width), zeros = sizes, partial(torch.zeros, device=device)
     q, k, v = (zeros(1, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads))

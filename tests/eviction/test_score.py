@@ -27,6 +27,7 @@ from tests.parity.reference import random_prompts
 LENGTHS, SCORED = (12, 12, 3, 21, 1), (6, 9, 12, 4, 15)
 PROMPTS, SCORES = random_prompts(LENGTHS, seed=11), random_prompts(SCORED, seed=12)
 PROMPTS[1] = PROMPTS[0]
+EIGHT = H2O(heavy_size=4, recent_size=4)  # columns of a row
 
 
 @pytest.mark.parametrize(
@@ -110,13 +111,7 @@ def test_rows_that_fail_or_that_nobody_waits_for_take_all_tokens_that_they_are_g
     done, seen = list[Completion](), list[int]()
     params = SamplingParams(max_tokens=5, prompt_logprobs=0, ignore_eos=True)
     callbacks = Callbacks(goes_on=lambda row: bool(seen.append(len(row.own_ids))), spares_rows=True)
-    with LLM(
-        str(known("llama").folder),
-        Policy(2, 1),
-        H2O(heavy_size=4, recent_size=4),
-        dtype="float32",
-        offload_dir=tmp_path,
-    ) as llm:
+    with LLM(str(known("llama").folder), Policy(2, 1), EIGHT, dtype="float32", offload_dir=tmp_path) as llm:
         llm.run(prompts, params, done.extend, callbacks)
     assert sorted(str(one.finish_reason) for one in done) == (["error", "length"] if fails else ["length", "length"])
     assert seen == [1] * (1 if fails else 2)
@@ -139,16 +134,10 @@ def test_rows_enter_only_where_their_summaries_and_given_tokens_have_room(
     """Shorter prompts with more new tokens have no more slots, but more pages; longer ones take more tokens a sweep."""
     asked = SamplingParams(max_tokens=3, prompt_logprobs=0)
     few, many = Prompt(1, (5,) * 9, None), Prompt(2, (5,) * 40, None)
-    with LLM(
-        str(known("llama").folder),
-        Policy(3, 1),
-        H2O(heavy_size=4, recent_size=4),
-        dtype="float32",
-        offload_dir=tmp_path,
-    ) as llm:
+    with LLM(str(known("llama").folder), Policy(3, 1), EIGHT, dtype="float32", offload_dir=tmp_path) as llm:
         llm.prepare([few], asked)
         assert llm.has_room([few], [asked]) and not llm.has_room([many], [asked])
-    with_pages = H2O(heavy_size=4, recent_size=4, summaries=4)
+    with_pages = replace(EIGHT, summaries=4)
     with LLM(str(known("llama").folder), Policy(3, 1), with_pages, dtype="float32", offload_dir=tmp_path) as llm:
         llm.prepare([many], SamplingParams(max_tokens=4))
         lengths = [llm.has_room([Prompt(3, (5,) * 20, None)], [SamplingParams(max_tokens=n)]) for n in (20, 60)]
