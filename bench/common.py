@@ -39,6 +39,7 @@ from flexgen_h2o.tiers.stream import tier_shares
 
 ROOT = Path(__file__).resolve().parent.parent
 MB, GB = 10**6, 10**9
+ON_DISK = (0, 0, 0, 100, 0, 100)  # a placement: weights on disk, KV and hidden states in RAM
 DIRTY = "-dirty"
 NOT_CODE = (":(exclude)bench/results", ":(exclude)docs", ":(exclude)*.md")
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
@@ -46,6 +47,7 @@ LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/li
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 QUIET_BELOW = 0.10  # busy share of all cores
 QUIET_SAMPLE_S = 2.0
+Graces = Sequence[tuple[int, float]]  # signals, each with the seconds that a process then has to end
 
 
 def own_parser(doc: str | None) -> OneLineParser:
@@ -57,24 +59,32 @@ def own_parser(doc: str | None) -> OneLineParser:
     return parser
 
 
-def model_parser(doc: str | None, model: str | None, host_mem: str | None = None) -> OneLineParser:
-    """Of a benchmark that runs models, the claim's setting as default (model None: it has several)."""
+def weights_parser(doc: str | None) -> OneLineParser:
+    """Of a benchmark that names the models it runs itself."""
     parser = own_parser(doc)
     add = parser.add_argument
-    add("--model", default=model, help=f"hub id of a built-in shape, or a folder ({model or 'those of the claim'})")
     add("--path", default="_DUMMY_", help="where checkpoints are (_DUMMY_: random weights at the true shape)")
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tier")
+    return parser
+
+
+def model_parser(doc: str | None, model: str | None, host_mem: str | None = None) -> OneLineParser:
+    """Of a benchmark that runs any model, the claim's setting as default (model None: it has several)."""
+    parser = weights_parser(doc)
+    add = parser.add_argument
+    add("--model", default=model, help=f"hub id of a built-in shape, or a folder ({model or 'those of the claim'})")
     add("--host-mem", default=host_mem, help=f"budget of RAM ({host_mem or 'what is free, less a margin'})")
     return parser
 
 
 def open_llm(args: argparse.Namespace, policy: Any, eviction: Eviction | None = None, **other: Any) -> LLM:
     """The model of the flags on the CPU, in bf16 where there is no --dtype. other: of `LLM`, instead of the flags'."""
+    given = {"dtype": "bfloat16", "model": None, "host_mem": None} | vars(args)
     setting = {
-        "device": "cpu", "dtype": getattr(args, "dtype", "bfloat16"), "path": args.path,
-        "offload_dir": args.offload_dir, "budget": MemoryBudget(host=args.host_mem),
+        "device": "cpu", "dtype": given["dtype"], "path": args.path, "offload_dir": args.offload_dir,
+        "budget": MemoryBudget(host=given["host_mem"]),
     }  # fmt: skip
-    return LLM(other.pop("model", args.model), policy, eviction, **(setting | other))
+    return LLM(other.pop("model", given["model"]), policy, eviction, **(setting | other))
 
 
 class ResultFile(argparse.Action):
@@ -393,11 +403,11 @@ def as_flags(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def run_limited(
-    command: Sequence[str], environment: dict[str, str], limit_s: float, grace_s: float = 0.0, show: bool = False
+    command: Sequence[str], environment: dict[str, str], limit_s: float, graces: Graces = (), show: bool = False
 ) -> tuple[int | None, str, str]:
     """(exit code, stdout, stderr); code None when the limit ended it, with all that it had started.
 
-    grace_s: seconds from SIGTERM to SIGKILL; 0: no SIGTERM. show: stdout goes where this process's goes.
+    graces: before SIGKILL, in turn, while it has not ended. show: stdout goes where this process's goes.
     """
     with subprocess.Popen(
         command, env=environment, stdout=None if show else subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -406,19 +416,19 @@ def run_limited(
         try:
             out, said = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            _end(process, grace_s)
+            _end(process, graces)
             return None, "", ""
         except BaseException:
-            _end(process, grace_s)
+            _end(process, graces)
             raise
     return process.returncode, out or "", said
 
 
-def _end(process: subprocess.Popen[str], grace_s: float) -> None:
+def _end(process: subprocess.Popen[str], graces: Graces) -> None:
     """The process and all that it has started."""
-    with suppress(subprocess.TimeoutExpired, ProcessLookupError):
-        if grace_s:
-            os.killpg(process.pid, signal.SIGTERM)
+    for number, grace_s in graces:
+        with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            os.killpg(process.pid, number)
             process.communicate(timeout=grace_s)
             return
     with suppress(ProcessLookupError):

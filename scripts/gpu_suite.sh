@@ -7,4 +7,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 use_python dev
+"$PYTHON" -m bench.gpu.needs || exit
 exec "$PYTHON" -m bench.gpu "$@"

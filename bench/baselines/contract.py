@@ -28,7 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 EXIT_FAILED, EXIT_REFUSED, EXIT_DOES_NOT_FIT = 1, 2, 3
 WARM_UP_PROMPT, WARM_UP_TOKENS = 8, 2
 DEVICES = ("cpu", "cuda")
@@ -159,17 +159,19 @@ Score = Callable[[Request, list[list[int]], list[list[int]]], Any]
 
 def main(
     measure: Measure, variants: Sequence[str], packages: Sequence[str], framework: str = "torch",
-    devices: Sequence[str] = DEVICES, score: Score | None = None,
+    devices: Sequence[str] = DEVICES, score: Score | None = None, dtypes: Sequence[str] = tuple(DTYPES),
 ) -> int:  # fmt: skip
     """Parse, measure, print. `measure` returns rates and memory, and under `setting` what the peer was set to.
 
-    devices: those that `measure` knows how to use. score: for --score, whose FILE has prompts and continuations, each
-    equally long; the array goes to a file beside it, FILE with .npy.
+    devices, dtypes: those that `measure` knows how to use. score: for --score, whose FILE has prompts and
+    continuations, each equally long; the array goes to a file beside it, FILE with .npy.
     """
     request = _parse(variants)
     try:
         if request.device not in devices:
             raise RefusedError(f"--device {request.device}: measured on {', '.join(devices)} only")
+        if request.dtype not in dtypes:
+            raise RefusedError(f"--dtype {request.dtype}: measured in {', '.join(dtypes)} only")
         if not (request.model_dir / "config.json").exists() or not request.weight_files:
             raise RefusedError(f"--model-dir {request.model_dir}: needs config.json and *.safetensors")
         imported = importlib.import_module(framework)

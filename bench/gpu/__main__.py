@@ -6,7 +6,8 @@
 
 Steps run in the order of their worth. What is finished is kept, so that the next call goes on; a report is written
 after every step: gpu_suite.md and gpu_suite.json, each gate met or missed. --call writes to a folder of its own.
-OUT=DIR: a folder that gets a copy of all results after every step. Exit code 1 when a step failed.
+OUT=DIR: a folder that gets the report, and all else in one archive, after every step; given as --results with the same
+--call, the next call goes on from it. Exit code 1 when a step failed.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ def main() -> int:
 def _run(argv: list[str] | None) -> int:
     args = _parse(argv)
     folder = "gpu_tiny" if args.tiny else "gpu"
-    results = args.results or common.ROOT / "bench" / "results" / args.machine / folder
-    if args.call is not None:
-        results = results / f"call-{args.call}"
+    part = "" if args.call is None else f"call-{args.call}"
+    results = (args.results or common.ROOT / "bench" / "results" / args.machine / folder) / part
     setting = (tiny_setting if args.tiny else _card_setting)(results.resolve(), args.offload_dir)
     steps = [step for step in all_steps(setting) if _is_wanted(step, args)]
     if args.list:
@@ -52,7 +52,7 @@ def _run(argv: list[str] | None) -> int:
         call = "" if args.call is None else f" of --call {args.call}"
         raise UsageError(f"--only {' '.join(args.only)}: no step{call} has such a name; --list shows them")
     out = os.environ.get("OUT")
-    suite = Suite(setting.results, args.limit, Path(out) if out else None, args.again)
+    suite = Suite(setting.results, args.limit, Path(out) / part if out else None, args.again)
     suite.run(steps, partial(write_report, setting, steps))
     print(f"\n{(setting.results / 'gpu_suite.md').read_text()}\nwritten: {setting.results}", flush=True)
     return int(any(suite.state.get(step.name, {}).get("status") in (FAILED, TIMEOUT) for step in steps))
@@ -73,7 +73,9 @@ def _is_wanted(step: Step, args: argparse.Namespace) -> bool:
 
 
 def _of_call(step: Step) -> str:
-    return f"  (call {step.call}: {CALLS[step.call]})" if step.call else ""
+    if not step.call:
+        return ""
+    return f"  (call {step.call}: {CALLS[step.call]})" + ("" if step.essential else ", where time is left")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

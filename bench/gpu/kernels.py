@@ -39,6 +39,7 @@ from flexgen_h2o.kernels.quantised import unpack_mxfp4
 
 COPIED = 2**30  # bytes
 GATED = ("unpack", "decode")  # kernels that a gate is for
+DECODED = ", decoded first"  # behind the name of a product: the same by its reference
 WINDOW = 16  # newest columns that stay whole
 SIZES = (16_384, 4_096, 32, 544, 512), (64, 128, 2, 24, 16)  # rows and columns of a matrix, rows, columns, prompt
 
@@ -131,7 +132,8 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def coded_cases(device: torch.device, dtype: torch.dtype, height: int, width: int) -> Iterator[Case]:
-    """Products of few rows with weights in 4 and 8 bits and in MXFP4, which is unpacked, too."""
+    """Products of few rows with weights in 4 and 8 bits and in MXFP4, which is unpacked, too; each also with the weight
+    decoded first, which is written then and read again."""
     blocks = torch.randint(0, 256, (height, width // 32, 16), dtype=torch.uint8, device=device)
     scales = torch.randint(118, 120, (height, width // 32), dtype=torch.uint8, device=device)
     out = torch.empty(height, width, device=device, dtype=dtype)
@@ -145,7 +147,9 @@ def coded_cases(device: torch.device, dtype: torch.dtype, height: int, width: in
     for (kind, codes), tokens in product(kinds.items(), (1, FEW_ROWS)):
         x, y = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (width, height))
         nbytes = codes.words.shape[0] * width * codes.bits // 8 + codes.group_params.nbytes + x.nbytes + y.nbytes
-        yield Case(f"product, {kind}, {tokens} rows", partial(multiply, x, codes, None, y), nbytes)
+        name, first = f"product, {kind}, {tokens} rows", partial(multiply_coded_reference, x, codes, None, y)
+        yield Case(name, partial(multiply, x, codes, None, y), nbytes)
+        yield Case(name + DECODED, first, nbytes + 2 * height * width * x.element_size())
 
 
 def step_slots(k: torch.Tensor, columns: int, records: bool, bits: int) -> StepSlots:

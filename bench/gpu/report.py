@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,18 @@ import torch
 from bench import common
 from bench.common import GB
 from bench.gpu.gates import gates
+from bench.gpu.kernels import DECODED
 from bench.gpu.runner import State
 from bench.gpu.steps import Setting, Step, runs_of
 from bench.sweep.store import Line, Store
 from bench.sweep.summary import device_bytes, markdown
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import GIB, markdown_table
 
-GIB = 2**30
+MOST_NAMED = 30  # tests that failed
 STEP_HEAD = ("step", "status", "s", "why")
 GATE_HEAD = ("gate", "found", "aim", "")
+KERNEL_HEAD = ("kernel", "us", "share of a copy", "us, weight decoded first", "times as fast")
 RUN_HEAD = ("run", "rows", "prefill s", "s a decode sweep", "decode tok/s", "total tok/s", "h2d GB", "disk GB",
             "device GB", "RSS GB", "wall s")  # fmt: skip
 MEM_SPD_HEAD = ("strategy", "batch", "prompt", "output", "OOM", "latency s", "tokens/s", "generated tokens/s",
@@ -44,13 +47,14 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         "Made by `scripts/gpu_suite.sh`; `docs/lab/gpu.md` says how to read it.",
         ", ".join(f"{name}: {facts[name]}" for name in ("date", "commit", "card", "cpu", "cores", "torch")),
         f"`--device {setting.device} --device-mem {setting.device_mem}`",
-        "", "## Gates", "", *_table(GATE_HEAD, gates(runs, figures)),
-        "", "## Steps", "", *_table(STEP_HEAD, (_step_texts(step, state) for step in steps)),
+        "", "## Gates", "", *markdown_table(GATE_HEAD, list(gates(runs, figures))),
+        "", "## Steps", "", *markdown_table(STEP_HEAD, [_step_texts(step, state) for step in steps]),
         "", *(line for step in steps if step.kind == "tests" for line in _tests(step)), "", "## Placements", "",
         f"{setting.model}, {setting.prompt_len} + {setting.gen_len} tokens, {setting.dtype}{_others(setting, steps)}.",
-        "", *_table(RUN_HEAD, texts),
+        "", *markdown_table(RUN_HEAD, texts),
+        "", "## Kernels", "", *markdown_table(KERNEL_HEAD, kernel_texts(figures.get("kernels", {}).get("kernels", []))),
         "", "## As MiniKV measures", "", "tokens/s counts prompts too, as its mem_spd_test does.",
-        "", *_table(MEM_SPD_HEAD, map(mem_spd_texts, grid)),
+        "", *markdown_table(MEM_SPD_HEAD, [mem_spd_texts(line) for line in grid]),
     ]  # fmt: skip
     text = "\n".join(parts) + "\n"
     if table:
@@ -78,6 +82,22 @@ def run_texts(name: str, run: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def kernel_texts(kernels: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Timed kernels as cells of the table; of a product also how long it takes with the weight decoded first."""
+    timed = {found["kernel"]: found for found in kernels if "seconds" in found}
+    texts = []
+    for name, found in timed.items():
+        first = timed.get(name + DECODED)
+        beside = ["", ""] if first is None else [_us(first), f"{first['seconds'] / found['seconds']:.2f}"]
+        if not name.endswith(DECODED):
+            texts.append([name, _us(found), f"{found['share_of_copy']:.2f}", *beside])
+    return texts
+
+
+def _us(found: dict[str, Any]) -> str:
+    return f"{found['seconds'] * 1e6:.0f}"
+
+
 def mem_spd_texts(line: Line) -> list[str]:
     """A measurement as in MiniKV's CSV: latency of the whole call, tokens/s = batch x (prompt + output) / latency."""
     shape = [line["system"], *(str(line[name]) for name in ("rows", "prompt_len", "gen_len"))]
@@ -92,14 +112,17 @@ def mem_spd_texts(line: Line) -> list[str]:
 
 
 def _tests(step: Step) -> list[str]:
-    """What pytest counted, from its XML file."""
+    """What pytest counted, and what has failed, from its XML file."""
     try:
-        counts = ElementTree.parse(step.output).getroot()[0].attrib
+        suite = ElementTree.parse(step.output).getroot()[0]
     except (FileNotFoundError, ElementTree.ParseError):  # not there, or pytest was killed while it wrote
         return []
-    return [
-        f"{step.name}: {', '.join(f'{counts[name]} {name}' for name in ('tests', 'failures', 'errors', 'skipped'))}."
-    ]
+    counts = ", ".join(f"{suite.attrib[name]} {name}" for name in ("tests", "failures", "errors", "skipped"))
+    cases = suite.iter("testcase")
+    failed = [case for case in cases if {"failure", "error"} & {found.tag for found in case}]
+    names = [f"- `{case.get('classname')}: {case.get('name')}`" for case in failed[:MOST_NAMED]]
+    more = [f"- {len(failed) - MOST_NAMED} more"] if len(failed) > MOST_NAMED else []
+    return [f"{step.name}: {counts}.", "", *names, *more, ""]
 
 
 def _run_texts(step: Step, run: Any) -> list[str]:
@@ -125,7 +148,3 @@ def _step_texts(step: Step, state: State) -> list[str]:
 
 def _card() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import tarfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +16,7 @@ from typing import Any, cast
 from bench import common
 from bench.gpu.steps import Step
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import write_whole
+from flexgen_h2o.core.files import replacing, write_whole
 
 # failed: tried again by the next call, until MOST_ATTEMPTS. cut: the suite's own time was over; left_out: never begun.
 DONE, REFUSED, DOES_NOT_FIT, FAILED, TIMEOUT, CUT = "done", "refused", "does_not_fit", "failed", "timeout", "cut"
@@ -21,20 +24,28 @@ STATUS_OF_EXIT = {0: DONE, 2: REFUSED, 3: DOES_NOT_FIT}
 FINISHED = (DONE, DOES_NOT_FIT)
 MOST_ATTEMPTS = 2
 LEAST_S = 20.0  # with less time left no step is begun
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
+# SIGTERM first: a sweep then ends what it has started itself, and writes its table. Tests get SIGINT before it: pytest
+# then names what has failed, and writes its XML, for which it may wait 10 s for its own processes.
+GRACES = ((signal.SIGTERM, 10.0),)
+GRACES_OF_TESTS = ((signal.SIGINT, 20.0), *GRACES)
 SAID = 300  # characters of a failure that are kept
 State = dict[str, dict[str, Any]]
 KEPT = {"status", "seconds", "attempts", "reason"}  # of a step, beside what it was
+# What OUT gets: these files, and all others in one. A device machine gives few files back.
+COPIED = ("gpu_suite.md", "gpu_suite.json", "steps.json")
+ARCHIVE = "results.tar.gz"
 
 
 class Suite:
-    """The state of all steps, in `steps.json` beside the results. copy_to: gets every file of the results as well."""
+    """The state of all steps, in `steps.json` beside the results. copy_to: gets COPIED and ARCHIVE as well, from which
+    alone, as its results, another suite goes on."""
 
     def __init__(self, results: Path, limit: float, copy_to: Path | None = None, again: bool = False) -> None:
         self.results, self._copy_to = results, copy_to
         self._end = time.monotonic() + limit
         with common.writing("--results", results, "give another folder"):
             (results / "runs").mkdir(parents=True, exist_ok=True)
+            _unpack(results)
         if copy_to is not None:
             with common.writing("OUT", copy_to, "give another folder"):
                 copy_to.mkdir(parents=True, exist_ok=True)
@@ -61,9 +72,8 @@ class Suite:
     def _run(self, step: Step, left: float) -> dict[str, Any]:
         attempts = self.state.get(step.name, {}).get("attempts", 0)
         start = time.monotonic()
-        # SIGTERM first: a sweep then ends what it has started itself, and writes its table.
-        limit = min(step.limit, left)
-        code, _, text = common.run_limited(step.command, os.environ | step.environment, limit, GRACE_S, show=True)
+        limit, graces = min(step.limit, left), GRACES_OF_TESTS if step.kind == "tests" else GRACES
+        code, _, text = common.run_limited(step.command, os.environ | step.environment, limit, graces, show=True)
         lines = [line for line in text.strip().splitlines() if line.strip()]
         if code:
             print("\n".join(lines[-20:]), flush=True)
@@ -84,7 +94,31 @@ class Suite:
         report(self.state)
         if self._copy_to is not None:
             with common.writing("OUT", self._copy_to, f"the results are in {self.results}"):
-                shutil.copytree(self.results, self._copy_to, dirs_exist_ok=True)
+                _pack(self.results, self._copy_to)
+
+
+def _pack(results: Path, target: Path) -> None:
+    for name in COPIED:
+        if (results / name).exists():
+            shutil.copyfile(results / name, target / name)
+    own = {results / name for name in COPIED}
+    with replacing(target / ARCHIVE) as file, tarfile.open(fileobj=file.buffer, mode="w:gz") as archive:
+        for path in sorted(set(results.rglob("*")) - own):
+            if path.is_file() and target not in path.parents:
+                archive.add(path, path.relative_to(results).as_posix())
+
+
+def _unpack(results: Path) -> None:
+    """ARCHIVE, where an earlier suite's OUT is given back as the results. UsageError: it is none."""
+    archive = results / ARCHIVE
+    if not archive.exists():
+        return
+    try:
+        with tarfile.open(archive) as packed:
+            packed.extractall(results, filter="data")
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise UsageError(f"{archive}: is damaged ({error}); remove it") from error
+    archive.unlink()
 
 
 def _read_state(path: Path) -> State:

@@ -1,34 +1,42 @@
 """What the suite runs, most worth first, as command lines. Data, no running.
 
-The first steps are grouped into four calls, each of which needs nothing of another and at most 9 minutes on a card.
+The first steps are grouped into four calls, each of which needs nothing of another. Its essential steps come first, and
+their limits are 9 minutes together.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.sweep.grid import GRIDS, Cell, systems_of
+from bench.baselines.contract import DTYPES
+from bench.sweep.grid import GRIDS, LLAMA_1B, Cell, systems_of
 
 PARITY_S, KERNEL_PARITY_S, SHORT_S, PROFILE_S = 200.0, 120.0, 100.0, 240.0
+WEIGHTS_S, LAUNCHES_S, PLACED_S = 200.0, 70.0, 100.0  # of essential steps of the second call
+TEST_PROCESSES = 12  # of pytest on a card: hundreds of kernels are compiled, and a process compiles one at a time
 CALLS = {
     1: "tokens and kernels are right, and kernels fast",
     2: "placements, launches and the link",
     3: "the first cell of the paper's table, beside peers",
     4: "OPT-30B in 4 bits",
 }
+_SHORT = {name: short for short, name in DTYPES.items()}  # dtypes as the sweep takes them
 
 
 @dataclass(frozen=True)
 class Step:
     """One process. limit: seconds of it; output: where it leaves its results, as its kind has them: `tests` pytest's
-    XML, `placement` a run, `sweep` lines, `figures` a benchmark's JSON. call: of CALLS, 0 for what comes after them."""
+    XML, `placement` a run, `sweep` lines, `figures` a benchmark's JSON. call: of CALLS, 0 for what comes after them;
+    essential: what the call is for."""
 
     name: str
     kind: str
@@ -37,6 +45,7 @@ class Step:
     output: Path
     environment: dict[str, str] = field(default_factory=dict)
     call: int = 0
+    essential: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ _LAUNCHES: dict[str, str] = {
     "launches-opt": "",
     "launches-opt-h2o": "--hh-ratio 0.1",
     "launches-opt-h2o-packed": "--hh-ratio 0.1 --compress-cache",
-    "launches-llama-h2o": "--hh-ratio 0.1 --model TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "launches-llama-h2o": f"--hh-ratio 0.1 --model {LLAMA_1B}",
 }
 
 
@@ -114,10 +123,10 @@ def all_steps(setting: Setting) -> list[Step]:
     cells = GRIDS[six]
     large = "facebook/opt-125m" if setting.tiny else "facebook/opt-30b"
     calls = {
-        1: [*_parity(setting), _figures(setting, "kernels", "bench.gpu.kernels")],
-        2: [_profile(setting), *_launches(setting), *_placements(setting, _FIRST)],
-        3: [_cell(setting, "table", six, cells[0])],
-        4: [_placement(setting, "opt-30b-4bit", _LARGE, large, 2 * setting.run_limit)],
+        1: _essential(*_parity(setting), _figures(setting, "kernels", "bench.gpu.kernels")),
+        2: _placed(setting),
+        3: _essential(_cell(setting, "table", six, cells[0])),
+        4: _essential(_placement(setting, "opt-30b-4bit", _LARGE, large, 2 * setting.run_limit)),
     }
     return [
         *(replace(step, call=call) for call, steps in calls.items() for step in steps),
@@ -126,6 +135,32 @@ def all_steps(setting: Setting) -> list[Step]:
         *(_cell(setting, "table", six, cell) for cell in cells[1:]),
         *(_cell(setting, "table", thirty, cell) for cell in GRIDS[thirty] if cell not in cells),
     ]
+
+
+def _essential(*steps: Step) -> list[Step]:
+    return [replace(step, essential=True) for step in steps]
+
+
+def _placed(setting: Setting) -> list[Step]:
+    """The second call: weights, launches, the link, H2O; then, where time is left, the profile and what it predicts."""
+    launches = {step.name: step for step in _launches(setting)}
+    runs = {step.name: step for step in _placements(setting, _FIRST)}
+    first = [
+        _weights(setting),
+        *(replace(launches.pop(name), limit=LAUNCHES_S) for name in ("launches-opt", "launches-opt-h2o")),
+        *(replace(runs.pop(name), limit=PLACED_S) for name in ("weights-on-host", "kv-on-host-h2o")),
+    ]
+    return [*_essential(*first), _profile(setting), runs.pop("auto"), *launches.values(), *runs.values()]
+
+
+def _weights(setting: Setting) -> Step:
+    """Of the models of the call, random ones: no run is then cut short by writing them."""
+    output = setting.results / "runs" / "weights.json"
+    command = (
+        sys.executable, "-m", "bench.gpu.weights", setting.model, LLAMA_1B, "--dtype", setting.dtype,
+        "--offload-dir", str(setting.offload_dir), "--output", str(output),
+    )  # fmt: skip
+    return Step("weights", "figures", command, WEIGHTS_S, output)
 
 
 def _parity(setting: Setting) -> Iterator[Step]:
@@ -139,10 +174,17 @@ def _parity(setting: Setting) -> Iterator[Step]:
         found = setting.results / f"{name}.xml"
         command = (
             sys.executable, "-m", "pytest", "-q", "--rootdir", str(common.ROOT), "-m", marked,
-            str(common.ROOT / tests), f"--junitxml={found}",
+            str(common.ROOT / tests), f"--junitxml={found}", *_processes(setting),
         )  # fmt: skip
         environment = {"FLEXGEN_GPU_TEST_DEVICE": setting.device}
         yield Step(name, "tests", command, limit, found, environment)
+
+
+def _processes(setting: Setting) -> tuple[str, ...]:
+    """Flags of pytest: several processes on a card, where pytest-xdist is there."""
+    if setting.device == "cpu" or find_spec("xdist") is None:
+        return ()
+    return "-n", str(min(TEST_PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"
 
 
 def _figures(setting: Setting, name: str, module: str, *flags: str) -> Step:
@@ -208,7 +250,7 @@ def _cell(setting: Setting, table: str, grid: str, cell: Cell) -> Step:
         name += f" x {first}"
     command = (
         sys.executable, "-m", "bench.sweep", "--cell", ",".join(map(str, values)), "--device", setting.device,
-        "--device-mem", setting.device_mem, "--offload-dir", str(setting.offload_dir),
+        "--device-mem", setting.device_mem, "--dtype", _SHORT[setting.dtype], "--offload-dir", str(setting.offload_dir),
         "--results", str(setting.results), "--name", table, "--limit", f"{setting.measurement_limit:.0f}",
         "--quiet-wait", "0", "--repeats", "0", "--systems", *(system.name for system in systems_of(grid, cell)),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
+from bench.baselines.contract import drop_page_cache
 from bench.sweep.grid import Cell, System
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
 from flexgen_h2o.core.errors import UsageError
@@ -40,7 +41,7 @@ class Setup:
     """What all measurements of a sweep share. peers: the folder of their environments.
 
     device_mem: bytes of the device tier. On a CPU it is RAM that only ours uses as a tier of its own; a peer gets these
-    bytes with the budget.
+    bytes with the budget. dtype: a key of contract.DTYPES.
     """
 
     peers: Path
@@ -86,7 +87,8 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     command = command_of(setup, system, cell, model_dir, rows, budget)
     environment, malloc = environment_of(setup, system)
     # A peer's own copies too: what an earlier run has left cached would not count in this one's group.
-    _drop_page_cache([*weights, *(path for path in setup.offload_dir.glob("*") if path.is_file())])
+    for path in (*weights, *(path for path in setup.offload_dir.glob("*") if path.is_file())):
+        drop_page_cache(path)
     busy = common.wait_for_quiet(setup.quiet_wait)
     ram = setup.ram(budget)
     with memory_limit(ram + BESIDE_BUDGET if setup.cgroup and ram else None) as held, common.BackgroundLoad() as seen:
@@ -94,7 +96,8 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     here = common.machine_facts()
     facts: Line = {name: here[name] for name in ("date", "commit", "cpu")} | {
         "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
-        "device": setup.device, "device_mem_bytes": setup.device_mem, "limit_s": setup.limit_s, "cgroup": bool(held),
+        "device": setup.device, "device_mem_bytes": setup.device_mem, "dtype": setup.dtype, "limit_s": setup.limit_s,
+        "cgroup": bool(held),
     }  # fmt: skip
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
@@ -176,11 +179,12 @@ def command_of(
 
 
 def environment_of(setup: Setup, system: System) -> tuple[dict[str, str], str]:
-    """Variables of the process, and the name of its malloc: a peer's keeps pages, ours must do without."""
+    """Variables of the process, and the name of its malloc: a peer's keeps pages, ours must do without. PYTHONPATH is
+    ours alone: a peer has an environment of its own."""
     passed = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_PRELOAD", "VIRTUAL_ENV")}
     passed |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads), "HF_HUB_OFFLINE": "1"}
     if system.ours:
-        return passed | {"PYTHONPATH": str(common.ROOT)}, "glibc"
+        return passed | {"PYTHONPATH": common.environment()["PYTHONPATH"]}, "glibc"
     variables, name = common.peer_malloc(system.peer not in WITHOUT_TCMALLOC)
     return passed | variables, name
 
@@ -197,15 +201,6 @@ def _figures(out: str) -> Line | None:
 def reason_of(said: str) -> str:
     lines = [line for line in said.strip().splitlines() if line.strip()]
     return lines[-1][:SAID] if lines else ""
-
-
-def _drop_page_cache(files: list[Path]) -> None:
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bench.common import GB
 from bench.sweep.search import best_rows
 from bench.sweep.store import MEASURED, OVER, Line
+from flexgen_h2o.core.units import markdown_table
 
-GB = 10**9
 CELL = ("model", "prompt_len", "gen_len", "budget")
 HEAD = (
     "system", "rows", "tok/s (least - most)", "decode tok/s", "prefill s", "of ours-full", "peak GB", "device GB",
@@ -78,16 +79,10 @@ def markdown(lines: list[Line]) -> str:
         shown = "all of RAM" if size is None else f"budget {budget} ({size / GB:.2f} GB)"
         if mine[0].get("device_mem_bytes"):
             shown += f", {mine[0]['device']} device of {mine[0]['device_mem_bytes'] / GB:.2f} GB"
-        parts += [
-            "",
-            f"## {model}, {prompt_len} + {gen_len} tokens, {shown}",
-            "",
-            _line(HEAD),
-            _line(["---"] * len(HEAD)),
-        ]
         rows = rows_of(mine)
         base = next((row.tokens_per_s for row in rows if row.system == "ours-full"), 0.0)
-        parts += [_line(_texts(row, base)) for row in rows]
+        table = markdown_table(HEAD, [_texts(row, base) for row in rows])
+        parts += ["", f"## {model}, {prompt_len} + {gen_len} tokens, {shown}", "", *table]
     return "\n".join(parts) + "\n"
 
 
@@ -104,7 +99,3 @@ def _texts(row: Row, base: float) -> list[str]:
         f"{max(map(device_bytes, row.lines)) / GB:.2f}", f"{read / GB:.2f}", f"{read / GB / seconds:.2f}",
         str(len(row.lines)), f"{max(line['others'] for line in row.lines):.0%}", "over the budget" if over else "",
     ]  # fmt: skip
-
-
-def _line(texts: Iterable[str]) -> str:
-    return "| " + " | ".join(texts) + " |"

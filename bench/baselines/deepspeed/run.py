@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import DTYPES, DoesNotFitError, Meter, Request, kv_and_work_bytes, main, stored_tensors
+from contract import DTYPES, DoesNotFitError, Meter, RefusedError, Request, kv_and_work_bytes, main, stored_tensors
 
 # aio: of one read; threads of one aio handle. buffers: matrices in flight. prefetch_matrices: largest matrices read
 # ahead and kept alive at most, besides the one in use.
@@ -68,11 +68,13 @@ def zero_config(request: Request, setting: dict[str, Any], largest: int, folder:
         "block_size": setting["block_mib"] << 20, "queue_depth": setting["queue_depth"],
         "intra_op_parallelism": setting["aio_threads"], "single_submit": False, "overlap_events": True,
     }  # fmt: skip
-    precision = {"enabled": request.dtype == "bf16"}
-    return {"train_micro_batch_size_per_gpu": 1, "bf16": precision, "zero_optimization": zero, "aio": aio}
+    halves: dict[str, Any] = {name: {"enabled": request.dtype == name} for name in ("bf16", "fp16")}
+    return {"train_micro_batch_size_per_gpu": 1, **halves, "zero_optimization": zero, "aio": aio}
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    if request.dtype == "fp16" and request.device == "cpu":
+        raise RefusedError("--dtype fp16: DeepSpeed is measured with it on a card only")
     folder = request.offload_dir / "deepspeed"
     largest = max(math.prod(t.shape) for t in stored_tensors(request.weight_files))
     setting = choose_settings(request, largest)

@@ -233,6 +233,8 @@ def generate(request: Request, meter: Meter, setting: dict[str, Any]) -> Any:
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    if request.dtype == "fp16":
+        raise RefusedError("--dtype fp16: FlexGen on a processor is measured in bf16 and fp32 only")
     setting = choose(request)
     generate(request, meter, setting)
     return meter.result(request.rows, request.gen_len) | {"setting": setting}

@@ -75,7 +75,8 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
 
         return cpu.measure(request, meter)
     name = flexgen_name(request.config)
-    flags = published_flags(request, sum(path.stat().st_size for path in request.weight_files) / 2)
+    itemsize = 4 if request.dtype == "fp32" else 2
+    flags = published_flags(request, sum(path.stat().st_size for path in request.weight_files) / itemsize)
     with tempfile.TemporaryDirectory() as folder:
         log, scratch = Path(folder) / "log", request.offload_dir / "flexgen"
         command = [

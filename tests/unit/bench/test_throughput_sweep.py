@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from flexgen_h2o.core.errors import UsageError
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
-from contract import DoesNotFitError, Meter, Request, kv_and_work_bytes, phases
+from contract import DoesNotFitError, Meter, RefusedError, Request, kv_and_work_bytes, phases
 
 from bench.sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
 from bench.sweep.plots import _by_kv_share
@@ -268,6 +269,32 @@ def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     # All that a line of the sweep and its table read.
     whole = found | flexgen.memory_of_children(0) | {"status": OK, "others": 0.0}
     assert "2.00 tok/s" in describe(whole)
+
+
+@pytest.mark.parametrize(("peer", "dtypes"), [("llamacpp", "bf16"), ("vllm", "bf16, fp32")])
+def test_a_dtype_that_a_peer_is_not_measured_in_is_refused_in_a_line(
+    peer: str, dtypes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the peer itself is imported."""
+    path = ROOT / "bench" / "baselines" / peer / "run.py"
+    flags = ["--prompt-len", "6", "--gen-len", "3", "--rows", "1", "--dtype", "fp16"]
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # vLLM's is changed
+    monkeypatch.setattr(sys, "argv", [str(path), *flags, "--model-dir", str(OPT_TINY), "--offload-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"--dtype fp16: measured in {dtypes} only\n"
+
+
+def test_fp16_is_for_a_card_where_a_processor_is_not_measured_in_it(tmp_path: Path) -> None:
+    for path in ("deepspeed/run.py", "flexgen/cpu.py"):
+        with pytest.raises(RefusedError, match="--dtype fp16: "):
+            load(path).measure(request(tmp_path, dtype="fp16"), Meter(0))
+    deepspeed = load("deepspeed/run.py")
+    for dtype in ("fp16", "bf16", "fp32"):
+        asked = request(tmp_path, variant="cpu", device="cuda", dtype=dtype)
+        config = deepspeed.zero_config(asked, deepspeed.SETTINGS, 1000, tmp_path)
+        assert [name for name in ("bf16", "fp16") if config[name]["enabled"]] == [dtype] * (dtype != "fp32")
 
 
 @pytest.mark.slow
