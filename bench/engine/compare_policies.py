@@ -29,6 +29,7 @@ from itertools import islice
 from typing import Any
 
 from bench import common
+from bench.common import ON_DISK
 from bench.sweep.cut_model import cut_model
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
@@ -40,7 +41,7 @@ from flexgen_h2o.llm import LLM
 
 PHASES = ("prefill", "decode", "total")
 FIRST_STEPS = 3
-IN_RAM, ON_DISK, A_THIRD = (0, 100, 0, 100, 0, 100), (0, 0, 0, 100, 0, 100), (0, 33, 0, 100, 0, 100)
+IN_RAM, A_THIRD = (0, 100, 0, 100, 0, 100), (0, 33, 0, 100, 0, 100)
 KV_ON_DISK, KV_BEHIND_A_LINK = (100, 0, 0, 0, 100, 0), (100, 0, 0, 100, 100, 0)
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from bench import common
-from bench.common import GB, Spread
+from bench.common import GB, ON_DISK, Spread
 from bench.engine.reader import Reader
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
@@ -27,7 +27,6 @@ from flexgen_h2o.core.timeline import Span
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
 from flexgen_h2o.llm import LLM
 
-DISK_RUN = (0, 0, 0, 100, 0, 100)
 # Of a sweep or of a repeat: unit, digits, scale and name in the table.
 FIGURES = {
     "engine_bytes_per_s": ("GB/s", 2, GB, "engine, steady decode sweeps"),
@@ -43,7 +42,7 @@ Figures = dict[str, list[float]]
 
 def main() -> None:
     args = _parse()
-    policy = Policy(args.gpu_batch_size, args.num_gpu_batches, percent=DISK_RUN)
+    policy = Policy(args.gpu_batch_size, args.num_gpu_batches, percent=ON_DISK)
     found: Figures = {name: [] for name in FIGURES}
     with common.open_llm(args, policy) as llm:
         llm.timeline.keep_spans = True

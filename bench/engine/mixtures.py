@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench import common
-from bench.common import GB
+from bench.common import GB, ON_DISK
 from bench.engine.reader import Reader
 from bench.engine.roofline import Peak, PeakProbe, token_flops
 from flexgen_h2o.cli_common import positive
@@ -33,13 +33,11 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.models.load import find_model
 
-ON_DISK = "--percent 0 0 0 100 0 100"
-
 
 def main() -> None:
     args = _parse()
     model = find_model(args.model, args.path)
-    on_disk = Policy(percent=(0, 0, 0, 100, 0, 100), compress_weight=args.compress_weight)
+    on_disk = Policy(percent=ON_DISK, compress_weight=args.compress_weight)
     probe = PeakProbe(getattr(torch, args.dtype))
     cells = []
     for cell in args.cells:
@@ -75,8 +73,8 @@ def _measure(args: argparse.Namespace, spec: ModelSpec, cell: str, disk: float, 
         lengths = ["--prompts", str(prompts), "--gen-len", str(args.gen_len), "--ignore-eos"]
         command = [
             sys.executable, "-m", "flexgen_h2o.flex_opt", "--no-log", "--json", str(report_file), *lengths,
-            *common.as_flags(args, "model", "path", "offload_dir", "host_mem", "dtype"), *shlex.split(ON_DISK),
-            "--gpu-batch-size", gbs, "--num-gpu-batches", batches or "1", *flags,
+            *common.as_flags(args, "model", "path", "offload_dir", "host_mem", "dtype"),
+            "--percent", *map(str, ON_DISK), "--gpu-batch-size", gbs, "--num-gpu-batches", batches or "1", *flags,
             *(["--compress-weight"] if args.compress_weight else []),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, env=common.environment(), check=False)

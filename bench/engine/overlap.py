@@ -18,14 +18,13 @@ import sys
 from contextlib import ExitStack
 
 from bench import common
-from bench.common import Spread, run_sweeps, steady
+from bench.common import ON_DISK, Spread, run_sweeps, steady
 from bench.engine.reader import Reader
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import find_model
 
-ON_DISK = (0, 0, 0, 100, 0, 100)
 IN_RAM = (0, 100, 0, 100, 0, 100)
 BALANCED_WITHIN = 0.15
 MOST_ROWS = 512
@@ -49,7 +48,8 @@ def _ratios(seconds: Seconds) -> dict[str, Spread]:
 def main() -> None:
     args = _parse()
     with ExitStack() as stack:
-        reader = stack.enter_context(_open_reader(args))
+        model, on_disk = find_model(args.model, args.path), Policy(percent=ON_DISK)
+        reader = stack.enter_context(Reader(model, on_disk, args.dtype, args.offload_dir))
         reader.read(1)
         rows = args.rows or _balanced_rows(args, reader)
         seconds: Seconds = {kind: [] for kind in KINDS}
@@ -115,10 +115,6 @@ def _open(args: argparse.Namespace, rows: int, percent: tuple[int, int, int, int
     """In RAM the budget of --host-mem does not count: it is for the runs that stream."""
     policy = Policy(-(-rows // args.num_gpu_batches), args.num_gpu_batches, percent=percent, overlap=overlap)
     return common.open_llm(args, policy, budget=MemoryBudget(host=args.host_mem if percent == ON_DISK else None))
-
-
-def _open_reader(args: argparse.Namespace) -> Reader:
-    return Reader(find_model(args.model, args.path), Policy(percent=ON_DISK), args.dtype, args.offload_dir)
 
 
 def _seconds_to_read(reader: Reader, sweeps: int) -> float:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.common import GB, BackgroundLoad, Spread, door, finish, model_parser, ratio_of, table, wait_for_quiet
+from bench.common import GB, BackgroundLoad, Spread, door, finish, own_parser, ratio_of, table, wait_for_quiet
 
 # isort: split
 import torch
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = model_parser(__doc__, None)
+    parser = own_parser(__doc__)
     parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS), help="of decode attention (all)")

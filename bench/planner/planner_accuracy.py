@@ -129,7 +129,8 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = common.model_parser(__doc__, None, "14GiB")
+    parser = common.weights_parser(__doc__)
+    parser.add_argument("--host-mem", default="14GiB", help="budget of RAM (14GiB)")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those with TEXT in their name")
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="measured when (quick)")
     parser.add_argument("--every", type=positive, default=1, help="measure a quick profile every so many cases (1)")

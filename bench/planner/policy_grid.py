@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = common.model_parser(__doc__, None)
+    parser = common.weights_parser(__doc__)
     parser.add_argument("--workloads", type=int, nargs="+", choices=(1, 2, 3), default=(1, 2, 3))
     parser.add_argument("--hardware", metavar="FILE", help="a profile of this machine (one is measured)")
     parser.add_argument("--policies", type=positive, default=20, help="of the grid that are run (20)")

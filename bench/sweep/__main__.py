@@ -12,6 +12,8 @@ answers lose beside each setting of ours; and the Results page, docs/results.md,
 Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and are not made again;
 the table (throughput.md) and the pictures beside it are made anew from all lines. Signed ones are in signed.jsonl, and
 made again on another processor: a cell's search and its rounds are of one.
+
+The exit code is 1 where a cell has no figure, and 3 where nothing fits one; that all systems refuse is an answer.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 import torch
 
 from bench import common
+from bench.baselines.contract import DTYPES
 from bench.sweep import page, quality
 from bench.sweep.cut_model import cut_model
 from bench.sweep.grid import GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
@@ -36,16 +39,17 @@ from bench.sweep.plots import draw_all
 from bench.sweep.rounds import Rates, Rounds, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
 from bench.sweep.search import best_rows, search
-from bench.sweep.store import REFUSED, TIMEOUT, Line, Store, claimed
+from bench.sweep.store import DOES_NOT_FIT, REFUSED, TIMEOUT, Line, Store, claimed
 from bench.sweep.summary import markdown
 from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
-from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, UsageError
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.models.load import Model, find_checkpoint, find_model
 
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
 FULL = {"repeats": 3, "quiet_wait": 60.0, "limit": 1800.0}
 OF_SIGNED = {"repeats": 3, "quiet_wait": 60.0, "limit": 3600.0}
+BF16 = "bf16"  # the dtype of all that is not asked for in another
 SHARES = "ours-h2o:R, ours-h2o:kv-budget=R, ours-mix:kv-bytes=R"
 
 
@@ -58,8 +62,9 @@ class Sweep:
     repeats: int
     signed: str | None = None
 
-    def cell(self, cell: Cell, systems: tuple[System, ...]) -> None:
-        """Find each system's best batch, then repeat these, the systems taking turns."""
+    def cell(self, cell: Cell, systems: tuple[System, ...]) -> int:
+        """Find each system's best batch, then repeat these, the systems taking turns. Returns an exit code: of a cell
+        without a figure that of `_without_figure`."""
         print(f"\n== {cell.name}", flush=True)
         ready = []
         for system in systems:
@@ -69,24 +74,28 @@ class Sweep:
             else:
                 ready.append(system)
         if not ready:
-            return
+            return EXIT_DONE
         folder = _model_folder(cell.model, self.setup)
-        chosen = []
+        chosen, tried = [], list[Line]()
         for system in ready:
             if self.signed is not None and system.ours:  # plans its blocks itself, of as many rows as there are
                 chosen.append((system, cell.rows[1]))
                 continue
             lines = search(lambda rows, s=system: self._measure(s, cell, folder, rows, 0), *cell.rows)
+            tried += lines
             rows = best_rows(lines)
             if rows is not None:
                 chosen.append((system, rows))
+        if not chosen:
+            return _without_figure(cell, tried)
         if self.signed is not None:
             self._signed(cell, folder, self._fastest(cell, chosen))
             quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
-            return
+            return EXIT_DONE
         for repeat in range(1, self.repeats + 1):
             for system, rows in chosen if repeat % 2 else reversed(chosen):
                 self._measure(system, cell, folder, rows, repeat)
+        return EXIT_DONE
 
     def _measure(self, system: System, cell: Cell, folder: Path, rows: int, repeat: int) -> Line:
         key = key_of(cell, system, rows, repeat)
@@ -133,6 +142,17 @@ class Sweep:
         return line["status"] == TIMEOUT and self.setup.limit_s > line.get("limit_s", self.setup.limit_s)
 
 
+def _without_figure(cell: Cell, tried: list[Line]) -> int:
+    """The exit code of a cell in which nothing gave a figure: that all is refused is an answer, that nothing fits has a
+    code of its own. A line says why."""
+    broken = [line for line in tried if line["status"] != REFUSED]
+    if not broken:
+        return EXIT_DONE
+    worst = next((line for line in broken if line["status"] != DOES_NOT_FIT), broken[-1])
+    print(f"{cell.name}: no figure; {worst['system']}: {describe(worst)}", file=sys.stderr, flush=True)
+    return EXIT_DOES_NOT_FIT if worst["status"] == DOES_NOT_FIT else EXIT_FAILED
+
+
 def main() -> int:
     return run_cli("throughput_sweep", _run, None)
 
@@ -145,21 +165,20 @@ def _run(argv: list[str] | None) -> int:
     results = args.results or common.ROOT / "bench" / "results" / args.machine
     setup = Setup(
         args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"], args.device, args.device_mem,
-        cgroup=args.cgroup or (args.signed and can_limit()),
+        args.dtype, args.cgroup or (args.signed and can_limit()),
     )  # fmt: skip
     path = results / f"{args.name}.jsonl"
     with claimed(path):
         store = Store(path, args.again, common.machine_facts()["cpu"] if args.signed else None)
         sweep = Sweep(setup, store, int(values["repeats"]), args.quality_model if args.signed else None)
         try:
-            for cell, systems in cells:
-                sweep.cell(cell, systems)
+            codes = [sweep.cell(cell, systems) for cell, systems in cells]
         finally:
             if args.signed:
                 _show_signed(results, args, [cell for cell, _ in cells])
             else:
                 _show(store, results, args.name)
-    return 0
+    return next((code for code in (EXIT_FAILED, EXIT_DOES_NOT_FIT) if code in codes), EXIT_DONE)
 
 
 def _show_signed(results: Path, args: argparse.Namespace, cells: list[Cell]) -> None:
@@ -210,8 +229,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--results", type=Path, help="another folder for the results")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
+    add("--dtype", choices=sorted(DTYPES), default=BF16, help=f"of weights and computing ({BF16})")
     add("--cgroup", action="store_true", help="hold systems to a budget by a memory cgroup, page cache counted")
-    add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES for another device)")
+    add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES, DTYPE for another)")
     add("--signed", action="store_true", help="hold the cells to all that the signed grids are held to")
     add("--quality-model", default=quality.MODEL, help=f"trained, says what answers lose ({quality.MODEL})")
     args = parser.parse_args(argv)
@@ -228,8 +248,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         args.device_mem = parse_bytes(args.device_mem, "--device-mem")
     if args.name is None and args.signed:
         args.name = page.NAME
-    if args.name is None:  # lines of different devices are never of the same measurement
-        args.name = "-".join(map(str, ("throughput", *((args.device, args.device_mem) if args.device_mem else ()))))
+    if args.name is None:  # lines of different devices or dtypes are never of the same measurement
+        other = [args.device, args.device_mem] if args.device_mem else []
+        args.name = "-".join(map(str, ["throughput", *other, *([] if args.dtype == BF16 else [args.dtype])]))
     args.grid = [*args.grid, *(["quick"] if args.quick else [])]
     if not args.grid and not args.cell:
         raise UsageError(f"nothing to measure: give --quick, --grid ({', '.join(GRIDS)}) or --cell")
@@ -238,9 +259,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_signed(args: argparse.Namespace) -> None:
     """UsageError where what is asked for could not be signed."""
-    if args.quick or args.device != "cpu" or args.device_mem is not None:
-        flag = "--quick" if args.quick else "--device, --device-mem"
-        raise UsageError(f"{flag}: the signed grid is of whole measurements on a CPU; leave it out")
+    given = {
+        "--quick": args.quick, "--device": args.device != "cpu", "--device-mem": args.device_mem is not None,
+        "--dtype": args.dtype != BF16,
+    }  # fmt: skip
+    if any(given.values()):
+        flags = ", ".join(flag for flag, is_given in given.items() if is_given)
+        raise UsageError(f"{flags}: the signed grid is of whole measurements on a CPU in {BF16}; leave it out")
     if args.repeats is not None and args.repeats < OF_SIGNED["repeats"]:
         raise UsageError(f"--repeats {args.repeats}: the signed grid has at least {OF_SIGNED['repeats']} rounds")
     commit = common.commit()
@@ -311,7 +336,7 @@ def _is_share(text: str) -> bool:
 def _model_folder(model: str, setup: Setup) -> Path:
     """Random weights at the model's true shape, written once: every system reads this folder."""
     found = _model_of(model, setup.offload_dir)
-    return find_checkpoint(found, "bfloat16", setup.offload_dir, 0, progress=False).folder
+    return find_checkpoint(found, DTYPES[setup.dtype], setup.offload_dir, 0, progress=False).folder
 
 
 def _cut(model: str) -> tuple[str, int | None]:

@@ -29,7 +29,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_picture, write_result
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.evaluation.fidelity import Runner
-from flexgen_h2o.evaluation.figures import Figures, number, summarise_recall, summarise_texts
+from flexgen_h2o.evaluation.figures import MARKS, Figures, number, summarise_recall, summarise_texts
 from flexgen_h2o.evaluation.rows import SEQUENCE, Case, held_out_rows, make_cells, recall_rows, text_of
 from flexgen_h2o.kvcache.eviction import Full
 
@@ -152,7 +152,7 @@ def draw(found: Sequence[Figures], path: Path) -> None:
             kinds.setdefault(f"{policy}, {bits} bits{read}", []).append(one)
     for i, (kind, cells) in enumerate(sorted(kinds.items())):
         x, y = [c["read_share"] for c in cells], [max(c["kl"]["value"], 1e-5) for c in cells]
-        ax.plot(x, y, linestyle="", marker="osD^vP*X<>h"[i % 11], color=f"C{i % 10}", label=kind)
+        ax.plot(x, y, linestyle="", marker=MARKS[i % len(MARKS)], color=f"C{i % 10}", label=kind)
     ax.plot(*zip(*best_line(found), strict=True), color="black", linewidth=1, label="best")
     ax.set(
         xscale="log",

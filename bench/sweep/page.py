@@ -22,7 +22,7 @@ from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, system_of, systems_of
 from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, is_of, of_one_machine, valid_rounds
 from bench.sweep.search import best_line, best_rows
-from bench.sweep.store import MEASURED, OVER, Line, Store, cpu_of
+from bench.sweep.store import MEASURED, OVER, REFUSED, Line, Store, cpu_of
 from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_whole
@@ -110,7 +110,10 @@ class Found:
 
 
 def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
-    mine = of_one_machine([line for line in lines if is_of(cell, line)])
+    of_cell = [line for line in lines if is_of(cell, line)]
+    mine = of_one_machine(of_cell)
+    seen = {line["system"] for line in mine}
+    mine += [line for line in of_cell if line["status"] == REFUSED and line["system"] not in seen]  # of any machine
     entries, reasons = dict[str, Entry](), dict[str, str]()
     for name in dict.fromkeys(line["system"] for line in mine):
         tried = [line for line in mine if line["system"] == name]
@@ -151,7 +154,7 @@ def predictions(cells: Sequence[Found]) -> str:
     for found in cells:
         title = found.title
         for entry in (entry for name, entry in found.entries.items() if name.startswith("ours-")):
-            said = [(line, line["setting"]["predicted"]) for line in entry.lines.values() if _is_predicted(line)]
+            said = [(line, plan) for line in entry.lines.values() if (plan := line.get("setting", {}).get("predicted"))]
             if said:
                 parts = [
                     [sum(plan[x] for x in phases) / sum(line[x] for x in phases) for line, plan in said]
@@ -172,10 +175,6 @@ def machines(cells: Sequence[Found]) -> str:
         shown = [spread([rates[name] / unit for rates in seen if name in rates]) for _, name, unit in RATES]
         rows.append([found.title, cpu_of(lines[0]), *shown])
     return "\n".join(markdown_table(("cell", "processor", *(words for words, _, _ in RATES)), rows))
-
-
-def _is_predicted(line: Line) -> bool:
-    return bool(line.get("setting", {}).get("predicted"))
 
 
 def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
@@ -209,11 +208,7 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
 
 def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
     """KL and flips of a system at the cell's lengths."""
-    peer, _, variant = system.partition("-")
-    is_exact = variant == quality.EXACT if peer == "ours" else not quality.LOSSY.search(system)
-    if is_exact:
-        return "0; 0%"
-    line = quality.find(losses, **quality.of_cell(cell, variant if peer == "ours" else system))
+    line = _loss(system, cell, losses)
     return "not measured yet" if line is None else f"{line['kl']['value']:.3g}; {line['flips']['value']:.0%}"
 
 
@@ -256,10 +251,11 @@ def summary(cells: Sequence[Found], losses: Sequence[quality.Line], is_short: bo
 
 
 def _loss(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Line | None:
-    variant = system.partition("-")[2]
-    if variant == quality.EXACT:
+    peer, _, variant = system.partition("-")
+    is_exact = variant == quality.EXACT if peer == "ours" else not quality.LOSSY.search(system)
+    if is_exact:
         return {"kl": {"value": 0.0}, "flips": {"value": 0.0}}
-    return quality.find(losses, **quality.of_cell(cell, variant))
+    return quality.find(losses, **quality.of_cell(cell, variant if peer == "ours" else system))
 
 
 def _losses(lines: Sequence[quality.Line]) -> str:

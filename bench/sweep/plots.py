@@ -9,8 +9,8 @@ from typing import Any
 from bench.sweep.runner import OVER_BUDGET, ram_of
 from bench.sweep.store import MEASURED, Line
 from bench.sweep.summary import Row, cells_of, rows_of
+from flexgen_h2o.evaluation.figures import MARKS
 
-MARKS = "osD^vP*X<>h"
 Points = dict[str, list[tuple[float, float]]]  # by system
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench.common import GB
+from bench.common import GB, ON_DISK
 from bench.engine.reader import Reader
 from bench.engine.roofline import PeakProbe
 from bench.sweep.grid import IN_RAM, Cell, System
@@ -27,7 +27,6 @@ MOVED, MOST_EXTRA = 0.15, 1
 PRODUCTS, MEMORY, DISK = "bf16_flops_per_s", "memory_bytes_per_s", "disk_bytes_per_s"
 PROBES = 5
 READ_BYTES, READ_SWEEPS = 2 * GIB, 64  # of the weights file, whichever ends first
-DISK_RUN = (0, 0, 0, 100, 0, 100)
 Rates = dict[str, float]
 Chosen = list[tuple[System, int]]  # with the rows of its best batch
 
@@ -43,7 +42,7 @@ def machine_rates(cell: Cell, model: Model, offload_dir: Path, dtype: str = "bfl
     }
     del probe
     if cell.kind != IN_RAM:
-        with Reader(model, Policy(percent=DISK_RUN), dtype, offload_dir) as reader:
+        with Reader(model, Policy(percent=ON_DISK), dtype, offload_dir) as reader:
             nbytes, seconds = reader.read(READ_SWEEPS, READ_BYTES)
         found[DISK] = nbytes / seconds
     return found

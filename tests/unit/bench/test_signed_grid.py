@@ -18,7 +18,7 @@ from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, SIGNED, Cell, System, systems_of
 from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
 from bench.sweep.runner import BASELINES, Setup
-from bench.sweep.store import FAILED, OK, Line, Store
+from bench.sweep.store import FAILED, OK, REFUSED, Line, Store
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import mix_of
@@ -140,7 +140,7 @@ def test_a_model_may_be_its_first_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [([], "--grid signed"), (["--quick"], "--quick"), (["--repeats", "2"], "--repeats 2"),
-     (["--device-mem", "1GiB"], "--device")],
+     (["--device-mem", "1GiB"], "--device-mem: "), (["--dtype", "fp16"], "--dtype: ")],
 )  # fmt: skip
 def test_what_could_not_be_signed_is_refused_in_a_line(
     flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -316,6 +316,15 @@ def test_a_cell_is_of_one_machine(tmp_path: Path) -> None:
     assert Sweep(path, speeds).store.find(key) is not None and not Sweep(path, {}).run(OURS, PEER, count=2)
 
 
+def test_a_refusal_of_another_machine_is_shown(tmp_path: Path) -> None:
+    path, other = tmp_path / "signed.jsonl", System("llamacpp", "bf16-mmap", ("offload",))
+    Sweep(path, {OURS.name: 2.0, PEER.name: 1.0}).run(OURS, PEER)
+    refusal = {"status": REFUSED, "reason": "no OPT", "cpu": "EPYC"}
+    Store(path).add_all([vars(rounds.key_of(CELL, system, 8, 0)) | refusal for system in (other, PEER)])
+    found = page.found_of(CELL, Store(path).lines)
+    assert found.reasons == {other.name: "refused: no OPT"} and PEER.name in found.entries
+
+
 def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     text = f"a\n{page.START}\nold\n{page.END}\nb\n"
@@ -347,7 +356,8 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     def run(setup: door.Setup, system: System, *_: object) -> Line:
         speed = 4.0 if system.name == "hf-sdpa" else 5.0
         facts = {"cgroup": setup.cgroup, "date": "2026-11-23", "budget_bytes": None}
-        return figures(speed) | facts | {name: common.machine_facts()[name] for name in ("commit", "cpu")}
+        facts |= {name: common.machine_facts()[name] for name in ("commit", "cpu")}
+        return {"status": REFUSED, "reason": "no"} | facts if system.peer == "llamacpp" else figures(speed) | facts
 
     monkeypatch.setattr(door, "measure", run)
     monkeypatch.setattr(door, "measure_profile", lambda setup: measured.append("profile"))
@@ -364,3 +374,5 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     assert measured == ["profile", *[quality.MODEL] * 2] and "opt-tiny, 8 + 4, in RAM" in written
     assert "in the search only: 4 with 8 rows; `hf-eager` was faster there" in written
     assert all(is_of(Cell(str(OPT_TINY), 8, 4, "none", (8, 8)), line) for line in lines)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--systems", "llamacpp-bf16"])  # where all refuse there is no round
+    assert door.main() == 0 and Store(tmp_path / "signed.jsonl").lines[-1]["status"] == REFUSED
