@@ -15,7 +15,7 @@ from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenErro
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.core.units import counted, format_seconds
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.flags import PLACEMENT, open_llm, place_of, say_idle_flags
+from flexgen_h2o.flags import PLACEMENT, open_llm, say_notes
 from flexgen_h2o.jobs.input import Cut, Line, begins_as, read_cut, read_lines, scan_input
 from flexgen_h2o.jobs.on_ray import Opening, ray_at, ray_job
 from flexgen_h2o.jobs.output import OutputFile
@@ -84,11 +84,9 @@ def run(
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.check_plan()
-        if llm.precision_note:
-            note("batch", llm.precision_note)
         digests = llm.digests()
         before = settle(args, output, settings_of(llm, policy, is_auto, defaults, digests))
-        say_idle_flags("batch", args, place_of(args, llm))
+        say_notes("batch", args, llm)
         if output.cut_bytes:
             note("batch", f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
         if args.ray is None:

@@ -199,21 +199,27 @@ class OutputFile:
         )
 
 
-def count_rows(path: Path) -> tuple[int, int]:
-    """Whole rows of an output, and the error rows among them, also while a job writes to it.
+def rows_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of an output that are whole rows, each with its row, also while a job writes to it.
 
-    A line is in memory at a time. (0, 0) where there is no file; UsageError where it cannot be read.
+    A line is in memory at a time. Nothing where there is no file; UsageError where it cannot be read.
     """
-    rows = errors = 0
     try:
         with open_regular(path) as file:
             for line in _lines(file):
                 if (row := whole_row(line)) is not None:
-                    rows, errors = rows + 1, errors + (row["error"] is not None)
+                    yield line, row
     except FileNotFoundError:
-        return 0, 0
+        return
     except OSError as error:
         raise UsageError(f"--output {path}: {error.strerror or error}") from error
+
+
+def count_rows(path: Path) -> tuple[int, int]:
+    """Rows of an output, as of `rows_of`, and the error rows among them."""
+    rows = errors = 0
+    for _, row in rows_of(path):
+        rows, errors = rows + 1, errors + (row["error"] is not None)
     return rows, errors
 
 

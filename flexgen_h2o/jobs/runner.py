@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import ge
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Row, Silent
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
@@ -23,6 +24,8 @@ from flexgen_h2o.jobs.input import Digests, Line, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.requests import NOT_FINITE, Request, RequestReader, RowError, error_row, success_row
 from flexgen_h2o.jobs.sidecar import Status, tiers_text
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.eviction.policy import most_new_tokens, record_of
 from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
@@ -30,6 +33,7 @@ MOST_BAD_LINES = 1000  # at a time: some 60 ms, in which a server does nothing e
 WRITE_EVERY_S = 1.0
 
 PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
+Need = tuple[int, ...]  # of a row: what its memory grows with
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,8 @@ class Job:
     """Runs lines through an engine, in windows.
 
     window: rows that are read ahead; None: at least MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS rows. refill: rows of
-    the next window enter the running block. has_run: the engine has run rows of another job.
+    the next window enter the running block, which is full from its start. has_run: the engine has run rows of another
+    job.
     """
 
     def __init__(
@@ -272,19 +277,22 @@ class Job:
     ) -> None:
         """Run them all, and what `more` gives. DoesNotFitError where no single row is too large for the budgets.
 
-        A row that does not fit alone becomes an error row. Rows that do not fit together once others have run, now or
-        before a restart, are run in parts.
+        A row that does not fit alone becomes an error row. Rows that do not fit together once others have run or fit,
+        now or before a restart, are run in parts.
         """
         try:
             block_size = self._llm.prepare(*prompts_and_params(requests)).block_size
-        except DoesNotFitError as error:
+            if more is not None and (further := self._take(max(0, block_size - len(requests)))):
+                requests, self._has_run = [*requests, *further], True  # the block never gets places that it lacks now
+                block_size = self._llm.prepare(*prompts_and_params(requests)).block_size
+        except DoesNotFitError:
             fitting, others = self._fitting_alone(requests)
             fits_by_now = not others and len(requests) == 1  # somebody else held memory in between
             some_ran = self._has_run or (fitting and self._sink.has_answers)
             if fits_by_now or (not some_ran and not (fitting and others)):
                 raise
-            for request in others:
-                self._rows.fail(request, RowError("does_not_fit", str(self._why_not(request) or error)))
+            for request, why in others:
+                self._rows.fail(request, RowError("does_not_fit", why))
             parts = [fitting] if others else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
             for part in filter(None, parts):
                 self._run_window(part)
@@ -308,11 +316,27 @@ class Job:
         self._running |= {request.prompt.index: request for request in self._take(len(requests))}
         return prompts_and_params(requests)
 
-    def _fitting_alone(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Those that fit the budgets in a block of their own, and those that do not, the smallest first."""
+    def _fitting_alone(self, requests: Sequence[Request]) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """Those that fit the budgets in a block of their own, and those that do not, each with why; the smallest first.
+
+        Few are asked for, the middle one of those that are left each time: what needs no more than a row that fits does
+        too, and what needs no less than one that does not does not either.
+        """
+        eviction, spec = self._llm.eviction, self._llm.model.spec
         ordered = sorted(requests, key=lambda r: len(r.prompt.token_ids) + r.params.max_tokens)
-        count = bisect_left(ordered, True, key=lambda request: self._why_not(request) is not None)
-        return ordered[:count], ordered[count:]
+        needs = [_need(request, eviction, spec) for request in ordered]
+        left, why = dict(zip(needs, ordered, strict=True)), dict[Need, str]()
+        while left:
+            need, request = list(left.items())[len(left) // 2]
+            error = self._why_not(request)
+            if error is None:
+                left = {other: one for other, one in left.items() if not _covers(need, other)}
+                continue
+            said = f"needs no less than line {request.prompt.index}: {error}"
+            why |= {other: said for other in left if _covers(other, need)} | {need: str(error)}
+            left = {other: one for other, one in left.items() if other not in why}
+        pairs = list(zip(ordered, needs, strict=True))
+        return [one for one, need in pairs if need not in why], [(one, why[need]) for one, need in pairs if need in why]
 
     def _why_not(self, request: Request) -> DoesNotFitError | None:
         """Why it does not fit the budgets in a block of its own; None where it does."""
@@ -335,3 +359,17 @@ def window_rows(block_size: int, asked: int | None) -> int:
 
 def prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
     return [request.prompt for request in requests], [request.params for request in requests]
+
+
+def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
+    """Tokens that are fed, pages, and slots of each transformer block: all that tells apart what rows of one kind take
+    of memory. Rows with log-probabilities of their prompts are another kind, and cover no others."""
+    prompt, echo, blocks = len(request.prompt.token_ids), request.params.prompt_logprobs is not None, spec.num_blocks
+    new = most_new_tokens(eviction, spec, prompt, max(1, request.params.max_tokens))
+    slots = (eviction.slots(prompt, new, block, blocks) for block in range(blocks))
+    return echo, not echo, prompt, record_of(eviction, prompt + new).pages, *slots
+
+
+def _covers(need: Need, other: Need) -> bool:
+    """Is it no less of everything?"""
+    return all(map(ge, need, other))

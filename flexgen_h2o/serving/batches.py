@@ -27,9 +27,9 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
-from flexgen_h2o.jobs.input import Cut, read_cut
+from flexgen_h2o.jobs.input import Cut, read_cut, read_lines
 from flexgen_h2o.jobs.job import settle, writing
-from flexgen_h2o.jobs.output import OutputFile, whole_row
+from flexgen_h2o.jobs.output import OutputFile, count_rows, rows_of
 from flexgen_h2o.jobs.requests import URLS, Request, RequestReader, RowError
 from flexgen_h2o.jobs.runner import JobRows, JobWriter
 from flexgen_h2o.serving.answers import Refused
@@ -210,8 +210,8 @@ class Store:
             part, count = self._files / f"{file_id}.part", 0
             try:
                 with part.open("wb") as target:
-                    for line, has_error in _rows(output):
-                        if has_error == is_error:
+                    for line, row in rows_of(output):
+                        if (row["error"] is not None) == is_error:
                             target.write(line)
                             count += 1
                     target.flush()
@@ -245,15 +245,6 @@ def _check_metadata(metadata: Any) -> None:
         raise Refused(
             400, f"metadata: texts of at most {MOST_METADATA_CHARACTERS} characters are expected", "invalid_request"
         )
-
-
-def _rows(output: Path) -> Iterator[tuple[bytes, bool]]:
-    """Yields each whole row and whether it is an error row; nothing where there is no file."""
-    if output.exists():
-        with files.open_regular(output) as file:
-            for line in file:
-                if (row := whole_row(line)) is not None:
-                    yield line, row["error"] is not None
 
 
 class Batch:
@@ -383,7 +374,7 @@ class Batches:
         run = Batch(batch, self._clerk_end)
         try:
             if batch["status"] == "cancelling":
-                self._results(batch, "cancelled")
+                self._results(batch, "cancelled", self._counts(batch))
                 return
             source = self.store.path(batch["input_file_id"])
             run.open(source, self.store.output(batch), self._reader, self._settings, self._service)
@@ -398,6 +389,15 @@ class Batches:
             self._fail(batch, error)
             return
         self._service.add_batch(run)
+
+    def _counts(self, batch: dict[str, Any]) -> dict[str, int]:
+        """Of a batch that does not run, as far as its job's output and its input can be read."""
+        counts: dict[str, int] = batch["request_counts"]
+        with contextlib.suppress(FlexgenError, Refused):
+            rows, errors = count_rows(self.store.output(batch))
+            counts = {"total": max(rows, counts["total"]), "completed": rows - errors, "failed": errors}
+            counts["total"] = sum(1 for _ in read_lines(self.store.path(batch["input_file_id"])))
+        return counts
 
     def _clerk_end(self, run: Batch, error: FlexgenError | None) -> None:
         """Called by the engine's thread; a clerk that is shut down has left the rest to the next start."""
@@ -422,16 +422,15 @@ class Batches:
                     run.stack.__exit__(type(reason), reason, None)
             if error is not None and not is_cancelled:
                 raise error
-            batch["request_counts"] = run.counts
-            self._results(batch, "cancelled" if is_cancelled else "completed")
+            self._results(batch, "cancelled" if is_cancelled else "completed", run.counts)
         except Exception as found:
             self._fail(batch, found, run.counts)
         finally:
             self.running.pop(batch["id"], None)
 
-    def _results(self, batch: dict[str, Any], status: str) -> None:
+    def _results(self, batch: dict[str, Any], status: str, counts: dict[str, int]) -> None:
         found = self.store.split(batch)
-        self.store.save(batch, status=status, **found, **{f"{status}_at": int(time.time())})
+        self.store.save(batch, status=status, request_counts=counts, **found, **{f"{status}_at": int(time.time())})
         self.store.remove_job(batch)
 
     def _fail(self, batch: dict[str, Any], error: Exception, counts: dict[str, int] | None = None) -> None:
@@ -444,7 +443,7 @@ class Batches:
         errors = {"object": "list", "data": [one]}
         with contextlib.suppress(Exception):
             batch |= self.store.split(batch)
-        batch |= {"request_counts": counts or batch["request_counts"], "errors": errors}
+        batch |= {"request_counts": counts or self._counts(batch), "errors": errors}
         batch |= {"status": "failed", "failed_at": int(time.time())}
         with contextlib.suppress(FlexgenError):  # the next start goes on with it
             self.store.save(batch)

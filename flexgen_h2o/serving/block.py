@@ -12,10 +12,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.packing import PAGE_STEP
 from flexgen_h2o.core.timeline import Span
 from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import Completion, Prompt
@@ -158,18 +160,35 @@ class Service:
         """Rows that the engine is opened for: one whose prompt is as long as may be, and usual ones. Each has a
         beginning of its own, so that room for whole rows is planned. Where columns are dropped, the log-probabilities
         of a long prompt are taken in decode steps, and another one without them is fed whole; where new ones are not,
-        a row with the shortest prompt takes most slots."""
+        a row with the shortest prompt takes most slots, and where columns leave summaries, not the longest one."""
         vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
         eviction = self.llm.eviction
         special = [self.length] * (2 if eviction.needs.record else 1)
         special += [1] * (bool(eviction.needs.record) and not getattr(eviction, "while_decoding", False))
-        lengths = [*special, *[usual] * (rows - len(special))]
-        prompts = [Prompt(i, (i % vocab,) * length, None) for i, length in enumerate(lengths)]
+        sizes = [(n, self.length + 1) for n in special] + [(1, n) for n in self._fullest()]
+        sizes += [(usual, self.length + 1)] * (rows - len(sizes))
+        prompts = [Prompt(i, (i % vocab,) * length, None) for i, (length, _) in enumerate(sizes)]
         params = [
-            SamplingParams(max_tokens=max(1, self.length - n + 1), prompt_logprobs=None if i else 0)
-            for i, n in enumerate(lengths)
+            SamplingParams(max_tokens=total - length, prompt_logprobs=None if i else 0)
+            for i, (length, total) in enumerate(sizes)
         ]
         return prompts, params
+
+    def _fullest(self) -> list[int]:
+        """Tokens, prompt and new ones, of rows that take the most slots where columns leave summaries. A row's pages
+        are some more than it fills, and with a token more than they hold it may have fewer columns."""
+        eviction = self.llm.eviction
+        if not (step := PAGE_STEP * eviction.needs.page):
+            return []
+        totals, blocks = [self.length + 1, *range(step, self.length + 1, step)], range(self.llm.model.spec.num_blocks)
+
+        def slots(block: int, total: int) -> int:
+            try:
+                return eviction.slots(1, total - 1, block, len(blocks))
+            except UsageError:  # it is left no column, and is refused
+                return 0
+
+        return sorted({max(totals, key=partial(slots, block)) for block in blocks})
 
     def open(self) -> None:
         """Open the engine, if it is not. DoesNotFitError where the budgets are too small."""
@@ -271,7 +290,7 @@ class Service:
         with self._lock:
             self.is_open = False
             tickets = {id(one): one for one in self._tickets}
-            tickets |= {id(r.owner): r.owner for r in self._running.values() if isinstance(r.owner, Ticket)}
+            tickets |= {id(r.owner): r.owner for r in list(self._running.values()) if isinstance(r.owner, Ticket)}
             self._tickets.clear()
         for ticket in tickets.values():
             ticket.is_gone = True
@@ -283,8 +302,9 @@ class Service:
         return None if row is None else ([row[0]], [row[1]])
 
     def _next_row(self) -> tuple[Prompt, SamplingParams] | None:
-        """The row that enters next; None also where many have been refused, and `run` has to ask again."""
-        is_their_turn = self._batch_rows < self.batch_share * self.capacity
+        """The row that enters next; None also where many have been refused, and `run` has to ask again. A single place
+        has no share for batches: it is theirs where no client waits."""
+        is_their_turn = self.capacity > 1 and self._batch_rows < self.batch_share * self.capacity
         for take in (self._of_batches, self._of_tickets) if is_their_turn else (self._of_tickets, self._of_batches):
             for _ in range(MOST_BAD_LINES):
                 if (found := take()) is None:

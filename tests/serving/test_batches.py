@@ -108,6 +108,29 @@ def test_rows_of_a_failed_batch_become_a_file_at_the_first_start_with_room(
     assert store.path(batch["output_file_id"]).read_text() == ROW and not store.output(batch).exists()
 
 
+def test_counts_of_a_batch_that_is_over_as_the_server_starts(store: Store, tmp_path: Path) -> None:
+    """Cancelled before, or it cannot go on: an earlier server has counted nothing."""
+    cancelled, failed = (new_batch(store, b"{}\n" * 4) for _ in range(2))
+    for batch in (cancelled, failed):
+        store.output(batch).write_text(ROW * 2 + ROW.replace("null", '{"code": "x"}'))
+    store.save(cancelled, status="cancelling")
+    start_again(store)
+    for batch, status in ((cancelled, "cancelled"), (failed, "failed")):
+        kept = json.loads((tmp_path / "batches" / f"{batch['id']}.json").read_text())
+        assert kept["status"] == status and kept["request_counts"] == {"total": 4, "completed": 2, "failed": 1}
+
+
+def test_counts_are_kept_where_nothing_can_be_read(store: Store) -> None:
+    batch = new_batch(store)
+    batch["request_counts"] = COUNTS
+    store.output(batch).mkdir()
+    assert batches_of(store)._counts(batch) == COUNTS
+    store.output(batch).rmdir()
+    store.output(batch).write_text(ROW)
+    store.path(batch["input_file_id"]).unlink()
+    assert batches_of(store)._counts(batch) == COUNTS
+
+
 def test_clients_are_told_ids_in_the_place_of_paths_and_flags(store: Store, tmp_path: Path) -> None:
     twice, mixed = new_batch(store, b'{"custom_id": "a"}\n' * 2), new_batch(store)
     store.output(mixed).write_text(ROW)

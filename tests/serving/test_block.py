@@ -154,6 +154,14 @@ def test_clients_come_first_and_batches_have_their_share(service: Service, llm: 
     assert sorted(batch.done) == [50, 51, 52, 53, 54] and batch.ended == second.ended == [None]
 
 
+def test_a_single_place_is_for_batches_where_no_client_waits(service: Service) -> None:
+    service.capacity = 1
+    service.add_batch(StubBatch(rows_of(50, 1)))
+    service.submit(ticket_of(10, 2)[0])
+    entered = [service._next_row() for _ in range(4)]
+    assert [row and row[0].token_ids[0] for row in entered] == [10, 11, 50, None]
+
+
 @pytest.mark.parametrize(("later", "clients"), [(1, 1), (3, 0)])
 def test_a_batch_without_a_row_for_now_is_asked_again(service: Service, llm: StubLLM, later: int, clients: int) -> None:
     """After the clients, and at once where there are none."""
@@ -212,6 +220,22 @@ def test_a_queue_has_an_end(service: Service) -> None:
     service.close()
     with pytest.raises(Refused, match="shutting down"):
         service.submit(ticket_of(10, 1)[0])
+
+
+def test_a_server_is_closed_while_rows_enter(service: Service) -> None:
+    """The engine's thread goes on meanwhile."""
+    (ticket, told), running = ticket_of(10, 1), dict[int, Any]()
+
+    class Entering:
+        @property
+        def owner(self) -> Ticket:
+            running[len(running)] = self
+            return ticket
+
+    running[0] = Entering()
+    service._running = running
+    service.close()
+    assert [(kind, error.status) for kind, error in told] == [("error", 503)] and len(running) > 1
 
 
 def test_who_goes_away_frees_places(service: Service, llm: StubLLM) -> None:

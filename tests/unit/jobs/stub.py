@@ -19,22 +19,28 @@ from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.runner import Job, JobWriter, rows_before
 from flexgen_h2o.jobs.sidecar import Status
+from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.models.load import Model
 
 
 @dataclass
 class StubLLM:
-    """Answers with the prompt's tokens backwards, cut to what is asked for. runs: the lines of each run.
+    """Answers with the prompt's tokens backwards, cut to what is asked for. runs: the lines of each run, and began:
+    how many it began with.
 
-    room: tokens that one run's rows may have in all, and one row alone. spared: prompt tokens, by each run.
+    room: prompt tokens that one run's rows may have in all, and one row alone. spared: prompt tokens, by each run.
+    asks: how often it was asked whether rows fit.
     """
 
     model: Model
     policy: Policy = field(default_factory=lambda: Policy(2, 2))
     room: int = 10**9
     spared: int = 0
+    eviction: Eviction = field(default_factory=Full)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     runs: list[list[int]] = field(default_factory=list)
+    began: list[int] = field(default_factory=list)
+    asks: int = 0
     expected: int | None = None
     before_row: Callable[[int], None] = lambda line: None
 
@@ -46,6 +52,7 @@ class StubLLM:
         return self.policy
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        self.asks += 1
         tokens = sum(len(p.token_ids) for p in prompts)
         if tokens > self.room:
             raise DoesNotFitError(f"{tokens} tokens are too many")
@@ -58,6 +65,7 @@ class StubLLM:
         lines: list[int] = []
         tokens = 0
         self.runs.append(lines)
+        self.began.append(len(prompts))
         found = prompts, params
         while found is not None:
             lines += [prompt.index for prompt in found[0]]

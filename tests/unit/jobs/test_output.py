@@ -19,7 +19,7 @@ import pytest
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import EXIT_FAILED, FlexgenError, UsageError
 from flexgen_h2o.jobs import output as module
-from flexgen_h2o.jobs.output import OutputFile, count_rows, is_locked, to_line
+from flexgen_h2o.jobs.output import OutputFile, count_rows, is_locked, rows_of, to_line
 
 ROWS = [{"custom_id": name, "response": {"text": text}, "error": None} for name, text in zip("abc", "xéz", strict=True)]
 LINES = [to_line(row) for row in ROWS]
@@ -101,6 +101,13 @@ def test_a_line_that_is_longer_than_a_row_can_be(
     path.write_bytes(WHOLE + b"x" * 10_000 + b"\n")
     with pytest.raises(UsageError, match=r"out.jsonl:4: is not a row"):
         list(opened().rows())
+
+
+def test_lines_that_are_whole_rows(path: Path) -> None:
+    """Without a file there are none."""
+    assert list(rows_of(path)) == []
+    path.write_bytes(WHOLE + b"{}\n" + LINES[0][:9])
+    assert list(rows_of(path)) == [(line + b"\n", row) for line, row in zip(LINES, ROWS, strict=True)]
 
 
 # ---- one writer

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
+import re
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Cut, read_cut
 from flexgen_h2o.jobs.on_ray import AnswerSink
@@ -134,6 +139,26 @@ def test_a_later_window_that_has_no_room_is_run_in_parts(
     assert failed(output) == ["n60-6"]
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_block_that_rows_enter_is_full_from_its_start(
+    window: int | None, source: Path, output: Path, words: Model
+) -> None:
+    """However few rows a window has: the engine is opened for no more places than it begins with."""
+    llm = StubLLM(words, policy=Policy(2048, 1))
+    ran = run_job(llm, write_lines(source, *prompts(3000)), output, window=window, refill=True)
+    assert llm.began == [2048] and len(llm.runs[0]) == ran.status.done == 3000
+
+
+def test_a_full_block_that_does_not_fit_is_run_in_parts(source: Path, output: Path, words: Model) -> None:
+    """As later windows are: a few of its rows did fit. Without a row that is too large alone it fits."""
+    llm = StubLLM(words, policy=Policy(8, 1), room=20)
+    run_job(llm, write_lines(source, *prompts(20)), output, window=4, refill=True)
+    assert [len(run) for run in llm.runs] == [4] * 5 and not failed(output)
+    llm, other = StubLLM(words, policy=Policy(8, 1), room=50), output.with_name("other.jsonl")
+    run_job(llm, write_lines(source, *sized(3, 4, 5, 6, 60, 7)), other, window=4, refill=True)
+    assert llm.runs == [[1, 2, 3, 4, 6]] and failed(other) == ["n60-4"]
+
+
 def test_bad_lines_come_in_parts(source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.jobs.runner.MOST_BAD_LINES", 2)
     write_lines(source, *["{"] * 5, *prompts(1))
@@ -154,6 +179,43 @@ def test_a_row_that_fits_nowhere_is_an_error_row(source: Path, output: Path, wor
     assert sorted(failed(output)) == ["n51-3", "n60-1"] and len(rows) == 5
     assert rows["n60-1"] == {"code": "does_not_fit", "message": "line 2: 60 tokens are too many"}
     assert [sorted(run) for run in llm.runs] == [[1, 3, 5]]
+
+
+def test_long_answers_do_not_make_a_row_too_large(source: Path, output: Path, words: Model) -> None:
+    lines = [
+        {"custom_id": name, "prompt": [5] * n, "max_tokens": new} for name, n, new in (("a", 60, 1), ("b", 3, 500))
+    ]
+    run_job(StubLLM(words, room=50), write_lines(source, *lines), output)
+    assert failed(output) == ["a"] and len(read_rows(output)) == 2
+
+
+def test_many_rows_that_fit_nowhere_are_found_by_few_questions(source: Path, output: Path, words: Model) -> None:
+    """One that was not asked for names one that needs no more."""
+    llm = StubLLM(words, room=10)
+    run_job(llm, write_lines(source, *sized(4, 5, *range(11, 311))), output)
+    errors = {row["custom_id"]: row["error"]["message"] for row in read_rows(output) if row["error"]}
+    assert len(errors) == 300 and llm.runs == [[1, 2]] and llm.asks < 15
+    assert errors["n11-2"] == "line 3: 11 tokens are too many"
+    assert re.fullmatch(r"line 302: needs no less than line \d+: \d+ tokens are too many", errors["n310-301"])
+
+
+def test_rows_of_any_prompt_and_answer_are_parted_exactly(source: Path, output: Path, words: Model) -> None:
+    """With the full cache a token of a prompt takes more than a new one: here as much as three."""
+
+    class PerToken(StubLLM):
+        def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+            self.asks += 1
+            if any(3 * len(p.token_ids) + one.max_tokens > 200 for p, one in zip(prompts, params, strict=True)):
+                raise DoesNotFitError("too large")
+
+    generator, llm = random.Random(0), PerToken(words)
+    sizes = [(generator.randint(1, 40), generator.randint(1, 400)) for _ in range(200)]
+    write_lines(
+        source, *({"custom_id": f"{n}-{m}-{i}", "prompt": [5] * n, "max_tokens": m} for i, (n, m) in enumerate(sizes))
+    )
+    run_job(llm, source, output)
+    assert sorted(failed(output)) == sorted(f"{n}-{m}-{i}" for i, (n, m) in enumerate(sizes) if 3 * n + m > 200)
+    assert llm.asks < 100
 
 
 def test_budgets_that_suit_no_block_or_no_row_end_the_job(source: Path, output: Path, words: Model) -> None:
