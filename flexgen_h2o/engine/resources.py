@@ -63,6 +63,7 @@ class Engine:
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
         self.timeline = timeline
         self.budgets = site.budgets
+        self._checkpoint = checkpoint  # marks its folder as in use as long as there is the object
         self.layers = layers_of(spec, policy)
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
@@ -144,10 +145,12 @@ class Engine:
     def _compile_for_card(self, part: ModelPart) -> None:
         """On a card: kernels are compiled, or found on disk, for the model's sizes before the first sweep is timed."""
         spec, needs = self.spec, part.eviction.needs
-        sizes = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim
         pairs = 0 if spec.rotary is None else len(spec.rotary.frequencies)
+        sizes = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, pairs
         where, packing = self.device.torch_device, packing_of(spec, self.policy)
-        warm_up_card(where, self.dtype, sizes, pairs, bool(needs.record), needs.per_query, packing)
+        sinks = any(t.name == "sinks" for block in spec.attention for t in block)
+        before = (int(sinks), *([2] if self.plan.shape.common else []))
+        warm_up_card(where, self.dtype, sizes, bool(needs.record), needs.per_query, packing, before)
 
     def _take_buffers(self, offload_dir: Path, stack: contextlib.ExitStack) -> None:
         on_disk = [b for b in self.plan.buffers if b.tier == "disk"]

@@ -6,13 +6,14 @@ R = rows, d = head width, P = pages of a row, as in slots.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.kernels.packed import unpack_columns
 from flexgen_h2o.kernels.workspace import mismatch
 
 if TYPE_CHECKING:
@@ -109,11 +110,30 @@ def with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[t
     return k, v
 
 
+def unpacked(
+    keys: torch.Tensor, values: torch.Tensor, form: SlotForm, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots as numbers of `dtype`, whole columns in their places."""
+    if form.packing is None:
+        return keys, values
+    k = unpack_columns(keys, form.packing.keys, torch.float32)
+    v = unpack_columns(values, form.packing.values, torch.float32)
+    if form.whole is not None:
+        k, v = with_whole(form.whole, k, v)
+    return k.to(dtype), v.to(dtype)
+
+
 def softmax(products: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Of products (R, g, n) fp32, and the sinks; without these where there are none."""
     if sinks is None:
         return torch.softmax(products, dim=2)
     return products.sub_(torch.logaddexp(products.logsumexp(dim=2), sinks).unsqueeze(2)).exp_()
+
+
+def joined(before: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(R, g, d) fp32: attention over two sets of columns, from that over each, and their log-sum-exps."""
+    share = torch.sigmoid(before[1] - own[1]).unsqueeze(2)  # of exp(before's) in the sum of both
+    return torch.lerp(own[0].float(), before[0].float(), share)
 
 
 def page_products(q: torch.Tensor, pages: Pages, scale: float) -> torch.Tensor:

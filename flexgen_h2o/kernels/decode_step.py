@@ -4,7 +4,7 @@ d, C, S, W: as in kernels/slots.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,15 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm
-from flexgen_h2o.kernels.slots import Pair, ScoreState, attend_reference, put_packed_reference, put_slots_reference
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, joined
+from flexgen_h2o.kernels.slots import (
+    Pair,
+    ScoreState,
+    attend_lse_reference,
+    attend_reference,
+    put_packed_reference,
+    put_slots_reference,
+)
 
 FILLED, SLOT, POSITION, OLDEST, NEWEST, GAIN, PLACE = range(7)
 _BLOCK = 64  # columns of prompts that are put at a time
@@ -29,7 +36,9 @@ class StepSlots:
     -1 for that of the row's victim; its position; the range of positions, both ends included, in which a row may lose a
     slot; what a score gains, fp32 bit by bit; the column's place among whole ones, -1 for none. taken: (R,) int64,
     written: the slots that the new columns took. scores, positions, victims: as of ScoreState, all or none, and
-    query_weights.
+    query_weights. before: what the unit's queries attend to in front of the slots, a common prefix or a sink: attention
+    over it alone, (unit's rows, g, d) in q's dtype, None where it has no values; and its log-sum-exp, (unit's rows, g)
+    fp32. With values nothing is packed or scored.
     """
 
     keys: torch.Tensor
@@ -44,6 +53,7 @@ class StepSlots:
     query_weights: torch.Tensor | None = None
     decay: float = 1.0
     form: SlotForm = WHOLE
+    before: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
 
 def attend_step(
@@ -61,13 +71,15 @@ def attend_step(
     recorded = slots.scores, slots.positions, slots.victims, slots.query_weights
     of_slots = [unused if t is None else t for t in recorded]
     gains = slots.state[GAIN].view(torch.float32)
-    tensors = q, k, v, out, slots.keys, slots.values, slots.state, gains, *of_slots, products, slots.taken
+    before = [unused if t is None else t.contiguous() for t in slots.before or (None, None)]
+    tensors = q, k, v, out, slots.keys, slots.values, slots.state, gains, *of_slots, products, slots.taken, *before
     strides = *(t.stride(0) for t in (q, k, v, out)), _segment_step(slots.keys)
     sizes = *strides, slots.state.shape[1], slots.first, slots.kv_heads, length, columns, scale, slots.decay
     constants: dict[str, Any] = {
         "G": group, "GROUP": triton.power_of_two(group, 16), "D": width, "WIDTH": triton.power_of_two(width, 16),
         "BLOCK": columns_at_a_time(q.dtype, width), "RECORDS": slots.scores is not None,
         "PER_QUERY": slots.query_weights is not None,
+        "BEFORE": 0 if slots.before is None else 1 if slots.before[0] is None else 2,
     }  # fmt: skip
     name, packing, whole = "slots.attend_step", slots.form.packing, slots.form.whole
     if packing is not None:
@@ -130,9 +142,16 @@ def attend_step_reference(
     if slots.scores is not None and slots.positions is not None and slots.victims is not None:
         slots.positions[here, taken], slots.scores[here, taken] = state[POSITION], 0.0
         gains = state[GAIN].view(torch.float32)
-        of_slots = slots.scores, slots.positions, state[OLDEST], state[NEWEST]
-        scores = ScoreState(*of_slots, slots.decay, gains, slots.victims, state[POSITION], slots.query_weights)
-    result.copy_(attend_reference(queries, slots.keys, slots.values, state[FILLED], scale, scores, slots.form))
+        recorded = slots.scores, slots.positions, state[OLDEST], state[NEWEST]
+        scores = ScoreState(*recorded, slots.decay, gains, slots.victims, state[POSITION], slots.query_weights)
+    of_slots, form = (queries, slots.keys, slots.values, state[FILLED], scale), slots.form
+    if slots.before is not None:
+        elsewhere, lse = (None if t is None else t[unit_rows] for t in slots.before)
+        if elsewhere is not None and lse is not None:
+            result.copy_(joined((elsewhere, lse), attend_lse_reference(*of_slots)))
+            return
+        form = replace(form, sinks=lse)
+    result.copy_(attend_reference(*of_slots, scores, form))
 
 
 def put_prompts(k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, areas: Pair, first: int) -> None:

@@ -20,8 +20,8 @@ import torch
 
 from flexgen_h2o.core.packing import LEAST_PROMPT, SKETCH_BLOCK, SKETCH_CODES, sketch_shape
 from flexgen_h2o.core.units import PACKED_CHUNK
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, softmax, whole_addresses
-from flexgen_h2o.kernels.slots import check_slots, loops_can_read, of_values, slot_products, slots_job, unpacked
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, softmax, unpacked, whole_addresses
+from flexgen_h2o.kernels.slots import check_slots, loops_can_read, of_values, slot_products, slots_job
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 if TYPE_CHECKING:

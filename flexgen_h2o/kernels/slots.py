@@ -26,8 +26,8 @@ from flexgen_h2o.kernels.beside import (
     page_addresses,
     page_products,
     softmax,
+    unpacked,
     whole_addresses,
-    with_whole,
 )
 from flexgen_h2o.kernels.packed import pack_columns_reference, unpack_columns
 from flexgen_h2o.kernels.workspace import element_of, is_compiled_beside_card, mismatch, parallel_rows
@@ -92,13 +92,15 @@ def attend(
 
 
 def attend_lse(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None, scale: float,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Pair:  # fmt: skip
     """`attend`, bit for bit, and (R, g) fp32: the natural logarithm of the sum of exp(scale x q.k) over the slots, and
-    of exp(sink). sinks: as of a SlotForm."""
+    of exp(sink). filled: None where all slots are. sinks: as of a SlotForm."""
     if not loops_can_read(q, keys, values):
         return attend_lse_reference(q, keys, values, filled, scale, sinks)
+    if filled is None:
+        filled = torch.full((len(q),), keys.shape[0] * keys.shape[2], dtype=torch.int32)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     return _attend_compiled((q, keys, values, filled), scale, form=SlotForm(sinks=sinks), lse=lse), lse
 
@@ -135,27 +137,14 @@ def attend_reference(
 
 
 def attend_lse_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None, scale: float,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Pair:  # fmt: skip
     """`attend_lse` in torch operations."""
     products = slot_products(q, keys, filled, scale)
     lse = torch.logsumexp(products, dim=2)
     lse = lse if sinks is None else torch.logaddexp(lse, sinks)
     return _mix(products.sub_(lse.unsqueeze(2)).exp_(), values, filled).to(q.dtype), lse
-
-
-def unpacked(
-    keys: torch.Tensor, values: torch.Tensor, form: SlotForm, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots as numbers of `dtype`, whole columns in their places."""
-    if form.packing is None:
-        return keys, values
-    k = unpack_columns(keys, form.packing.keys, torch.float32)
-    v = unpack_columns(values, form.packing.values, torch.float32)
-    if form.whole is not None:
-        k, v = with_whole(form.whole, k, v)
-    return k.to(dtype), v.to(dtype)
 
 
 def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> None:
@@ -175,26 +164,37 @@ def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> 
     state.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
 
 
-def slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
-    """(R, g, longest) fp32: scale x q.k, and -inf for slots from `filled` on."""
-    length, longest = keys.shape[2], int(filled.max())
+def slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """(R, g, longest) fp32: scale x q.k, and -inf for slots from `filled` on; None: all are."""
+    segments, _, length, _ = keys.shape
+    longest = segments * length if filled is None else int(filled.max())
+    if q.dtype == torch.float16:  # q.k of some models is beyond its largest number, scale x q.k is not
+        q, scale = q * scale, 1.0
     parts = [torch.bmm(q, keys[i, :, : longest - i * length].transpose(1, 2)) for i in range(-(-longest // length))]
     products = torch.cat(parts, dim=2).float().mul_(scale)
+    if filled is None:
+        return products
     empty = torch.arange(longest, device=q.device) >= filled.view(-1, 1, 1)
     return products.masked_fill_(empty, float("-inf"))
 
 
-def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
-    """(R, g, d): the values weighed with p. A value of weight 0 can be NaN, so what is not filled is made 0 first."""
-    length, longest, least = values.shape[2], p.shape[2], int(filled.min())
+def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None) -> torch.Tensor:
+    """(R, g, d): the values weighed with p. A value of weight 0 can be NaN, so what is not filled is made 0 first, in a
+    copy of some rows at a time."""
+    length, longest = values.shape[2], p.shape[2]
+    least = longest if filled is None else int(filled.min())
     out = torch.zeros(*p.shape[:2], values.shape[3], device=p.device)
     for start in range(0, longest, length):
         end = min(longest, start + length)
-        part = values[start // length, :, : end - start]
-        if least < end:
-            empty = torch.arange(start, end, device=p.device) >= filled.unsqueeze(1)
-            part = part.masked_fill(empty.unsqueeze(2), 0)
-        out += torch.bmm(p[:, :, start:end].to(part.dtype), part)
+        part, of_part = values[start // length, :, : end - start], p[:, :, start:end].to(values.dtype)
+        if filled is None or least >= end:
+            out += torch.bmm(of_part, part)
+            continue
+        empty = torch.arange(start, end, device=p.device) >= filled.unsqueeze(1)
+        step = max(1, PACKED_CHUNK // (part.shape[1] * part.shape[2]))
+        for a in range(0, len(p), step):
+            rows = slice(a, a + step)
+            out[rows] += torch.bmm(of_part[rows], part[rows].masked_fill(empty[rows].unsqueeze(2), 0))
     return out
 
 

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -134,18 +134,19 @@ def warm_up(
 
 
 def warm_up_card(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], pairs: int, scored: bool,
-    per_query: bool = False, packing: KVPacking | None = None,
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], scored: bool,
+    per_query: bool = False, packing: KVPacking | None = None, before: Sequence[int] = (0,),
 ) -> None:  # fmt: skip
     """Launch once, on zeros, what a model's layers take on a card: Triton compiles each kernel for the model's sizes,
     and keeps it on disk.
 
-    sizes: hidden, heads, kv-heads, and numbers of a head. pairs: of rotary embeddings, with which come RMS norms and
-    gated MLPs; 0: none. scored: columns are; per_query: and compared over what the queries that saw them weigh.
+    sizes: hidden, heads, kv-heads, numbers of a head, and pairs of rotary embeddings, with which come RMS norms and
+    gated MLPs; 0: none. scored: columns are; per_query: and compared over what the queries that saw them weigh. before:
+    what queries attend to in front of slots (StepSlots.before): 0 nothing, 1 what has no values, 2 what has.
     """
     if device.type == "cpu":  # its loops are compiled by `warm_up`, for all sizes
         return
-    (hidden, heads, kv_heads, width), zeros = sizes, partial(torch.zeros, device=device)
+    (hidden, heads, kv_heads, width, pairs), zeros = sizes, partial(torch.zeros, device=device)
     q, k, v = (zeros(1, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads))
     queries, keys, values = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     _, lse = causal_attention_lse(queries, keys, values, 1.0)
@@ -161,7 +162,10 @@ def warm_up_card(
         scores, weights = zeros(kv_heads, _CARD_SLOTS), zeros(_CARD_SLOTS) if per_query else None
         positions, victims = scores.int(), scores[:, 0].int()
         slots = replace(slots, scores=scores, positions=positions, victims=victims, query_weights=weights)
-    attend_step(q, k, v, slots, 1.0, torch.empty_like(q))
+    lse, mixed = zeros(kv_heads, heads // kv_heads), q.view(kv_heads, -1, width)
+    for kind in before:
+        given = (None, (None, lse), (mixed, lse))[kind]
+        attend_step(q, k, v, replace(slots, before=given), 1.0, torch.empty_like(q))
     if pairs:
         Rotation(zeros(pairs), 1.0).rotate((q, k), zeros(1, dtype=torch.int64))
         for x in (zeros(1, hidden, dtype=dtype), q):

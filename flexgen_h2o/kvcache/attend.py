@@ -16,12 +16,12 @@ import torch
 
 from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
-from flexgen_h2o.kernels.beside import SlotForm
+from flexgen_h2o.kernels.beside import SlotForm, joined
 from flexgen_h2o.kernels.decode_step import StepSlots, attend_step, put_prompts
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, with_sinks
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, counts_of, fill_sketch
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse
+from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
     PrefixSums,
@@ -213,9 +213,10 @@ def attend_slots(
     k, v = k.view(count, width), v.view(count, width)
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
     sinks = rows.sinks_of_rows(len(new.positions))
+    before = _in_front(common, sinks) if any(map(rows.is_one_launch, rows.views)) else None
     for view, slots in zip(rows.views, new.slots, strict=True):
         if rows.is_one_launch(view):
-            slots_of_view = _step_slots(rows, view, new, slots)
+            slots_of_view = replace(_step_slots(rows, view, new, slots), before=before)
             attend_step(qkv[0], qkv[1], qkv[2], slots_of_view, scale, out.view(qkv[0].shape))
             continue
         here, where = slice(view.start, view.end), view.keys.device
@@ -232,8 +233,9 @@ def attend_slots(
             record_columns(view.metadata, slots, numbers.positions, held, sizes)
             state = _score_state(rows, view, new.numbers)
         if common is not None:
-            before = [t[here].to(where) for t in common]
-            attn_out[here].copy_(_attend_behind(before, queries, view, held, scale, form.sinks))
+            before_rows = common[0][here].to(where), common[1][here].to(where)
+            own = attend_lse(queries, view.keys, view.values, held, scale, form.sinks)
+            attn_out[here].copy_(joined(before_rows, own))
         elif rotation is not None:
             _attend_rolling(rotation, (queries, held, state, form), view, scale, attn_out[here])
         elif view.sketch is not None:
@@ -290,25 +292,21 @@ def _attend_rolling(
         out[here].copy_(attend(q[here], rotated, view.values[:, here], filled[here], scale, own, form.rows(here)))
 
 
-def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> Pair:
     """Attention over the common prefix, (rows, g, d), and its log-sum-exp, (rows, g) fp32. q: (rows, g, d)."""
-    (rows, group, width), (heads, columns) = q.shape, common.keys.shape[1:3]
+    (rows, group, width), heads = q.shape, common.keys.shape[1]
     by_head = q.view(-1, heads, group, width).transpose(0, 1).reshape(heads, -1, width)
-    filled = torch.full((heads,), columns, dtype=torch.int32, device=common.keys.device)
-    out, lse = attend_lse(by_head, common.keys, common.values, filled, scale)
+    out, lse = attend_lse(by_head, common.keys, common.values, None, scale)
     out = out.view(heads, -1, group, width).transpose(0, 1).reshape(rows, group, width)
     return out, lse.view(heads, -1, group).transpose(0, 1).reshape(rows, group)
 
 
-def _attend_behind(
-    common: Sequence[torch.Tensor], q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """Attention over the common prefix and a view's slots, (rows, g, d). common: of `_attend_common` for these rows.
-
-    A sink is one column, beside the slots.
-    """
-    before, before_lse = common
-    own, own_lse = attend_lse(q, view.keys, view.values, filled, scale, sinks)
-    share = torch.sigmoid(before_lse - own_lse).unsqueeze(2)  # of exp(before_lse) in the sum of both
-    return torch.lerp(own.float(), before.float(), share)
+def _in_front(common: Pair | None, sinks: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor] | None:
+    """What queries attend to in front of all slots, as StepSlots has it. common: of `_attend_common`; a sink is one
+    column more, without a value."""
+    if common is None:
+        return None if sinks is None else (None, sinks)
+    if sinks is None:
+        return common
+    lse = torch.logaddexp(common[1], sinks)
+    return (common[0] * torch.exp(common[1] - lse).unsqueeze(2)).to(common[0].dtype), lse

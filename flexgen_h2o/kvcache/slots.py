@@ -334,9 +334,8 @@ class KVRows:
         if not triton.takes(view.keys):
             return False
         needs, recorded = self.policy.needs, set(self.policy.needs.record)
-        plain = view.sketch is None and self.common is None and self.sinks is None
         scored = not recorded or (needs.ranks_by_score and recorded == {POSITIONS, SCORES})
-        return plain and scored and (view.metadata is None or view.metadata.pages is None)
+        return scored and view.sketch is None and (view.metadata is None or view.metadata.pages is None)
 
 
 # ---- compaction

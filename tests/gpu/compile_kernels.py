@@ -60,13 +60,16 @@ def cases(card: int) -> Iterator[Case]:
             tile = _tile(torch.empty(1, 1, 1, width, dtype=dtype, device="meta"))
             yield Case(prompts.attend, (*[t] * 4, "*fp32", *["i32"] * 17, "fp32"), tile)
             yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", *["i32"] * 14, "fp32"), tile)
-        for records, group, width in ((False, 1, 64), (True, 4, 128), (True, 8, 80), (True, 8, 256)):
+        for records, group, width, before in (
+            (False, 1, 64, 0), (False, 1, 128, 2), (True, 4, 128, 0), (True, 8, 80, 0), (True, 8, 256, 1),
+        ):  # fmt: skip
             # What a kernel that records nothing gets in place of scores, positions, victims, weights and products.
             scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
             yield Case(
                 slots.attend_step,
-                (*[t] * 6, "*i32", "*fp32", *scores, "*i64", *["i32"] * 10, "fp32", "fp32"),
-                {"G": group, "GROUP": 16, "D": width, "WIDTH": power_of_two(width),
+                (*[t] * 6, "*i32", "*fp32", *scores, "*i64", t if before > 1 else "*i32", "*fp32" if before else "*i32",
+                 *["i32"] * 10, "fp32", "fp32"),
+                {"G": group, "GROUP": 16, "D": width, "WIDTH": power_of_two(width), "BEFORE": before,
                  "BLOCK": columns_at_a_time(dtype, width), "RECORDS": records, "PER_QUERY": records and group == 8},
             )  # fmt: skip
 
@@ -95,10 +98,12 @@ def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
         packing = KVPacking.of(width, bits)
         yield Case(
             slots.attend_packed_step,
-            (*[t] * 4, "*i32", "*i32", "*i32", "*fp32", *scores, "*i64", "*bf16", "*bf16", t, t, "*i32",
+            (*[t] * 4, "*i32", "*i32", "*i32", "*fp32", *scores, "*i64", "*i32", "*fp32" if bits == 8 else "*i32",
+             "*bf16", "*bf16", t, t, "*i32",
              *["i32"] * 10, "fp32", "fp32", *["i32"] * 8),
             {"G": 4, "GROUP": 16, "D": width, "WIDTH": power_of_two(width), "BLOCK": columns_at_a_time(dtype, width),
-             "RECORDS": records, "PER_QUERY": bits == 8, **packing_constants(packing), "WINDOW": 16},
+             "RECORDS": records, "PER_QUERY": bits == 8, "BEFORE": int(bits == 8), "WINDOW": 16,
+             **packing_constants(packing)},
         )  # fmt: skip
 
 

@@ -20,7 +20,17 @@ from flexgen_h2o.kvcache.eviction import H2ONorm
 from flexgen_h2o.tiers.stream import NOTHING
 from tests.gpu.fake_card import NAME, Card
 from tests.gpu.fake_engine import deferred_transfers, fake_card
-from tests.gpu.test_cuda_parity import BUDGET, CONFIGS, H2O, HALVES, PLACEMENTS, generate, model_folder, off_by
+from tests.gpu.test_cuda_parity import (
+    BUDGET,
+    CONFIGS,
+    H2O,
+    HALVES,
+    PLACEMENTS,
+    generate,
+    model_folder,
+    off_by,
+    prompts,
+)
 
 PROMPTS_OF_A_BATCH = 3  # of different lengths: each is computed by itself
 EVICTIONS = {"full": None, "h2o": H2O(heavy_size=6, recent_size=3)}
@@ -40,6 +50,10 @@ def some_slow(cases: Iterable[tuple[Any, ...]], fast: set[tuple[Any, ...]]) -> l
 
 
 FAMILIES = ("normal", "llama")
+GPT_OSS = {
+    **CONFIGS["llama"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
+    "intermediate_size": 64, "sliding_window": 16,
+}  # fmt: skip
 FAST = {("normal", "h2o", "KV on host")}
 
 
@@ -141,6 +155,31 @@ def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, pac
         assert of_block(card, "prefill", "launch") <= 40 * PROMPTS_OF_A_BATCH
 
 
+@pytest.mark.parametrize("family", [pytest.param("normal", marks=pytest.mark.slow), "llama"])
+def test_rows_behind_a_common_prefix_wait_for_nothing(tmp_path, monkeypatch, family: str) -> None:
+    """All queries see the one copy of it; what a row has of its own is one launch."""
+    alike = [[*range(10, 50), *own] for own in prompts()]
+    monkeypatch.setattr("tests.gpu.test_cuda_parity.prompts", lambda: alike)
+    folder = model_folder(tmp_path, CONFIGS[family])
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))
+    with fake_card() as card:
+        tokens, _, report = generate(folder, Policy(3, 2, **PLACEMENTS["all on the device"]), "cuda", BUDGET)
+    assert tokens == expected and not card.races and report.extra["common_prefix"]["tokens"] == 40
+    assert of_block(card, "decode", "sync") == 0
+    assert of_block(card, "decode", "launch") <= 30, card.places
+
+
+@pytest.mark.parametrize(("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o", False)}))
+def test_sinks_are_part_of_the_launch(tmp_path, eviction: str, packed: bool) -> None:
+    """gpt-oss: windows in every other layer, learned sinks in all."""
+    folder = model_folder(tmp_path, GPT_OSS)
+    alone = Policy(4, 1, compress_cache=packed)
+    expected, *_ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=ONE_LAUNCH[eviction])
+    tokens, card = on_fake_card(folder, "all on the device", ONE_LAUNCH[eviction], compress_cache=packed)
+    assert tokens == expected and not card.races
+    assert card.per_step("decode attention", "sync") == 2, "the host is told which experts the router has chosen"
+
+
 @pytest.mark.parametrize(("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o-norm", False)}))
 def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool) -> None:
     """Nothing else, in prompts of any length and while rows leave: whatever a kernel is compiled for is the same."""
@@ -155,9 +194,9 @@ def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool
 
         patch.setattr(triton, "launch", watched)
         patch.setattr("flexgen_h2o.llm.compile_subprocess", lambda *given: None)
-        sizes, packing = (128, 4, 2, 32), KVPacking.of(32, 4) if packed else None
+        sizes, packing = (128, 4, 2, 32, 16), KVPacking.of(32, 4) if packed else None
         card = torch.device(NAME, 0)
-        warm_up_card(card, torch.float32, sizes, 16, kept is not None, eviction == "h2o-norm", packing)
+        warm_up_card(card, torch.float32, sizes, kept is not None, eviction == "h2o-norm", packing)
         warmed = set(launched)
         policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
         generate(folder, policy, "cuda", BUDGET, eviction=kept)

@@ -15,13 +15,14 @@ _SCALARS = "gains", "victims"  # are read number by number, wherever they lie
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
 def attend_step(
-    q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken,
+    q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken, before,
+    before_lse,
     q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr,
+    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """A row of kernels/decode_step.attend_step. GROUP, WIDTH: g and d, filled up to powers of two; products: (R, g, C)
-    fp32, written."""
+    fp32, written. BEFORE: 1 with a log-sum-exp of what is in front of the slots, 2 with its values too."""
     row = tl.program_id(0).to(tl.int64)
     sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
     filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
@@ -35,7 +36,7 @@ def attend_step(
     tl.store(values + place, new_value, mask=in_head)
     tl.debug_barrier()
     query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
-    most, total, mixed = softmax_start(GROUP, WIDTH)
+    most, total, mixed = _begin(before, before_lse, first_row + row, query, asked, G, GROUP, D, WIDTH, BEFORE)
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         here = column < filled
@@ -57,12 +58,12 @@ def attend_step(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
 def attend_packed_step(
-    q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken,
-    centres, ranges, whole_keys, whole_values, whole_slots,
+    q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken, before,
+    before_lse, centres, ranges, whole_keys, whole_values, whole_slots,
     q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
     windows, value_segment, k_low, k_codes, k_words, v_low, v_codes, v_words,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, K_BITS: tl.constexpr, K_SHARING: tl.constexpr,
+    RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BEFORE: tl.constexpr, K_BITS: tl.constexpr, K_SHARING: tl.constexpr,
     K_GROUPS: tl.constexpr, V_BITS: tl.constexpr, V_SHARING: tl.constexpr, V_GROUPS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The same over packed slots, with the newest columns whole beside them. k, v: of keys and values: words of lower
@@ -90,7 +91,7 @@ def attend_packed_step(
         tl.store(whole_values + (row * windows + goes) * D + numbers, new_value, mask=in_head)
     tl.debug_barrier()
     query, of_query, asked, tile = _queries(q + sequence * q_token, head, G, GROUP, D, WIDTH)
-    most, total, mixed = softmax_start(GROUP, WIDTH)
+    most, total, mixed = _begin(before, before_lse, first_row + row, query, asked, G, GROUP, D, WIDTH, BEFORE)
     for first in range(0, filled, BLOCK):
         column = first + tl.arange(0, BLOCK)
         is_whole = tl.max((column[:, None] == its[None, :]).to(tl.int32), 1) > 0
@@ -125,6 +126,20 @@ def _queries(q, head, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WID
     of_query = (head * G + query)[:, None] * D + number[None, :]
     asked = (query < G)[:, None] & (number < D)[None, :]
     return query, of_query, asked, tl.load(q + of_query, mask=asked, other=0.0)
+
+
+@triton.jit
+def _begin(before, before_lse, row, query, asked, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+           WIDTH: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
+    """What the softmax begins with: what the queries attend to in front of the slots. row: of the unit."""
+    most, total, mixed = softmax_start(GROUP, WIDTH)
+    if BEFORE > 0:
+        most = tl.load(before_lse + row * G + query, mask=query < G, other=float("-inf"))
+        total = tl.where(query < G, 1.0, 0.0)
+    if BEFORE > 1:
+        at = (row * G + query)[:, None] * D + tl.arange(0, WIDTH)[None, :]
+        mixed = tl.load(before + at, mask=asked, other=0.0).to(tl.float32)
+    return most, total, mixed
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from flexgen_h2o.kernels.slots import (
     get_last_slots_reference,
     put_slots,
     put_slots_reference,
+    slot_products,
 )
 from flexgen_h2o.kvcache.rows import query_weight_table
 
@@ -362,3 +363,23 @@ def test_what_the_loops_do_not_take_goes_through_torch(wrong: str, monkeypatch: 
     columns = {"columns' dtype": column.bfloat16(), "columns apart": torch.randn(2, 1, 16)[..., ::2]}.get(wrong, column)
     put_slots((keys, values), slots.int() if wrong == "slots' dtype" else slots, (columns, columns))
     assert called == [wrong]
+
+
+def test_products_in_half_precision_are_scaled_first() -> None:
+    """q.k of 204,800 is beyond float16, and its softmax is not."""
+    q, k = (torch.full((1, 1, 1, 128), 40.0, dtype=torch.float16) for _ in range(2))
+    k = k.repeat(1, 1, 3, 1) * torch.tensor([1.0, 0.5, 0.25], dtype=torch.float16).view(3, 1)
+    found = slot_products(q[0], k, None, 128**-0.5)
+    torch.testing.assert_close(found, (q[0].float() @ k[0].float().transpose(1, 2)) * 128**-0.5, rtol=1e-3, atol=0)
+
+
+def test_what_is_not_filled_is_masked_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values = (torch.randn(*size, 16) for size in ((5, 2), (2, 5, 4), (2, 5, 4)))
+    filled = torch.tensor([1, 8, 5, 3, 4], dtype=torch.int32)
+    values[0, 0, 1:], values[1, 2, 1:] = float("nan"), float("nan")
+    found = []
+    for chunk in (10**6, 1):
+        monkeypatch.setattr(slot_kernels, "PACKED_CHUNK", chunk)
+        found.append(attend_lse_reference(q, keys, values, filled, 0.25)[0])
+    torch.testing.assert_close(*found)
+    assert found[0].isfinite().all()

@@ -348,8 +348,18 @@ def test_a_score_that_is_no_number_names_the_victim() -> None:
 
 @pytest.mark.parametrize("rows", [slice(1, 4), slice(3, 6)])
 def test_rows_of_a_part(rows: slice) -> None:
-    """A part may begin within the kv-heads of a sequence."""
-    check(*step(torch.float32, (3, 2, 2, 16, [5, 9, 3], 4), rows), torch.float32, True)
+    """A part may begin within the kv-heads of a sequence; what is in front of slots is of all rows."""
+    qkv, slots = step(torch.float32, (3, 2, 2, 16, [5, 9, 3], 4), rows)
+    check(qkv, replace(slots, before=(None, torch.randn(6, 2))), torch.float32, True)
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_a_decode_step_behind_other_columns(values: bool) -> None:
+    """A common prefix, and sinks, which have no values."""
+    torch.manual_seed(0)
+    qkv, slots = step(torch.float32, SHAPES["grouped queries"])
+    mixed = torch.randn(8, 4, 32) if values else None
+    check(qkv, replace(slots, before=(mixed, 3 * torch.randn(8, 4))), torch.float32, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -397,7 +407,9 @@ def test_a_decode_step_of_packed_slots(
     if window:
         state[PLACE] = torch.tensor([-1, window - 1, 0])
     form = SlotForm(packing, whole=whole)
-    check(qkv, replace(slots, keys=packed[0], values=packed[1], state=state, form=form), dtype, recorded)
+    before = (None, torch.randn(len(held), 4)) if bits == 8 else None  # sinks
+    slots = replace(slots, keys=packed[0], values=packed[1], state=state, form=form, before=before)
+    check(qkv, slots, dtype, recorded)
 
 
 def check(qkv: list[torch.Tensor], slots: StepSlots, dtype: torch.dtype, recorded: bool) -> None:
