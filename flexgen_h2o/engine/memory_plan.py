@@ -10,7 +10,7 @@ from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import LayerKind, ModelSpec, with_head_rows
-from flexgen_h2o.core.packing import KVPacking, KVPrices
+from flexgen_h2o.core.packing import KVPacking, KVSizes
 from flexgen_h2o.core.units import (
     ALIGN,
     JOINED_TOKENS,
@@ -234,9 +234,9 @@ def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:
     return KVPacking.of(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
 
 
-def prices_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVPrices:
+def kv_sizes_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVSizes:
     """What KV columns take; with bf16's itemsize for policies that count bytes."""
-    return KVPrices(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize, policy.attn_sparsity < 1)
+    return KVSizes(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize, policy.attn_sparsity < 1)
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
@@ -278,6 +278,8 @@ def memory_plan(
     # A stage of a pipeline exchanges the hidden states of a micro-batch with one neighbour or two.
     neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
     row_threads = any(tensor.looked_up for tensor in spec.embedding)
+    column_threads = policy.cache_shares[1] > 0 and not attends_on_host(policy, device_is_host)
+    threads = READ_THREADS + WRITE_THREADS + row_threads + column_threads
     common_prefix = round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
     buffers = [
         Buffer("weights", "device", weights.device),
@@ -291,7 +293,7 @@ def memory_plan(
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)),
         Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
-        Buffer("staging", "host", (READ_THREADS + WRITE_THREADS + row_threads) * STAGING_BYTES),
+        Buffer("staging", "host", threads * STAGING_BYTES),
     ]
     merged: Counter[tuple[str, str]] = Counter()
     for b in buffers:

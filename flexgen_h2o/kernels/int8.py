@@ -31,6 +31,8 @@ _TINY = 1e-30  # as in compiled/int8.py
 _IN_CACHE = 8  # reading a row that is still in the cache costs about 1/8 of reading it from memory
 _EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
 _MOST_COLUMNS = 2**16  # for the compiled loop: of 255 x 127 each int32 holds the sum
+# torch._int_mm on a card refuses 16 inputs and fewer, and columns and rows of a weight that are no multiples of 8.
+_CARD_INPUTS, _CARD_MULTIPLE = 32, 8
 
 
 @dataclass
@@ -134,7 +136,7 @@ class Int8Rows(_MultipliedInInt8):
         assert isinstance(self.packed, torch.Tensor)  # blocked rows are for the loop alone
         codes, ws = inputs.around(0).view(torch.int8), self.workspace
         weight, scales = codes_of(self.packed, self.columns), scales_of(self.packed)
-        step = INT8_TILE // len(codes)
+        step = INT8_TILE // len(codes) // _CARD_MULTIPLE * _CARD_MULTIPLE
         for first in range(0, len(self), step):
             rows = slice(first, min(first + step, len(self)))
             sums = ws.get("int8 sums", len(codes), rows.stop - first, dtype=torch.int32)
@@ -173,7 +175,7 @@ class RequantisedRows(_MultipliedInInt8):
 
     def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         row_bytes = int8_row_bytes(self.columns)
-        for rows in row_slices(len(self), self.columns, most=REQUANTISE_CHUNK):
+        for rows in row_slices(len(self), self.columns, _CARD_MULTIPLE, REQUANTISE_CHUNK):
             packed, some = self.packed[rows], None if bias is None else bias[rows]
             memory = self.workspace.get("int8 rows", len(packed), row_bytes, dtype=torch.uint8)
             self._in_int8(packed, memory).multiply(inputs, some, out[:, rows], adds)
@@ -292,10 +294,26 @@ def rescale_reference(
 
 def int8_products(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """out = codes W^T. codes: (rows, columns), weight: (n, columns), both int8; out: (rows, n) int32, contiguous."""
-    if codes.device.type == "cpu" and _int_mm_works():
-        torch._int_mm(codes, weight.t(), out=out)
-    else:
+    on_card = codes.device.type != "cpu"
+    refused = on_card and (codes.shape[1] % _CARD_MULTIPLE or len(weight) % _CARD_MULTIPLE)
+    if refused or not _int_mm_works(codes.device):
         int8_products_reference(codes, weight, out)
+    else:
+        _int_mm(codes, weight, out)
+
+
+def _int_mm(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """`int8_products` by torch._int_mm. On a card inputs that are too few are filled up, some rows of the weight at a
+    time."""
+    more = 0 if codes.device.type == "cpu" else _CARD_INPUTS - len(codes)
+    if more <= 0:
+        torch._int_mm(codes, weight.t(), out=out)
+        return
+    filled = torch.nn.functional.pad(codes, (0, 0, 0, more))
+    for some in row_slices(len(weight), _CARD_INPUTS, _CARD_MULTIPLE, INT8_TILE):
+        sums = out.new_empty(_CARD_INPUTS, some.stop - some.start)
+        torch._int_mm(filled, weight[some].t(), out=sums)
+        out[:, some] = sums[: len(codes)]
 
 
 def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -308,18 +326,18 @@ def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torc
             out[:, a : a + step] += (inputs @ weight[a : a + step, k : k + _EXACT].float().t()).to(torch.int32)
 
 
-@lru_cache(maxsize=1)
-def _int_mm_works() -> bool:
+@lru_cache
+def _int_mm_works(where: torch.device) -> bool:
     """torch._int_mm is private, and instructions of older CPUs cut sums of large products: is it there, and exact?"""
-    codes, weight = (torch.full((n, 260), 127, dtype=torch.int8) for n in (3, 32))
+    codes, weight = (torch.full((n, int8_row_bytes(256)), 127, dtype=torch.int8) for n in (3, 32))
     codes[0, ::2], weight[1], weight[2, 1::2] = -127, -127, -127
-    weight = weight[:, :256]  # rows that lie apart, as packed rows do
-    out, want = (torch.empty(3, 32, dtype=torch.int32) for _ in range(2))
+    codes, weight = codes[:, :256].to(where).contiguous(), weight.to(where)[:, :256]  # packed rows lie apart, too
+    out, want = (torch.empty(3, 32, dtype=torch.int32, device=where) for _ in range(2))
     try:
-        torch._int_mm(codes[:, :256].contiguous(), weight.t(), out=out)
+        _int_mm(codes, weight, out)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    int8_products_reference(codes[:, :256], weight, want)
+    int8_products_reference(codes, weight, want)
     return torch.equal(out, want)
 
 

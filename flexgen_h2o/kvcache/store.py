@@ -331,9 +331,4 @@ class CacheStore:
         assert home.memory is not None
         target = part_view(unit.layout, home.part, home.memory, self._dtype)
         pairs = ((target.keys, view.keys), (target.values, view.values))
-
-        def index() -> tuple[torch.Tensor, ...]:
-            per_segment = view.keys.shape[2]
-            return slots // per_segment, torch.arange(view.rows, device=slots.device), slots % per_segment
-
-        return [self._mover.copy_indexed("store_cache", pairs, index, [fence])]
+        return [self._mover.copy_columns("store_cache", pairs, slots, [fence])]

@@ -14,6 +14,7 @@ from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
 from flexgen_h2o.engine.weight_units import layer_plan, layer_steps, waits_for_router
 from flexgen_h2o.engine.workload import Batch, shape_of
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -119,6 +120,12 @@ class Costs:
         return waits_for_router(self.at.spec, self.at.policy)
 
     @cached_property
+    def _unpacks(self) -> bool:
+        """Does a card unpack slots before it attends to them? One launch reads them packed (KVRows.is_one_launch)."""
+        record = self.at.need.record
+        return self.at.policy.attn_sparsity < 1 or record.pages > 0 or record.names not in ((), (POSITIONS, SCORES))
+
+    @cached_property
     def _kind_of(self) -> dict[int, int]:
         """Of each weight unit the first layer that costs the same as a layer of it."""
         return {layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)}
@@ -213,12 +220,13 @@ class Costs:
             device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
             device += work.sums_flops / rates.column_sums_flops_per_s.at(n)
         if work.device_kv:
-            if work.packed_values and not at.device_is_host:  # a card unpacks it first
-                unpacked = work.packed_values * at.itemsize * work.device_kv / (work.device_kv + work.host_kv)
-                device += unpacked / on_device.at(width) + unpacked / rates.device_dequantise_bytes_per_s
-            else:
-                device += self._slot_bytes(work, work.device_kv) / on_device.at(width)
-            device += p.kernel_s
+            read = work.device_kv
+            if p.device_is_host:
+                read = self._slot_bytes(work, read)
+            elif work.packed_values and self._unpacks:
+                read = work.packed_values * at.itemsize * read / (read + work.host_kv)
+                device += read / rates.device_dequantise_bytes_per_s
+            device += read / on_device.at(width) + p.kernel_s
         host = 0.0
         if work.host_kv:
             host = self._slot_bytes(work, work.host_kv) / on_host.at(width) + p.kernel_s

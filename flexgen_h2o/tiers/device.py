@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import torch
@@ -28,14 +28,17 @@ CARD_LIBRARY_BYTES = 64 * 2**20  # cuBLAS takes a workspace through torch's allo
 
 
 def host_buffer(nbytes: int) -> torch.Tensor:
-    """A uint8 tensor of `nbytes` in host memory, every page touched.
+    """A uint8 tensor of `nbytes` in host memory, every page touched. MemoryError where the machine has not so much.
 
     Large buffers ask for huge pages: O_DIRECT reads about twice as fast into them as into 4 KiB pages, because the
     disk sees whole requests (docs/lab/offloading.md, "Huge pages").
     """
     size = max(1, nbytes)
     align = HUGE_PAGE if size >= HUGE_PAGE else PAGE
-    memory = mmap.mmap(-1, round_up(size, PAGE) + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, round_up(size, PAGE) + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{format_bytes(nbytes)}: {error.strerror}") from error
     if align == HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -52,15 +55,18 @@ class Device(ABC):
     """Memory that layers are computed in.
 
     is_host: it is host memory, and nothing is copied to or from it. tier: whose budget its buffers are charged to.
-    is_asynchronous: compute is queued, and the thread that issues it goes on. dtypes: what it computes fast in, the
-    usual one first.
+    is_asynchronous: compute is queued, and the thread that issues it goes on.
     """
 
     torch_device: torch.device
     is_host: bool
     tier: str
     is_asynchronous = False
-    dtypes: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def dtypes(self) -> tuple[str, ...]:
+        """What it computes fast in, the usual one first."""
 
     def card(self) -> tuple[str, int] | None:
         """Name and bytes of memory of the card; None without one."""
@@ -139,21 +145,28 @@ class CudaDevice(Device):
     is_host = False
     tier = "device"
     is_asynchronous = True
-    dtypes = ("float16", "bfloat16", "float32")
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return ("float16", "bfloat16", "float32") if self._has_bf16 else ("float16", "float32")
+
+    @property
+    def _has_bf16(self) -> bool:
+        """Cards before Ampere have no tensor cores for bfloat16."""
+        return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     def card(self) -> tuple[str, int]:
         about = torch.cuda.get_device_properties(self.torch_device)
         return str(about.name), int(about.total_memory)
 
     def compute_dtype(self, asked: str | None, stored: str) -> str:
-        """Cards before Ampere have no tensor cores for bfloat16: refused when asked for, replaced when stored."""
-        has_bf16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
-        if asked == "bfloat16" and not has_bf16:
+        """bfloat16 on a card without it is refused when asked for, replaced when stored."""
+        if asked == "bfloat16" and not self._has_bf16:
             raise UsageError("--dtype bfloat16: this card has no tensor cores for it; use --dtype float16, or float32")
-        return asked or ("float16" if stored == "bfloat16" and not has_bf16 else stored)
+        return asked or ("float16" if stored == "bfloat16" and not self._has_bf16 else stored)
 
     def free_bytes(self) -> int:
         """With what torch's allocator keeps for itself: of an engine that was closed."""
@@ -172,13 +185,14 @@ class CudaDevice(Device):
     def host_staging(self, nbytes: int) -> torch.Tensor:
         # Registered rather than allocated by torch, which rounds pinned memory up to a power of two and keeps it.
         memory, runtime = host_buffer(nbytes), torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        with torch.cuda.device(self.torch_device):  # in a worker thread another one is current
+            code = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
             raise UsageError(
                 f"--pin-weight: {format_bytes(nbytes)} cannot be pinned (CUDA error {code}); raise `ulimit -l`, or use "
                 "--pin-weight 0"
             )
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+        weakref.finalize(memory, _unregister, runtime, memory.data_ptr(), self.torch_device)
         return memory
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -194,6 +208,11 @@ class CudaDevice(Device):
         event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps: cores are for reading and computing
         event.record()
         return _CudaFence(event)
+
+
+def _unregister(runtime: Any, address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        runtime.cudaHostUnregister(address)
 
 
 class _CudaFence:

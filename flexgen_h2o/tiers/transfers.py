@@ -187,25 +187,43 @@ class Mover:
 
         return self.lanes.submit(lane, name, [job], after)
 
-    def copy_indexed(
-        self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        index: Callable[[], tuple[torch.Tensor, ...]], after: Sequence[Waitable],
+    def copy_columns(
+        self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor,
+        after: Sequence[Waitable],
     ) -> Done:  # fmt: skip
-        """Copy dst[index] = src[index] for each (dst, src), from device to host memory. index: gives what torch takes,
-        once `after` is done: on a card it is worked out beside compute, behind nothing that is issued later."""
+        """Copy the column at slots[r] of each row r from device to host memory.
+
+        pairs: (target, source) of keys and of values, (segments, rows, S, d), slot j at [j // S, :, j % S]; a target
+        may have more rows. slots: (rows,) int64, on the device, read once `after` is done: on a card beside compute,
+        behind nothing that is issued later.
+        """
+        length, sources = pairs[0][1].shape[2], [source for _, source in pairs]
+        row_bytes = slots.itemsize + sum(source.shape[3] * source.itemsize for source in sources)
 
         def job() -> int:
             moved = 0
-            with self.device.beside_compute():  # copies to the host wait for their stream
-                at = index()
-                there = tuple(i.to(pairs[0][0].device) for i in at)
-                found = [(target, source[at].to(target.device)) for target, source in pairs]
-            for target, values in found:
-                target[there] = values
-                moved += values.nbytes
+            for a, b in _chunks(len(slots), STAGING_BYTES // row_bytes):
+                there, *columns = self._gathered(slots[a:b], [source[:, a:b] for source in sources])
+                for (target, _), column in zip(pairs, columns, strict=True):
+                    target[:, a:b][_places(there, length)] = column
+                    moved += column.nbytes
             return moved
 
         return self.lanes.submit("d2h", name, [job], after)
+
+    def _gathered(self, slots: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The slots and the columns there, in host memory until the thread's next transfer. A card sends all of them in
+        one copy."""
+        with self.device.beside_compute():
+            at = _places(slots, sources[0].shape[2])
+            found = [slots, *(source[at] for source in sources)]
+            if slots.device.type == "cpu":
+                return found
+            packed = torch.cat([t.flatten().view(torch.uint8) for t in found])
+        staging = self._thread_staging()[: packed.numel()]
+        self.device.copy(staging, packed)
+        parts = staging.split([t.nbytes for t in found])
+        return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, found, strict=True)]
 
     def _staged_read(self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype, crosses: bool) -> int:
         source, got = self._staged(file, offset, dst.numel() * dtype.itemsize)
@@ -250,6 +268,11 @@ class Mover:
 def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:
     in_pages = not (dst.data_ptr() % PAGE or dst.numel() % PAGE or offset % PAGE)
     return in_pages and dst.dtype == torch.uint8 and dst.is_contiguous() and dst.numel() >= nbytes
+
+
+def _places(slots: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+    """What torch takes to index KV slots by, one of each row."""
+    return slots // length, torch.arange(len(slots), device=slots.device), slots % length
 
 
 def _runs(wanted: _Wanted, row_bytes: int) -> list[list[tuple[torch.Tensor, int]]]:

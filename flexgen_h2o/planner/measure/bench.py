@@ -18,6 +18,8 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.units import GIB, MIB, TOKEN_CHUNK
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.engine.temporaries import product_sizes
+from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.decode_step import FILLED, GAIN, NEWEST, PLACE, POSITION, SLOT, StepSlots, attend_step
 from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
@@ -29,7 +31,7 @@ from flexgen_h2o.kvcache.rows import SlotTable
 from flexgen_h2o.kvcache.slots import KVRows
 from flexgen_h2o.planner.profile import AS_FAST, Curve
 from flexgen_h2o.planner.profile import Products as Rates
-from flexgen_h2o.tiers.device import Device
+from flexgen_h2o.tiers.device import Device, upload
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,30 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
     positions = torch.arange(slots, dtype=torch.int32, device=where).repeat(rows, 1)
     scores, weights = torch.zeros(rows, slots, device=where), torch.ones(rows, device=where)
     state = ScoreState(scores, positions, ints(0), ints(slots // 2), 1.0, weights, ints(0))
+    if triton.takes(keys):
+        return _step_calls(bench, keys, values, state)
     filled = ints(slots)
     return (
         lambda: attend(q, keys, values, filled, scale),
         lambda: attend(q, keys, values, filled, scale, state),
+    )
+
+
+def _step_calls(bench: Bench, keys: torch.Tensor, values: torch.Tensor, recorded: ScoreState) -> tuple[Call, Call]:
+    """The same by a card's one launch, which also puts a new column into each row: always into its last slot, and never
+    one that a row may lose. A sequence has one kv-head."""
+    _, rows, slots, width = keys.shape
+    q, k, v, out = (bench.normal(keys.dtype, rows, 1, width) for _ in range(4))
+    state = torch.zeros(7, rows, dtype=torch.int32)
+    state[FILLED], state[SLOT], state[POSITION] = slots, slots - 1, slots - 1
+    state[NEWEST], state[PLACE] = slots // 2, -1
+    state[GAIN] = torch.ones(rows).view(torch.int32)
+    taken = torch.zeros(rows, dtype=torch.int64, device=keys.device)
+    plain = StepSlots(keys, values, 0, 1, upload(state, keys.device), taken)
+    scored = replace(plain, scores=recorded.scores, positions=recorded.positions, victims=recorded.victims)
+    return (
+        lambda: attend_step(q, k, v, plain, width**-0.5, out),
+        lambda: attend_step(q, k, v, scored, width**-0.5, out),
     )
 
 

@@ -93,9 +93,9 @@ def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
     (part,) = layout.parts
 
     def unit(waiting: int) -> tuple[Overlay, PartView]:
-        """A unit, and an overlay of `waiting` columns."""
+        """A unit where it is computed on, and an overlay of `waiting` columns in RAM."""
         view = part_view(layout, part, bench.empty(torch.uint8, layout.part_bytes(part)), dtype, None)
-        overlay = Overlay(layout, part, bench.empty(torch.uint8, layout.overlay_bytes(part)), dtype)
+        overlay = Overlay(layout, part, host_buffer(layout.overlay_bytes(part)), dtype)
         for slot in range(waiting):
             overlay.add(view, torch.full((part.rows,), slot, device=view.keys.device))
         return overlay, view

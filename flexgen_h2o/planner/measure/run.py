@@ -292,7 +292,7 @@ def calmer(profile: HardwareProfile, device: str, offload_dir: Path, progress: P
     """
     try:
         found = measure_again(profile, device, offload_dir, progress, AGAIN_S)
-    except DoesNotFitError:  # a disk without room for it
+    except (DoesNotFitError, UsageError):  # a disk without room for it, or no folder on it, which the run may not need
         found = profile
     if found.was_disturbed:
         parts = ", ".join(found.busy_parts)

@@ -9,7 +9,7 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import TOKEN_CHUNK, WRITE_BACK_STEPS
-from flexgen_h2o.engine.memory_plan import prices_of
+from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
@@ -24,7 +24,7 @@ from flexgen_h2o.planner.work import (
     kv_load_moves,
     layer_work,
 )
-from tests.unit.planner.made_up import BLOCKS, DTYPE, SPEC, costs_of, evicting, machine, make_spec
+from tests.unit.planner.made_up import BLOCKS, DTYPE, SPEC, costs_of, evicting, faster, machine, make_spec
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
 NEED = WorkloadShape.full(6, 10, 4, BLOCKS)
@@ -60,7 +60,7 @@ def test_attention_reads_the_columns_that_are_held() -> None:
 def test_a_window_costs_its_columns() -> None:
     """Not those that have left it, of 4 here: neither in a decode step nor among the pairs of a prompt."""
     spec = replace(SPEC, windows=(4, *(None,) * (BLOCKS - 1)))
-    policy = fitted(Full(), spec, prices_of(spec, Policy()))
+    policy = fitted(Full(), spec, kv_sizes_of(spec, Policy()))
     need, plan = need_of(policy, 6, {(10, 4)}, BLOCKS, spec.windows), spec.layers(True)
     at = CostContext(spec, Policy(), need, 4, False)
     for sweep in (0, 1, 3):
@@ -232,6 +232,28 @@ def test_a_quantised_checkpoint_is_decoded_at_its_own_rate() -> None:
         known = replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
         own, any_s = (costs_of(Policy(4, int8_compute=on), NEED, m, spec).dequantise_s(1) for m in (known, where))
         assert own == pytest.approx(any_s * unknown / 0.2) and any_s > 0
+
+
+def attention_seconds(need: WorkloadShape, where: Machine, policy: Policy) -> tuple[float, Work]:
+    """Of the device, in a decode step that attends and does nothing else."""
+    found = attention(context(policy, need), 1)
+    work = Work(device_kv=found.device_kv, packed_values=found.packed_values)
+    return costs_of(policy, need, where).compute_seconds(work)[0], work
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_card_reads_packed_slots_as_they_are(scored: bool) -> None:
+    """At the rate at which it attends, where one launch takes the step; what else it attends to it unpacks first."""
+    where, need = machine(False), evicting(6, 10, 4, 5) if scored else NEED
+    slow = replace(where, profile=faster(where.profile, "device_dequantise_bytes_per_s", 0.1))
+    rates, packed = where.profile.rates(DTYPE), Policy(6, compress_cache=True)
+    rate = rates.device_scored_attention_bytes_per_s if scored else rates.device_attention_bytes_per_s
+    for one in (where, slow):
+        seconds, work = attention_seconds(need, one, packed)
+        assert work.packed_values > 0 and seconds == pytest.approx(work.device_kv / rate.at(SPEC.head_dim))
+    sized = replace(evicting(6, 10, 4, 5), record=RowRecord(("positions", "scores", "norms")))
+    for other, policy in ((sized, packed), (NEED, replace(packed, attn_sparsity=0.5))):
+        assert attention_seconds(other, slow, policy)[0] > attention_seconds(other, where, policy)[0]
 
 
 def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:

@@ -202,6 +202,17 @@ def test_what_is_disturbed_again_stays_as_it_was(
     assert measure_again(first, "cpu", tmp_path, silent, 1e9) == first
 
 
+def test_a_disturbed_profile_is_used_where_nothing_can_be_measured(
+    others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may have no need of the disk."""
+    first, said = measure("cpu", tmp_path, silent), list[str]()
+    noted = replace(first, notes=dict.fromkeys(PARTS, f"{BUSY_NOTE} 40% of the cores"))
+    monkeypatch.setattr(run, "is_quiet", lambda: True)
+    (tmp_path / "file").touch()
+    assert run.calmer(noted, "cpu", tmp_path / "file" / "x", said.append) == noted and "busy machine" in said[-1]
+
+
 def test_profiles_of_before_parts_were_told_apart_are_read(others: Others, tmp_path: Path) -> None:
     others.disk = 1e9
     whole = measure("cpu", tmp_path, silent)

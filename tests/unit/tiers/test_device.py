@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import shutil
+import threading
 from collections import namedtuple
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -37,6 +41,13 @@ def test_a_buffer_is_aligned_zero_and_all_its_own(nbytes: int) -> None:
     assert not bool(buffer.any())
     buffer.fill_(255)
     assert int(buffer.sum(dtype=torch.int64)) == 255 * nbytes
+
+
+def test_a_buffer_that_the_machine_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What commands answer with one line, not what a broken file is."""
+    monkeypatch.setattr(mmap, "mmap", MagicMock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
+    with pytest.raises(MemoryError, match="4.00 KiB: Cannot allocate memory"):
+        host_buffer(PAGE)
 
 
 # ---- devices
@@ -74,23 +85,34 @@ def test_buffers_copies_and_fences() -> None:
 
 
 class _Runtime:
-    """CUDA's runtime, as far as pinning goes."""
+    """CUDA's runtime, as far as pinning goes. used: the device that each call found current."""
 
     def __init__(self, code: int) -> None:
         self.code = code
         self.pinned: dict[int, int] = {}
+        self.used: list[torch.device] = []
+        self._current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self._current.append(device)
+        yield
+        self._current.pop()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.used.append(self._current[-1])
         if not self.code:
             self.pinned[address] = nbytes
         return self.code
 
     def cudaHostUnregister(self, address: int) -> None:
+        self.used.append(self._current[-1])
         del self.pinned[address]
 
 
-def _card_with(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+def _card_with(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch, number: int = 0) -> CudaDevice:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: number)
+    monkeypatch.setattr(torch.cuda, "device", runtime.device)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     return CudaDevice()
 
@@ -104,11 +126,24 @@ def test_pinned_memory_is_given_back_with_its_buffer(monkeypatch: pytest.MonkeyP
     assert not runtime.pinned
 
 
+def test_a_worker_pins_memory_for_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card is current for one thread: in another one the first is, which belongs to another process."""
+    runtime, own = _Runtime(0), torch.device("cuda", 3)
+    card, made = _card_with(runtime, monkeypatch, own.index), list[torch.Tensor]()
+    worker = threading.Thread(target=lambda: made.append(card.host_staging(PAGE)))
+    worker.start()
+    worker.join()
+    assert runtime.pinned and runtime.used == [own]
+    made.clear()
+    assert not runtime.pinned and runtime.used == [own, own]
+
+
 def test_what_an_old_card_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half precision in place of a bfloat16 that is stored; none that is asked for."""
+    """Half precision in place of a bfloat16 that is stored; none that is asked for, or measured."""
     card = _card_with(_Runtime(0), monkeypatch)
     for capability, stored in (((7, 5), "float16"), ((8, 0), "bfloat16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert card.dtypes[0] == "float16" and ("bfloat16" in card.dtypes) is (stored == "bfloat16")
         assert card.compute_dtype(None, "bfloat16") == stored
     assert card.compute_dtype("bfloat16", "float32") == "bfloat16"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))

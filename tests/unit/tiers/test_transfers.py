@@ -279,14 +279,13 @@ def test_what_is_written_is_read_back(
 def test_only_the_named_columns_are_copied(
     room: Room, segments: int, rows: int, slots: int, data: st.DataObject
 ) -> None:
-    """One column a row, found by segment and place; the copy lands in the target itself, not in one of its own."""
+    """One column a row, of its slot; the copy lands in the target itself, not in one of its own."""
     places = st.lists(st.integers(0, segments * slots - 1), min_size=rows, max_size=rows)
     chosen = torch.tensor(data.draw(places))
-    index = (chosen // slots, torch.arange(rows), chosen % slots)
     sources = tuple(torch.randn(segments, rows, slots, 4).bfloat16() for _ in range(2))
     targets = tuple(torch.zeros(segments, rows, slots, 4).bfloat16() for _ in range(2))
     before, beside = room.mover.lanes.bytes_moved["d2h"], room.device.beside
-    room.mover.copy_indexed("c", list(zip(targets, sources, strict=True)), lambda: index, []).wait()
+    room.mover.copy_columns("c", list(zip(targets, sources, strict=True)), chosen, []).wait()
     for target, source in zip(targets, sources, strict=True):
         expected = torch.zeros_like(target)
         for row in range(rows):
@@ -298,12 +297,12 @@ def test_only_the_named_columns_are_copied(
 
 
 def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None:
-    gate, buffer, t = Done(), host_buffer(PAGE), torch.zeros(2, 3, 4)
+    gate, buffer, t = Done(), host_buffer(PAGE), torch.zeros(1, 2, 3, 4)
     started = [
         room.mover.read("r", buffer, "host", FileRange(room.source, 0, PAGE), [gate]),
         room.mover.write("w", room.target, 0, buffer, "host", [gate]),
         room.mover.copy("h2d", "c", t, t, [gate]),
-        room.mover.copy_indexed("c", [(t, t)], lambda: (torch.zeros(2, dtype=torch.int64),), [gate]),
+        room.mover.copy_columns("c", [(t, t)], torch.zeros(2, dtype=torch.int64), [gate]),
     ]
     threading.Event().wait(0.03)
     early = [done.is_done for done in started]

@@ -1,0 +1,140 @@
+"""Parts of a run, and of what measures a machine, on a card of CPU memory (fake_card.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o.core.packing import int8_row_bytes
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import STAGING_BYTES
+from flexgen_h2o.kernels import int8, triton
+from flexgen_h2o.kvcache.store import Overlay
+from flexgen_h2o.planner.measure import bench as measuring
+from flexgen_h2o.planner.measure import engine as steps
+from flexgen_h2o.planner.measure.bench import Bench
+from flexgen_h2o.tiers import transfers
+from flexgen_h2o.tiers.transfers import Lanes, Mover
+from tests.gpu.fake_card import Card
+from tests.gpu.fake_engine import CardDevice, deferred_transfers, fake_card
+from tests.unit.profiling.tiny import TINY
+
+Launched = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+
+@contextmanager
+def launches_of() -> Iterator[tuple[Card, Launched]]:
+    """A card, and the name, arguments and constants of each launch on it."""
+    launched: Launched = []
+    with fake_card() as card, pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        launch = triton.launch
+
+        def watched(name: str, grid: Any, reference: Any, arguments: Any, **constants: Any) -> None:
+            launch(name, grid, reference, arguments, **constants)
+            launched.append((name, arguments, constants))
+
+        patch.setattr(triton, "launch", watched)
+        yield card, launched
+
+
+# ---- transfers
+
+
+@pytest.mark.parametrize(("room", "copies"), [(STAGING_BYTES, 1), (150, 3)])
+def test_columns_come_to_the_host_in_one_copy(room: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For which the thread waits once; in several where they are more than its staging holds."""
+    monkeypatch.setattr(transfers, "STAGING_BYTES", room)
+    areas = [torch.randn(2, 6, 4, 8), torch.randn(2, 6, 4, 8)]
+    targets = [torch.zeros(2, 7, 4, 8), torch.zeros(2, 7, 4, 8)]  # of a part with a row more
+    chosen = [0, 7, 3, 4, 5, 2]
+    with fake_card() as card, deferred_transfers(), torch.no_grad():
+        device = CardDevice(card)
+        lanes = Lanes({"d2h": 1}, Timeline())
+        try:
+            pairs = [(there, here.to(device.torch_device)) for there, here in zip(targets, areas, strict=True)]
+            slots = torch.tensor(chosen).to(device.torch_device)
+            card.step = "store"
+            Mover(device, lanes).copy_columns("store_cache", pairs, slots, []).wait()
+        finally:
+            lanes.close()
+    assert (card.counts["store", "copy"], card.counts["store", "sync"]) == (copies, copies), card.places
+    assert lanes.bytes_moved["d2h"] == 2 * 6 * 8 * 4
+    for target, area in zip(targets, areas, strict=True):
+        expected = torch.zeros_like(target)
+        for row, slot in enumerate(chosen):
+            expected[slot // 4, row, slot % 4] = area[slot // 4, row, slot % 4]
+        assert torch.equal(target, expected)
+
+
+# ---- what measures a machine
+
+
+def test_decode_attention_is_measured_as_the_engine_runs_it() -> None:
+    """In one launch, with scores and without; whenever it begins, each row has a victim to lose."""
+    with launches_of() as (card, launched):
+        plain, scored = measuring.decode_rates(Bench(CardDevice(card), TINY), torch.float32)
+        victims = [arguments[10].tolist() for _, arguments, constants in launched if constants["RECORDS"]]
+    assert all(rate > 0 for curve in (plain, scored) for _, rate in curve.points)
+    assert {name for name, *_ in launched} == {"slots.attend_step"}
+    assert {constants["RECORDS"] for *_, constants in launched} == {False, True}
+    assert all(0 <= slot <= TINY.slots // 2 for slots in victims for slot in slots)
+
+
+def test_columns_that_wait_for_the_disk_are_measured_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[torch.Tensor]()
+
+    def overlay(layout: Any, part: Any, memory: torch.Tensor, dtype: torch.dtype) -> Overlay:
+        made.append(memory)
+        return Overlay(layout, part, memory, dtype)
+
+    monkeypatch.setattr(steps, "Overlay", overlay)
+    with fake_card() as card, torch.no_grad():
+        assert steps.overlay_rate(Bench(CardDevice(card), TINY), torch.float32) > 0
+    assert made and {memory.device.type for memory in made} == {"cpu"}
+
+
+# ---- products in int8
+
+
+@pytest.fixture
+def untried() -> Iterator[None]:
+    """Nobody knows yet what torch._int_mm can do."""
+    int8._int_mm_works.cache_clear()
+    yield
+    int8._int_mm_works.cache_clear()
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(
+    ("inputs", "columns", "rows", "launches"),
+    [(3, 2056, 1032, 3), (17, 2048, 1024, 3), (40, 2048, 1024, 1), (40, 2050, 1024, 100), (40, 2048, 1028, 100)],
+)
+def test_products_in_int8_take_few_launches(
+    inputs: int, columns: int, rows: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch._int_mm refuses on a card is filled up, or multiplied without it."""
+    codes = torch.randint(-127, 128, (inputs, columns), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (rows, int8_row_bytes(columns)), dtype=torch.int8)
+    expected, found = (torch.full((inputs, rows), 7, dtype=torch.int32) for _ in range(2))
+    int8.int8_products_reference(codes, weight[:, :columns], expected)
+    with fake_card() as card, torch.no_grad():
+
+        def int_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+            if len(a) <= 16 or a.shape[1] % 8 or b.shape[1] % 8:
+                raise RuntimeError(f"_int_mm of {tuple(a.shape)} and {tuple(b.shape)} on a card")
+            card.count("launch", "_int_mm")
+            with card.uncounted():
+                out.copy_(a.double() @ b.double())
+
+        monkeypatch.setattr(torch, "_int_mm", int_mm)
+        where = CardDevice(card).torch_device
+        out, held = found.to(where), weight.to(where)
+        assert int8._int_mm_works(where)
+        card.step = "product"
+        int8.int8_products(codes.to(where), held[:, :columns], out)
+        assert torch.equal(out.to("cpu"), expected)
+    assert card.counts["product", "launch"] <= launches, card.places
