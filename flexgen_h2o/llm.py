@@ -33,7 +33,7 @@ from flexgen_h2o.engine.generation import (
     Row,
     SlotsWatch,
 )
-from flexgen_h2o.engine.memory_plan import packing_of, prices_of
+from flexgen_h2o.engine.memory_plan import kv_sizes_of, packing_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
 from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
@@ -122,7 +122,7 @@ class LLM:
     def eviction(self) -> Eviction:
         """Which KV columns the next run keeps."""
         spec = self.model.spec
-        return fitted(self._eviction, spec, prices_of(spec, base_of(self.asked_policy)))
+        return fitted(self._eviction, spec, kv_sizes_of(spec, base_of(self.asked_policy)))
 
     @eviction.setter
     def eviction(self, eviction: Eviction) -> None:
@@ -189,10 +189,11 @@ class LLM:
 
     def check_plan(self) -> None:
         """UsageError for what no rows can mend: rolling positions that the model or the policy cannot have; eviction
-        that has no layers; a policy that is to be chosen with a profile that does not know the dtype."""
+        that has no layers; a file that is no profile; a policy that is to be chosen with one without the dtype."""
         self._check_eviction()
+        planner = self._planner
         if isinstance(self.asked_policy, AutoPolicy):
-            self._planner.check_dtype()
+            planner.check_dtype()
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""

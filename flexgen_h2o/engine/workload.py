@@ -18,7 +18,7 @@ from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.engine.memory_plan import BlockShape
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord, record_of
-from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix
+from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix, longest_alike
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.generation import Row
@@ -34,8 +34,8 @@ class WorkloadShape:
     sums the columns of whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
     sequence: the most prompt and new tokens of a row together, where rows keep a share of theirs; otherwise 0.
     prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
-    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec. whole_head: as of
-    BlockShape.
+    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec. per_sweep: tokens of a row
+    in a decode sweep, at most. sharing, scores, whole_head: as of BlockShape, sharing of rows that not all begin alike.
     """
 
     rows: int
@@ -50,6 +50,9 @@ class WorkloadShape:
     prefix: int = 0
     common: int = 0
     windows: tuple[int | None, ...] = ()
+    per_sweep: int = 1
+    sharing: int = 0
+    scores: bool = False
     whole_head: bool = False
 
     @classmethod
@@ -72,6 +75,9 @@ class WorkloadShape:
             sequence=max(self.sequence, other.sequence),
             prefix=min(self.prefix, other.prefix),
             common=min(self.common, other.common),
+            per_sweep=max(self.per_sweep, other.per_sweep),
+            sharing=max(self.sharing, other.sharing),
+            scores=self.scores or other.scores,
             whole_head=self.whole_head or other.whole_head,
         )
 
@@ -110,7 +116,7 @@ class WorkloadShape:
     def block(self, sizes: Sequence[int]) -> Block:
         """Micro-batches of so many equal prompts. The first is fed the common prefix."""
         length, before = self.prompt_len, (self.prefix, self.common)
-        return tuple(_even_batch(rows, length, *before, opens=k == 0) for k, rows in enumerate(sizes))
+        return tuple(Batch.even(rows, length, *before, opens=k == 0) for k, rows in enumerate(sizes))
 
     def slots_of(self, block: int, prompt_len: int) -> int:
         """Slots of a micro-batch whose longest prompt has `prompt_len` tokens."""
@@ -138,6 +144,7 @@ class Batch:
         return cls(len(lengths), sum(lengths), max(lengths), pairs, saved)
 
     @classmethod
+    @lru_cache(maxsize=4096)  # a search asks for the same few thousands of times
     def even(cls, rows: int, prompt_len: int, prefix: int = 0, common: int = 0, opens: bool = False) -> Batch:
         """Prompts of `prompt_len` tokens that begin with `common` and `prefix` equal ones (prefixes.group_prompts)."""
         group = PromptGroup(prefix, (prompt_len - common - prefix,) * rows, common)
@@ -158,11 +165,6 @@ class Batch:
     @property
     def mean_len(self) -> float:
         return self.tokens / self.rows
-
-
-@lru_cache(maxsize=4096)  # a search asks for the same few thousands of times
-def _even_batch(rows: int, prompt_len: int, prefix: int, common: int, opens: bool) -> Batch:
-    return Batch.even(rows, prompt_len, prefix, common, opens)
 
 
 Block = tuple[Batch, ...]
@@ -205,11 +207,13 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     """The largest block of a pile of equal prompts."""
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
-    sharing = need.prompt_len if need.common or (need.prefix and rows > 1) else 0
-    fed = need.block((rows,))[0].fed
+    shared = need.prompt_len if need.prefix else need.sharing
+    sharing = need.prompt_len if need.common else shared if rows > 1 else 0
+    decoding = rows * need.per_sweep
+    tokens = max(decoding, need.block((rows,))[0].fed)
     return BlockShape(
-        rows, batches, fed, need.slots, need.record, sharing, need.common, whole_head=need.whole_head,
-        attending=_attending(need.prompt_len, rows),
+        rows, batches, tokens, need.slots, need.record, sharing, need.common, need.scores, need.whole_head,
+        attending=_attending(need.prompt_len, decoding),
     )  # fmt: skip
 
 
@@ -256,10 +260,14 @@ def need_of_rows(
     equal prompts.
     """
     need = need_of(eviction, len(rows), {r.size for r in rows}, num_blocks, windows)
-    need = replace(need, whole_head=any(row.scored or row.max_tokens_per_sweep > 1 for row in rows))
-    prefix = common_prefix([row.prompt.token_ids for row in rows]) if sharing else 0
-    if sharing is None or not sharing.pays(prefix, 2, 2 * need.prompt_len):
+    per_sweep, scores = max(row.max_tokens_per_sweep for row in rows), any(row.scored for row in rows)
+    need = replace(need, per_sweep=per_sweep, scores=scores, whole_head=scores or per_sweep > 1)
+    if sharing is None:
         return need
+    prompts = [row.prompt.token_ids for row in rows]
+    prefix = common_prefix(prompts)
+    if not sharing.pays(prefix, 2, 2 * need.prompt_len):
+        return replace(need, sharing=longest_alike(prompts, sharing))
     return replace(need, prefix=prefix)
 
 

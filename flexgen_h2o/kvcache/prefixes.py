@@ -156,6 +156,20 @@ def common_prefix(prompts: Sequence[TokenIds]) -> int:
     return min((_common(a, b) for a, b in pairwise(prompts)), default=0)
 
 
+def longest_alike(prompts: Sequence[TokenIds], sharing: Sharing) -> int:
+    """Tokens of the longest prompt that may share a prefix with others, whatever their order; 0 where none can."""
+    families: dict[TokenIds, list[TokenIds]] = {}
+    for prompt in prompts:
+        families.setdefault(_head(prompt, sharing), []).append(prompt)
+    found = 0
+    for family in families.values():
+        shortest, longest = min(map(len, family)), max(map(len, family))
+        common = (_common(a, b) for a, b in pairwise(sorted(map(tuple, family))))
+        if longest > found and any(sharing.pays(prefix, 2, 2 * shortest) for prefix in common):
+            found = longest
+    return found
+
+
 def family_order(prompts: Sequence[TokenIds], sharing: Sharing, rows: int) -> Callable[[TokenIds], tuple[int, int]]:
     """A key that sorts prompts with equal beginnings together, those with the longest prompt first.
 

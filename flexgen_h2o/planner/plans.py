@@ -49,7 +49,7 @@ class Planned:
 
 
 class Planner:
-    """Plans runs of one model.
+    """Plans runs of one model. Raises UsageError for a file that is not a profile.
 
     part: of the model, as this process runs it. device: as asked for. hardware: a profile, its file or shipped name;
     None is this machine's own. share_prefix: a key of prefixes.SHARINGS. job_rows: rows of the job that all runs are
@@ -62,8 +62,10 @@ class Planner:
     ) -> None:  # fmt: skip
         self.part, self.dtype = part, dtype
         self._device, self._device_is_host, self._offload_dir = device, device_is_host, offload_dir
-        self._hardware, self._profile = hardware, hardware if isinstance(hardware, HardwareProfile) else None
-        self._is_calm = hardware is not None  # nothing is left to do about a profile of a busy machine
+        if hardware is not None and not isinstance(hardware, HardwareProfile):
+            hardware = read_profile(find_profile(hardware))
+        self._profile, self._is_given = hardware, hardware is not None
+        self._is_calm = self._is_given  # nothing is left to do about a profile of a busy machine
         self.share_prefix, self.job_rows = "auto", 0
         self.planned: Planned | None = None
 
@@ -71,9 +73,9 @@ class Planner:
 
     @property
     def profile(self) -> HardwareProfile:
-        """Nominal speeds as long as nothing was measured. UsageError for a file that is not a profile."""
+        """Nominal speeds as long as nothing was measured."""
         if self._profile is None:
-            self._profile = self._find_profile(measure_missing=False)
+            self._profile = self._of_this_machine(measure_missing=False)
         return self._profile
 
     @property
@@ -99,9 +101,9 @@ class Planner:
         self._measure_again_if_calm(budgets)
         plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
         is_long = self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S
-        if is_long and _can_measure(budgets):
+        if is_long and not self._is_given and _can_measure(budgets):
             try:
-                self._profile = self._find_profile(measure_missing=True)
+                self._profile = self._of_this_machine(measure_missing=True)
             except (DoesNotFitError, UsageError) as error:  # of the disk, which the run may not need
                 _say(f"planned with nominal speeds, as this machine cannot be measured: {error}")
                 return plan.policy
@@ -118,12 +120,8 @@ class Planner:
     def _machine(self) -> Machine:
         return Machine(self.profile, self.dtype, self._device_is_host)
 
-    def _find_profile(self, measure_missing: bool) -> HardwareProfile:
-        if self._hardware is None:
-            return profile_of_this_machine(self._device, self._offload_dir, _say, measure_missing)
-        if isinstance(self._hardware, HardwareProfile):
-            return self._hardware
-        return read_profile(find_profile(self._hardware))
+    def _of_this_machine(self, measure_missing: bool) -> HardwareProfile:
+        return profile_of_this_machine(self._device, self._offload_dir, _say, measure_missing)
 
     def num_layers(self, policy: Policy) -> int:
         """Layers of a sweep."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.units import aligned, counted, format_bytes, format_seconds, three_digits
-from flexgen_h2o.engine.memory_plan import checkpoint_bytes, prices_of
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of
 from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.predict import PHASES
@@ -268,9 +268,9 @@ def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
     enough = f"with {balanced:,.0f} rows computing takes as long as loading weights"
     yield f"blocks have {rows:,} rows, each {held}; {enough}"
     if not need.record and not policy.compress_cache:
-        prices = prices_of(spec, replace(policy, compress_cache=True))
+        sizes = kv_sizes_of(spec, replace(policy, compress_cache=True))
         slots = int(FEW_COLUMNS * (need.prompt_len + need.gen_len)) + 1
-        few = spec.num_blocks * spec.num_kv_heads * prices.nbytes(slots)
+        few = spec.num_blocks * spec.num_kv_heads * sizes.nbytes(slots)
         yield f"{FEW_FLAGS} would hold a row's KV in {format_bytes(few)} (docs/reference/eviction.md)"
 
 

@@ -285,7 +285,8 @@ def _over_memory(space: SearchSpace, policy: Policy, depth: Depth, tiers: Sequen
 def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
     """The candidate with its lower bound; None when it cannot fit."""
     depth = space.deepest(policy)
-    if depth is None:
+    least = (replace(policy, percent=percent) for percent in (IN_MEMORY, STREAMED_WEIGHTS))
+    if depth is None or all(_over_memory(space, one, SEQUENTIAL, TIERS) for one in least):
         return None
     # Reads take from compute, so that in memory it takes least; but on the host's side of attention a device has less.
     places: tuple[tuple[int, ...], ...] = ((0, 2, 4),) if space.machine.device_is_host else ((0, 2, 4), ())

@@ -99,6 +99,16 @@ def test_what_is_in_use_stays(cache, ids_model: Path, tmp_path: Path) -> None:
     assert everything(tmp_path / "offload") == []
 
 
+def test_packed_weights_are_in_use_while_an_engine_streams_them(cache, ids_model: Path, tmp_path: Path) -> None:
+    policy = Policy(compress_weight=True, percent=(0, 0, 100, 0, 100, 0))
+    with LLM(str(ids_model), policy, path="_DUMMY_", offload_dir=tmp_path / "offload") as llm:
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2))
+        assert cache("--remove-all").code == 0
+        assert any(name.startswith("packed/") for name in names(cache()))
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2))
+    assert "in use" not in "".join(line for line in cache().out.splitlines() if "packed" in line)
+
+
 # Leaves a scratch folder and a half-written folder of weights, as kill -9 does.
 DIES = """
 import os, sys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -13,7 +13,9 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
+from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.memory_plan import plan_within
+from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
@@ -58,7 +60,31 @@ def test_a_profile_is_given_as_it_is_by_file_or_by_name(tmp_path: Path) -> None:
     assert planner(tmp_path, path).profile == planner(tmp_path, str(path)).profile == mine
     assert planner(tmp_path, "t4").profile.machine == "t4"
     with pytest.raises(UsageError, match="not a shipped profile"):
-        _ = planner(tmp_path, "no such machine").profile
+        planner(tmp_path, "no such machine")
+    for policy in ("auto", Policy()):  # which is not chosen with it
+        llm = tiny(tmp_path, policy, hardware="no such machine")
+        with pytest.raises(UsageError, match="not a shipped"):
+            llm.check_plan()
+
+
+HEADERS = [[1] * 40, [2] * 40]
+PILES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
+    "two headers": ([[*HEADERS[i % 2], *range(3 + i, 40 + 3 * i)] for i in range(64)], {}),
+    "one header, not of all": ([[*HEADERS[0], i] if i else [7] * 60 for i in range(32)], {}),
+    "one header": ([[*HEADERS[0], i, i] for i in range(9)], {}),
+    "given tokens": ([[3, 4 + i] for i in range(9)], {"given": (5,) * 64, "max_tokens_per_sweep": 64}),
+    "scored prompts": ([[3] * 50 + [i] for i in range(9)], {"scored": 4}),
+}
+
+
+@pytest.mark.parametrize("pile", PILES)
+def test_what_a_policy_is_chosen_for_covers_what_it_runs(pile: str, tmp_path: Path) -> None:
+    """Also where some rows begin alike, take many tokens a sweep, or want log-probabilities of their prompts."""
+    prompts, more = PILES[pile]
+    rows = [Row(Prompt(i, tuple(ids), None), max_new=64, **more) for i, ids in enumerate(prompts)]
+    mine = planner(tmp_path)
+    need, policy = mine._need(rows, Policy()), Policy(8, 2)
+    assert shape_of(policy, need).covers(mine._shape(rows, policy, need))
 
 
 def test_a_profile_without_the_dtype_is_refused_by_its_flag(tmp_path: Path) -> None:

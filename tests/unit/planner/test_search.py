@@ -346,6 +346,17 @@ def test_the_published_policies_of_a_t4_fit_it() -> None:
         assert evaluate(SearchSpace(spec, need, Policy(), t4(), T4_BUDGETS), policy).prediction.tokens_per_s > 0
 
 
+def test_what_all_tiers_together_cannot_hold_is_not_tried() -> None:
+    """Of a long pile nearly all block sizes are too large: none of them takes the place of one that fits."""
+    spec = known("opt-30b")
+    need = WorkloadShape.full(100_000, 2016, 32, spec.num_blocks)
+    budgets: dict[str, int | None] = {"device": 16 * GIB, "host": 32 * GIB, "disk": 50 * GIB}
+    space = SearchSpace(spec, need, Policy(), t4(), budgets)
+    sizes = [candidate.policy.block_size for candidate in candidates(space)]
+    assert sizes and max(sizes) * spec.kv_bytes_per_token(2) * 2047 < 98 * GIB
+    assert search(space).policy.block_size > 10
+
+
 @pytest.mark.parametrize("is_host", [True, False])
 def test_one_row_at_a_time_is_tried_where_nothing_that_is_solved_fits(
     is_host: bool, monkeypatch: pytest.MonkeyPatch
