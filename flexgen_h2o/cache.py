@@ -126,18 +126,13 @@ def _weights(path: Path, name: str) -> Kept | None:
 
 def _machine_of(path: Path) -> str | None:
     """Of a profile that was measured here, of whatever version; None where the file is something else."""
-    body = _read_json(path)
-    if body is None or not {"schema", "machine"} <= body.keys():
-        return None
-    return str(body["machine"])
-
-
-def _read_json(path: Path) -> dict[str, object] | None:
     try:
         body = None if path.is_symlink() else read_json(path, _RECORD_BYTES)
     except (OSError, ValueError):
         return None
-    return body if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not {"schema", "machine"} <= body.keys():
+        return None
+    return str(body["machine"])
 
 
 def _show(found: list[Kept], folder: Path) -> None:

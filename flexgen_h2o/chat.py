@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli_common import OneLineParser, check_files, note, own_name, positive, run_cli, say
+from flexgen_h2o.cli_common import OneLineParser, check_files, own_name, positive, run_cli, say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, DoesNotFitError, FlexgenError, UsageError
@@ -29,13 +29,12 @@ from flexgen_h2o.flags import (
     compression_flags,
     eviction_of,
     open_llm,
-    place_of,
     policy_of,
     sampling_of,
-    say_idle_flags,
+    say_notes,
     value_of,
 )
-from flexgen_h2o.kvcache.eviction.policy import is_rolling
+from flexgen_h2o.kvcache.eviction.policy import is_rolling, most_new_tokens
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
@@ -100,9 +99,7 @@ def _run(argv: list[str] | None) -> int:
         if llm.model.tokenizer is None:
             raise UsageError(f"--model {llm.model.name}: has no tokenizer, and a conversation is of texts")
         llm.check_plan()
-        if llm.precision_note:
-            note("chat", llm.precision_note)
-        say_idle_flags("chat", args, place_of(args, llm))
+        say_notes("chat", args, llm)
         return Chat(args, llm, params).run()
 
 
@@ -212,13 +209,14 @@ class Chat:
         """A conversation of at most so many tokens."""
         from flexgen_h2o.engine.conversation import Conversation
         from flexgen_h2o.engine.decoding import StopCriteria
-        from flexgen_h2o.evaluation.conversation import Shown, room_of
+        from flexgen_h2o.evaluation.conversation import Shown
 
         params, model = self._params, self._llm.model
         eos = () if params.ignore_eos else model.spec.eos_token_ids
         ends = _Ends(StopCriteria(params.stop, eos, model.tokenizer), lambda: self._stops)
         self._shown = Shown(self._llm, len(first), params.stop, _write, self._show_figures)
-        room = room_of(self._llm, len(first), max(1, min(most, self._args.max_len or most) - len(first) + 1))
+        asked = max(1, min(most, self._args.max_len or most) - len(first) + 1)
+        room = most_new_tokens(self._llm.eviction, model.spec, len(first), asked)
         return Conversation(first, self._later(), params, ends, self._shown, room)
 
     def _open(self, first: Sequence[int]) -> None:

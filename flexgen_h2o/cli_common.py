@@ -319,11 +319,17 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def write_results(args: argparse.Namespace, result: Any, markdown: str) -> None:
-    """Write what --json and --markdown name, where they are given. FlexgenError as of `write_result`."""
+def write_results(
+    args: argparse.Namespace, result: Any, markdown: str, draw: Callable[[Any, Path], None] | None = None
+) -> None:
+    """Print the tables, and write what --json, --markdown and --plot name, where they are given. draw: the result into
+    a picture, where there is something to draw. FlexgenError as of `write_result`."""
+    print(markdown)
     for name, content in (("json", result), ("markdown", markdown)):
         if getattr(args, name) is not None:
             write_result(getattr(args, name), content, flag_of(name))
+    if draw is not None and args.plot is not None:
+        draw(result, args.plot)
 
 
 def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence[str], rows: str | None = None) -> None:

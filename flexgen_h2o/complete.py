@@ -11,7 +11,6 @@ from flexgen_h2o.cli_common import (
     OneLineParser,
     check_files,
     file_name,
-    note,
     own_name,
     positive,
     results_are_in,
@@ -29,11 +28,10 @@ from flexgen_h2o.flags import (
     eviction_of,
     naming_flags,
     open_llm,
-    place_of,
     policy_of,
     prompts_of,
     sampling_of,
-    say_idle_flags,
+    say_notes,
 )
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 
@@ -81,9 +79,7 @@ def _run(argv: list[str] | None) -> int:
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.check_plan()
         prompts = prompts_of(args, llm.model, texts)
-        if llm.precision_note:
-            note("complete", llm.precision_note)
-        say_idle_flags("complete", args, place_of(args, llm))
+        say_notes("complete", args, llm)
         with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):  # longer than the positions
             llm.prepare(prompts, [params] * len(prompts))
             done = (_one if len(prompts) == 1 else _several)(llm, prompts, params)

@@ -26,8 +26,7 @@ from flexgen_h2o.cli_common import (
 )
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import parse_bytes
-from flexgen_h2o.evaluation.rows import sizes_of_window
+from flexgen_h2o.evaluation.rows import add_row_flags, check_rows, sizes_of_window
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -100,15 +99,7 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
         help="what --budgets are shares of: columns of the prompt, or of the prompt and what is followed after it, or "
         "bytes of these in bf16 (prompt)",
     )  # fmt: skip
-    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
-    add("--num-prompts", type=positive, help=f"text rows ({TEXT_PROMPTS}; of a file all)")
-    add("--recall-prompts", type=count, help=f"recall rows ({RECALL_PROMPTS}; 0 with --prompts)")
-    add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
-    add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
-    add(
-        "--continuation", choices=("text", "greedy"), default="text",
-        help="follow the text itself, or the model's own greedy tokens",
-    )  # fmt: skip
+    add_row_flags(parser, TEXT_PROMPTS, RECALL_PROMPTS)
     add("--depths", type=positive, default=5, help="places where recall prompts state their pairs (5)")
     add("--mass-steps", type=count, default=12, help="decode steps whose evicted attention is measured (12)")
     add(
@@ -119,11 +110,6 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
         "--speed", type=positive, metavar="ROUNDS",
         help="also generate the rows freely so often, in turn with the full cache: tokens/s of prefill and decode",
     )  # fmt: skip
-    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
-    add("--seed", type=count, default=0, help="random seed for row selection and bootstrap")
-    add("--keep-mem", default="1GiB", help="RAM for the full cache's logits and attention, beside the budgets (1GiB)")
-    add("--json", type=file_name, help="write all figures")
-    add("--markdown", type=file_name, help="write the tables that are printed")
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
 
 
@@ -197,14 +183,15 @@ def _run(argv: list[str] | None) -> int:
     policy, is_auto = policy_of(args)
     if args.measure == "fidelity":
         _choose_policies(args, policy)
-    elif args.measure == "streaming" and policy.attn_sparsity != 1:
-        raise UsageError("--attn-sparsity: is for the full cache alone, and it stands beside others here; leave it out")
-    if args.measure == "fidelity":
         from flexgen_h2o.evaluation.fidelity import run
     elif args.measure == "text":
         eviction_of(args, policy)  # what it refuses is refused before torch is imported
         from flexgen_h2o.evaluation.text import run
     else:
+        if policy.attn_sparsity != 1:
+            raise UsageError(
+                "--attn-sparsity: is for the full cache alone, and it stands beside others here; leave it out"
+            )
         from flexgen_h2o.evaluation.streaming import run
     return run(args, policy, is_auto)
 
@@ -223,14 +210,7 @@ def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
 
 
 def _check_fidelity(args: argparse.Namespace) -> None:
-    if args.gen_len < 2:
-        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
-    args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
-    check_files(args, ("prompts",), ("json", "markdown", "plot"))
-    if args.recall_prompts is None:
-        args.recall_prompts = 0 if args.prompts else RECALL_PROMPTS
-    if args.num_prompts is None and args.prompts is None:
-        args.num_prompts = TEXT_PROMPTS
+    check_rows(args, TEXT_PROMPTS, RECALL_PROMPTS, ("json", "markdown", "plot"))
     if args.plot is not None:
         check_picture(args.plot)
 

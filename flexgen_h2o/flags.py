@@ -323,12 +323,15 @@ def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = No
         note(command.partition(" ")[0], f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect: {reason}")
 
 
-def place_of(args: argparse.Namespace, llm: LLM) -> Place:
-    """The place of the model that `open_llm` has opened with these flags."""
+def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
+    """What one may not expect of the model that `open_llm` has opened with these flags: another precision, and flags
+    that have no effect."""
     from flexgen_h2o.tiers.device import open_device
 
+    if llm.precision_note:
+        note(command.partition(" ")[0], llm.precision_note)
     device = open_device(args.device, separate_budget=args.device_mem is not None)
-    return Place(llm.model.spec, device.is_host, device.card() is not None)
+    say_idle_flags(command, args, Place(llm.model.spec, device.is_host, device.card() is not None))
 
 
 def _not_of_hub(args: argparse.Namespace, at: Place) -> str:

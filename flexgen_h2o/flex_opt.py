@@ -57,11 +57,10 @@ from flexgen_h2o.flags import (
     eviction_of,
     naming_flags,
     open_llm,
-    place_of,
     policy_of,
     prompts_of,
     sampling_of,
-    say_idle_flags,
+    say_notes,
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS
 
@@ -179,9 +178,7 @@ def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
             note("flex_opt", f"--policy {args.policy} was found for {saved.model}, and this is {llm.model.name}")
         if eviction not in (None, llm.eviction.name):
             note("flex_opt", f"--policy {args.policy} was found with {eviction}, and this is {llm.eviction.name}")
-    if llm.precision_note:
-        note("flex_opt", llm.precision_note)
-    say_idle_flags("flex_opt", args, place_of(args, llm))
+    say_notes("flex_opt", args, llm)
 
 
 def _check(args: argparse.Namespace) -> None:

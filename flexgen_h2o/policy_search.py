@@ -178,7 +178,7 @@ def _question(args: argparse.Namespace) -> Answer:
     """Without an answer yet."""
     policy, searched = policy_of(args)
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.engine.memory_plan import prices_of
+    from flexgen_h2o.engine.memory_plan import kv_sizes_of
     from flexgen_h2o.engine.workload import need_of
     from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
     from flexgen_h2o.models.load import find_spec
@@ -188,7 +188,7 @@ def _question(args: argparse.Namespace) -> Answer:
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
     by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits
-    eviction = fitted(eviction, spec, prices_of(spec, policy))
+    eviction = fitted(eviction, spec, kv_sizes_of(spec, policy))
     compress = [name for name in COMPRESSION if searched and getattr(args, name) and not (by_bytes and "cache" in name)]
     if searched:
         policy = replace(policy, compress_weight=False, compress_cache=policy.compress_cache and by_bytes)

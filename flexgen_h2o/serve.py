@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli_common import OneLineParser, count, file_name, note, positive, run_cli
+from flexgen_h2o.cli_common import OneLineParser, count, file_name, positive, run_cli
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_folder, usable_path
@@ -27,10 +27,9 @@ from flexgen_h2o.flags import (
     eviction_of,
     naming_flags,
     open_llm,
-    place_of,
     policy_of,
     sampling_of,
-    say_idle_flags,
+    say_notes,
 )
 
 if TYPE_CHECKING:
@@ -112,9 +111,7 @@ def _run(argv: list[str] | None) -> int:
     with _listening(args) as listener, open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = "off"  # rows that come later begin otherwise
         llm.check_plan()
-        if llm.precision_note:
-            note("serve", llm.precision_note)
-        say_idle_flags("serve", args, place_of(args, llm))
+        say_notes("serve", args, llm)
         length = _length(args, llm.model.spec.max_positions)
         rows = args.rows or (ROWS if is_auto else policy.block_size)
         service = Service(llm, rows, length, args.max_queue, args.batch_share)

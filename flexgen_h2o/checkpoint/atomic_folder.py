@@ -19,7 +19,17 @@ from pathlib import Path
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import CheckpointChangedError, DoesNotFitError, UsageError
-from flexgen_h2o.core.files import MARK, is_still, lock_folder, mark, open_regular, read_mark, try_lock, wait_for_lock
+from flexgen_h2o.core.files import (
+    MARK,
+    is_still,
+    lock_folder,
+    mark,
+    open_regular,
+    read_mark,
+    sync_path,
+    try_lock,
+    wait_for_lock,
+)
 from flexgen_h2o.core.units import format_bytes, format_free
 
 WHOLE_BYTES = 32 * 2**20
@@ -133,9 +143,9 @@ def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
             yield temp
             mark(temp, kind=kind, model=model, files=sorted(p.name for p in temp.iterdir() if p.name != MARK))
             for path in (*temp.rglob("*"), temp):
-                _sync(path)
+                sync_path(path)
             os.rename(temp, folder)
-            _sync(folder.parent)
+            sync_path(folder.parent)
         except BaseException as error:
             if is_ours:
                 shutil.rmtree(temp, ignore_errors=True)
@@ -297,11 +307,3 @@ def _no_space(folder: Path, nbytes: int) -> DoesNotFitError:
         f"--offload-dir {folder.parent}: {folder.name}: {need}, {format_free(free, nbytes)}; "
         "make room or give another folder"
     )
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

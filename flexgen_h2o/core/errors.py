@@ -42,6 +42,11 @@ class TooLongError(UsageError):
     """A prompt that the model's positions cannot hold."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its kind where it says nothing."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def json_reason(error: ValueError | RecursionError) -> str:
     """What is wrong with a JSON text, in words for a user: Python would say "line 1" of one line of many, and name a
     setting of its own where a whole number has more digits than it reads."""

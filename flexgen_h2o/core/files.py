@@ -107,6 +107,15 @@ def write_new(path: Path, text: str) -> None:
         file.write(text)
 
 
+def sync_path(path: Path) -> None:
+    """Put a file, or a folder with the names in it, on disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def replacing(path: Path, follow: bool = True, sync: bool = True) -> Iterator[TextIO]:
     """A text file (UTF-8) to write, which takes the place and the mode of `path` at the end; its `buffer` takes bytes.
@@ -143,7 +152,8 @@ def replacing(path: Path, follow: bool = True, sync: bool = True) -> Iterator[Te
         if has_name:
             draft.unlink(missing_ok=True)
     if sync:
-        _sync_folder(target.parent)
+        with contextlib.suppress(OSError):  # where file system and permissions allow it
+            sync_path(target.parent)
 
 
 def write_whole(path: Path, text: str, follow: bool = True, sync: bool = True) -> None:
@@ -212,16 +222,6 @@ def _name_draft(fd: int, draft: Path) -> None:
         os.link(f"/proc/self/fd/{fd}", draft.name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
         os.close(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put a file's new name on disk, where file system and permissions allow it."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _is_written_in_place(path: Path) -> bool:

@@ -156,7 +156,7 @@ def sketch_bytes(slots: int, width: int) -> int:
 
 
 @dataclass(frozen=True)
-class KVPrices:
+class KVSizes:
     """What a row's keys and values take in one layer and kv-head, with `width` numbers a key. window: newest columns
     that are whole beside packed slots, at most. itemsize: of a number that is not packed; bf16's by default. selects:
     a sketch of all slots lies beside them (`Policy.attn_sparsity`)."""

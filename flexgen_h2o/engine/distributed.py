@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import FlexgenError, TransferError, UsageError
+from flexgen_h2o.core.errors import FlexgenError, TransferError, UsageError, first_line
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import WIRE_BUFFERS
 from flexgen_h2o.engine.generation import Row
@@ -250,7 +250,7 @@ class Wire:
             work()
         except Exception as error:  # torch.distributed raises many kinds
             self._failure = TransferError(
-                f"--pipeline: lost rank {other}; what ended it is said there ({_first_line(error)})"
+                f"--pipeline: lost rank {other}; what ended it is said there ({first_line(error)})"
             )
 
     def _receive_blocks(self) -> None:
@@ -351,7 +351,7 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
         backend = take_card(local_rank)
         meet(lambda: dist.init_process_group(backend, timeout=_PATIENCE))
     except (RuntimeError, ValueError, OSError) as error:
-        raise FlexgenError(f"--pipeline: the {ranks} processes did not meet ({_first_line(error)})") from error
+        raise FlexgenError(f"--pipeline: the {ranks} processes did not meet ({first_line(error)})") from error
     return Pipeline(rank, ranks, in_flight or ranks, local_ranks)
 
 
@@ -401,9 +401,5 @@ def _gather(pipeline: Pipeline, mine: Any) -> list[Any]:
     try:
         dist.all_gather_object(found, mine)
     except RuntimeError as error:
-        raise FlexgenError(f"--pipeline: lost a rank; what ended it is said there ({_first_line(error)})") from error
+        raise FlexgenError(f"--pipeline: lost a rank; what ended it is said there ({first_line(error)})") from error
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

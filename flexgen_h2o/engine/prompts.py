@@ -77,10 +77,6 @@ class Completion:
             raise UsageError(f"{name}: the row has none; ask for SamplingParams(logprobs={least}) or more")
         return found
 
-    def __post_init__(self) -> None:
-        if self.finish_reason not in ("stop", "length", "error"):
-            raise ValueError(f"finish_reason: {self.finish_reason!r}")
-
 
 def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Prompt]:
     """Prompts of a UTF-8 file in its order: `.txt`, one a line, or `.jsonl`, `prompt` or `prompt_token_ids` a line.

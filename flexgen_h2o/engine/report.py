@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.core.config import TIERS, Policy
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
-from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, prices_of, record_in
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, kv_sizes_of, record_in
 from flexgen_h2o.engine.workload import WorkloadShape, need_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 MEASURED_BUSY = "profile measured on a busy machine: measure again with flexgen-h2o hardware"
 NOT_MEASURED = "this machine was not measured (flexgen-h2o hardware: 1 to 2 minutes)"
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
-KV_FACTS = ("slots", "bytes", "full_bytes")
 PREDICTIONS = ("prefill_s", "decode_s")
 # FlexGen's first two decode sweeps are counted as measured; the mean of the later ones stands for the rest.
 _WARM_SWEEPS = 2
@@ -56,11 +55,10 @@ class RunReport:
     """The run report (docs/reference/files.md). Bytes are ints, times seconds; mappings have the keys named here.
 
     prompt_len, gen_len: the longest prompt and the most new tokens asked for. decode.tokens: tokens generated after
-    each row's first one. peak_bytes: `TIERS`; io_bytes: `IO_LINKS`; both also by kind (`weights`, `kv`, `hidden`, and
-    for peak_bytes the other buffers of the memory plan), with the same sums. kv: `KV_FACTS`; predicted: `PREDICTIONS`,
-    None where nothing was predicted. projected: decode was cut short and scaled up. model_bytes, cache_bytes,
-    hidden_bytes: the sizes of FlexGen's summary. extra: more facts, JSON values. Raises ValueError for a mapping with
-    other keys or sums.
+    each row's first one. peak_bytes: device, host, disk; io_bytes: `IO_LINKS`; both also by kind (`weights`, `kv`,
+    `hidden`, and for peak_bytes the other buffers of the memory plan), with the same sums. kv: slots, bytes,
+    full_bytes; predicted: `PREDICTIONS`, None where nothing was predicted. projected: decode was cut short and scaled
+    up. model_bytes, cache_bytes, hidden_bytes: the sizes of FlexGen's summary. extra: more facts, JSON values.
     """
 
     model: str
@@ -82,15 +80,6 @@ class RunReport:
     hidden_bytes: int
     projected: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, keys in (("peak_bytes", TIERS), ("io_bytes", IO_LINKS), ("kv", KV_FACTS), ("predicted", PREDICTIONS)):
-            if set(getattr(self, name)) != set(keys):
-                raise ValueError(f"{name} has the keys {sorted(getattr(self, name))}, not {sorted(keys)}")
-        for name, keys in (("peak_bytes", TIERS), ("io_bytes", IO_LINKS)):
-            kinds = getattr(self, f"{name}_by_kind")
-            if {key: sum(of[key] for of in kinds.values()) for key in keys} != dict(getattr(self, name)):
-                raise ValueError(f"{name}_by_kind does not sum up to {name}")
 
     @property
     def total(self) -> PhaseReport:
@@ -228,8 +217,8 @@ def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: in
 
 def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, int]:
     """Bytes of one key and value of all kv-heads in one layer: in their slots, and uncompressed."""
-    prices = prices_of(spec, policy, itemsize)
-    return spec.num_kv_heads * prices.column_bytes, spec.kv_bytes_per_token(itemsize) // spec.num_blocks
+    sizes = kv_sizes_of(spec, policy, itemsize)
+    return spec.num_kv_heads * sizes.column_bytes, spec.kv_bytes_per_token(itemsize) // spec.num_blocks
 
 
 def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:

@@ -58,10 +58,8 @@ class Sampler:
 
         logits: [b, V], any float dtype and device; -inf forbids a token. rows: the rows' indices in the run; steps:
         tokens each has generated already. Both have b non-negative entries and, with the seed, fix the random number.
-        Raises NotFiniteError when a row holds NaN, +inf or nothing finite; ValueError when the lengths differ.
+        Raises NotFiniteError when a row holds NaN, +inf or nothing finite.
         """
-        if logits.dim() != 2 or logits.shape[0] != len(rows) or len(rows) != len(steps):
-            raise ValueError(f"logits {tuple(logits.shape)} for {len(rows)} rows and {len(steps)} steps")
         if not len(rows):
             return []
         best, tokens = logits.max(dim=-1)

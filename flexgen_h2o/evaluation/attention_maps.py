@@ -21,7 +21,7 @@ from flexgen_h2o.evaluation.attention_tables import TOP_SHARES, draw, markdown
 from flexgen_h2o.evaluation.fidelity import Probe, Runner
 from flexgen_h2o.evaluation.figures import Array, Bootstrap, Figures, summarise_texts
 from flexgen_h2o.evaluation.rows import Case, TextRow, held_out_rows, rows_of_file, text_of
-from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags
+from flexgen_h2o.flags import check_positions, compression_flags, open_llm, say_notes
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, RowBudget
 from flexgen_h2o.kvcache.eviction.random_columns import Random
@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
             raise UsageError(f"--model {args.model}: has sliding windows, and whole rows are measured; take another")
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
         rows = _rows(args, llm)
-        say_idle_flags("evaluate attention", args, place_of(args, llm))
+        say_notes("evaluate attention", args, llm)
         seen = watch(llm, rows, args)
         result = _facts(args, llm, policy, rows) | summarise(seen, rows, llm, args)
         if cases:
@@ -53,11 +53,7 @@ def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
             full, cells = summarise_texts(full_nll, found, args.resamples, args.seed)
             result["removal"] = {"full": full, "cells": cells}
     result["seconds"] = time.perf_counter() - began
-    text = markdown(result)
-    print(text)
-    write_results(args, result, text)
-    if args.plot is not None:
-        draw(result, args.plot)
+    write_results(args, result, markdown(result), draw)
     return EXIT_DONE
 
 
@@ -326,9 +322,6 @@ class Without(Full):
 
     def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:
         return max(1, self.budget(prompt_len, gen_len, block, num_blocks).columns + gen_len - 1)
-
-    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
-        return sums
 
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.scores is not None

@@ -201,11 +201,6 @@ class Shown:
         self._over(now)
 
 
-def room_of(llm: LLM, first: int, asked: int) -> int:
-    """Of `asked` tokens, how many may follow on a first turn of so many tokens."""
-    return most_new_tokens(llm.eviction, llm.model.spec, first, asked)
-
-
 def converse(
     llm: LLM, case: Case, turns: Sequence[Turn], ids: Sequence[Sequence[int]], params: SamplingParams,
     show: Callable[[str], None],
@@ -222,7 +217,7 @@ def converse(
 
     more: Iterator[Sequence[int]] = map(begin, range(1, len(turns)))
     ends = StopCriteria(params.stop, () if params.ignore_eos else spec.eos_token_ids, tokenizer)
-    room = room_of(llm, len(ids[0]), tokens_after_first(ids, params.max_tokens))
+    room = most_new_tokens(llm.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
     talk = Conversation(ids[0], more, params, ends, shown, room)
     llm.prepare([talk.prompt], talk)
     begin(0)

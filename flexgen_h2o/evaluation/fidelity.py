@@ -43,7 +43,7 @@ from flexgen_h2o.evaluation.rows import (
     rows_of_file,
     text_of,
 )
-from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags
+from flexgen_h2o.flags import check_positions, compression_flags, open_llm, say_notes
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.llm import LLM
@@ -62,14 +62,10 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         runner.check(cases)
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
         texts, recalls = rows_of(args, runner)
-        say_idle_flags("evaluate fidelity", args, place_of(args, llm))
+        say_notes("evaluate fidelity", args, llm)
         result = _facts(args, llm, policy, cases, texts) | _measure(args, runner, texts, recalls, cases)
     result["seconds"] = time.perf_counter() - began
-    text = markdown(result)
-    print(text)
-    write_results(args, result, text)
-    if args.plot is not None:
-        draw(result, args.plot)
+    write_results(args, result, markdown(result), draw)
     return EXIT_DONE
 
 
@@ -179,13 +175,6 @@ class Probe(Full):
     @property
     def needs(self) -> Needs:
         return Needs(record=(POSITIONS, SCORES), query_rows=1, decay=0.0, gain=1.0)
-
-    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
-        return sums
-
-    def rank(self, columns: Columns) -> torch.Tensor:
-        assert columns.scores is not None
-        return columns.scores
 
 
 class FullWatch:

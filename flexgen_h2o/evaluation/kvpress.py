@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.cli_common import file_name
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import check_folder, read_bounded, replacing, write_whole
-from flexgen_h2o.engine.memory_plan import prices_of
+from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 
@@ -87,7 +87,7 @@ def add_press_flag(parser: argparse.ArgumentParser) -> None:
 def columns_held(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> int:
     """KV columns of all rows, in all transformer blocks, each row at its longest. eviction: not yet fitted to the
     model. lengths: prompt and most new tokens of a row."""
-    eviction, blocks = fitted(eviction, spec, prices_of(spec, policy)), spec.num_blocks
+    eviction, blocks = fitted(eviction, spec, kv_sizes_of(spec, policy)), spec.num_blocks
     return sum(eviction.slots(*one, block, blocks) for one in lengths for block in range(blocks))
 
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexgen_h2o.cli_common import check_files, count, file_name, positive, results_are_in, say, write_results
+from flexgen_h2o.cli_common import positive, results_are_in, say, write_results
 from flexgen_h2o.core.config import without_unused_bits
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.settings import SIZES, UNIFORM
-from flexgen_h2o.core.units import markdown_table, parse_bytes
+from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.workload import AutoPolicy
-from flexgen_h2o.evaluation.rows import SEQUENCE, Case, TextRow
+from flexgen_h2o.evaluation.rows import SEQUENCE, Case, TextRow, add_row_flags, check_rows
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -32,9 +32,8 @@ from flexgen_h2o.flags import (
     compression_flags,
     eviction_of,
     open_llm,
-    place_of,
     policy_of,
-    say_idle_flags,
+    say_notes,
 )
 from flexgen_h2o.kvcache.eviction import Evicting, Full
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, OfOther, RowBudget, stretch_of
@@ -54,24 +53,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     add_eviction_flags(parser)
     parser.set_defaults(dtype="float32", run=run, depths=5)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--groups", type=positive, help=f"measure so many stretches of neighbouring layers (each layer, up to {GROUPS})"
     )
-    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
-    add("--num-prompts", type=positive, help=f"text rows: half measure, half check ({PROMPTS}; of a file all)")
-    add("--recall-prompts", type=count, help=f"recall rows, as --num-prompts ({RECALL_PROMPTS}; 0 with --prompts)")
-    add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
-    add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
-    add(
-        "--continuation", choices=("text", "greedy"), default="text",
-        help="follow the text itself, or the model's own greedy tokens",
-    )  # fmt: skip
-    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
-    add("--seed", type=count, default=0, help="random seed for row selection and bootstrap")
-    add("--keep-mem", default="1GiB", help="RAM for the full cache's logits, beside the budgets (1GiB)")
-    add("--json", type=file_name, help="write all figures")
-    add("--markdown", type=file_name, help="write the tables that are printed")
+    add_row_flags(parser, PROMPTS, RECALL_PROMPTS, ": half measure, half check")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
         result = _search(args, alone, whole, eviction)
         result["settings"]["compression"] = compression_flags(policy)
     result["seconds"] = time.perf_counter() - began
-    text = markdown(result)
-    print(text)
-    write_results(args, result, text)
+    write_results(args, result, markdown(result))
     return EXIT_DONE
 
 
@@ -115,7 +98,7 @@ def _search(args: argparse.Namespace, alone: Runner, whole: Runner, eviction: Ev
     texts, recalls = rows_of(args, whole)
     if len(texts) < 2:
         raise UsageError(f"--prompts {args.prompts}: has 1 row, and half of the rows measure and half check; give 2")
-    say_idle_flags("evaluate layers", args, place_of(args, llm))
+    say_notes("evaluate layers", args, llm)
     losses = _measure(alone, [*texts[::2], *_cut(recalls[::2])], stretches, eviction, shares)
     given = share_out(losses, [len(blocks) for blocks in stretches], shares, share)
     schedule = "/".join(f"{one:.3g}" for one in given)
@@ -135,16 +118,9 @@ def _search(args: argparse.Namespace, alone: Runner, whole: Runner, eviction: Ev
 
 def _check(args: argparse.Namespace) -> None:
     """And the defaults that depend on other flags."""
-    if args.gen_len < 2:
-        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
     if args.attn_sparsity not in (None, 1):
         raise UsageError("--attn-sparsity: reads a share of the full cache, and no column is dropped; leave it out")
-    args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
-    check_files(args, ("prompts",), ("json", "markdown"))
-    if args.recall_prompts is None:
-        args.recall_prompts = 0 if args.prompts else RECALL_PROMPTS
-    if args.num_prompts is None and args.prompts is None:
-        args.num_prompts = PROMPTS
+    check_rows(args, PROMPTS, RECALL_PROMPTS)
     for flag, rows, or_none in (
         ("--num-prompts", args.num_prompts, ""),
         ("--recall-prompts", args.recall_prompts, "0 or "),

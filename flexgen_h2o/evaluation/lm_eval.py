@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
 
-from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, not_empty, note, positive, results_are_in
+from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, not_empty, positive, results_are_in
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import check_folder, usable_path
@@ -33,9 +33,8 @@ from flexgen_h2o.flags import (
     compression_flags,
     eviction_of,
     open_llm,
-    place_of,
     policy_of,
-    say_idle_flags,
+    say_notes,
 )
 
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
@@ -194,9 +193,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
         with open_llm(args, policy, is_auto, eviction) as llm:
             llm.check_plan()
-            if llm.precision_note:
-                note("evaluate", llm.precision_note)
-            say_idle_flags("evaluate lm-eval", args, place_of(args, llm))
+            say_notes("evaluate lm-eval", args, llm)
             harness, own = parsed
             check_ruler(llm.model, names, own.metadata or {})
             EngineLM.opened = engine = EngineLM(llm, _first_seed(args.seed))

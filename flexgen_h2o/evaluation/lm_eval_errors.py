@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.errors import FlexgenError, UsageError, first_line
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
 
 INSTALL = "pip install -e '.[eval]' in a clone"
@@ -37,7 +37,7 @@ def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
     except FlexgenError:
         raise
     except ImportError as error:
-        raise UsageError(f"--tasks {','.join(names)}: {_first_line(error)}; {INSTALL}") from error
+        raise UsageError(f"--tasks {','.join(names)}: {first_line(error)}; {INSTALL}") from error
     except (ConnectionError, FileNotFoundError) as error:  # datasets' own are of these kinds
         raise UsageError(_where_data_is(names, error)) from error
     except Exception as error:
@@ -64,7 +64,7 @@ def _what_failed(names: list[str], error: Exception) -> str:
     name = (task and task.task) or ",".join(names)
     if "Sample larger than population" in said:
         return f"--num-fewshot: asks for more solved examples than {name} has; give fewer"
-    said = " ".join(dict.fromkeys((_first_line(error), _first_line(cause))))
+    said = " ".join(dict.fromkeys((first_line(error), first_line(cause))))
     return (
         f"--tasks {name}: lm-eval cannot run it ({type(cause).__name__}: {said}); mend the task file, its data or "
         "--metadata"
@@ -199,7 +199,7 @@ def _where_data_is(names: list[str], error: Exception) -> str:
     found |= {name: H2O_PAPER[name] for name in names if name in H2O_PAPER and not _has_data(H2O_PAPER[name])}
     missing = ", ".join(f"{name} ({path})" for name, path in found.items()) or ",".join(names)
     if task is not None and (not task.dataset_path or Path(task.dataset_path).suffix or "/" not in task.dataset_path):
-        said = _first_line(error)
+        said = first_line(error)
         return f"--tasks {missing}: {said}; name the task's files in dataset_kwargs (docs/reference/lm-eval.md)"
     return (
         f"--tasks {missing}: the data are not in {config.HF_DATASETS_CACHE}; add --download to fetch them from {HUB}, "
@@ -221,7 +221,3 @@ def _has_data(path: str) -> bool:
     from datasets import config
 
     return (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -7,6 +7,7 @@ back in the KV cache matter.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import random
@@ -18,9 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexgen_h2o.cli_common import check_files, count, file_name, positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_bounded
 from flexgen_h2o.core.settings import ORIGINAL, ROLLING, SIZES
+from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.engine.prompts import read_prompts
 from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Eviction, Full, make_eviction, says_budget
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
@@ -351,3 +354,42 @@ def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
         return make_eviction(policy, **settings)
     except UsageError as error:
         raise UsageError(f"--policies {policy}: {str(error).removeprefix('eviction: ')}") from error
+
+
+# ---- Flags of commands that follow rows of text and of recall
+
+
+def add_row_flags(parser: argparse.ArgumentParser, texts: int, recalls: int, purpose: str = "") -> None:
+    """Which rows, and where figures of them go. texts, recalls: how many rows without a flag; purpose: of the rows."""
+    add = parser.add_argument
+    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
+    add("--num-prompts", type=positive, help=f"text rows{purpose} ({texts}; of a file all)")
+    add("--recall-prompts", type=count, help=f"recall rows{purpose} ({recalls}; 0 with --prompts)")
+    add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
+    add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
+    add(
+        "--continuation", choices=("text", "greedy"), default="text",
+        help="follow the text itself, or the model's own greedy tokens",
+    )  # fmt: skip
+    add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
+    add("--seed", type=count, default=0, help="random seed for row selection and bootstrap")
+    add("--keep-mem", default="1GiB", help="RAM for what is kept of the full cache's run, beside the budgets (1GiB)")
+    add("--json", type=file_name, help="write all figures")
+    add("--markdown", type=file_name, help="write the tables that are printed")
+
+
+def check_rows(
+    args: argparse.Namespace, texts: int, recalls: int, written: Sequence[str] = ("json", "markdown")
+) -> None:
+    """UsageError for what is wrong with the flags of `add_row_flags`; and the defaults that depend on other flags.
+
+    texts, recalls: as of it. written: fields of files.
+    """
+    if args.gen_len < 2:
+        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
+    args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
+    check_files(args, ("prompts",), written)
+    if args.recall_prompts is None:
+        args.recall_prompts = 0 if args.prompts else recalls
+    if args.num_prompts is None and args.prompts is None:
+        args.num_prompts = texts

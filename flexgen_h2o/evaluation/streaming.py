@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.cli_common import note, say
+from flexgen_h2o.cli_common import say
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import write_result
@@ -30,7 +30,7 @@ from flexgen_h2o.evaluation.figures import (
     surprise,
 )
 from flexgen_h2o.evaluation.rows import Case, make_cases, streams_of, text_of
-from flexgen_h2o.flags import compression_flags, naming_flags, open_llm, place_of, sampling_of, say_idle_flags
+from flexgen_h2o.flags import compression_flags, naming_flags, open_llm, sampling_of, say_notes
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
@@ -51,9 +51,7 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         for case in cases:  # what is refused, a dtype too, is refused before anything is shown
             llm.eviction = case.eviction
             llm.check_plan()
-        if llm.precision_note:
-            note("evaluate", llm.precision_note)
-        say_idle_flags("evaluate streaming", args, place_of(args, llm))
+        say_notes("evaluate streaming", args, llm)
         compression = compression_flags(policy)
         facts = {
             "measure": "streaming", "schema": SCHEMA, "model": llm.model.name, "dtype": llm.dtype,

@@ -37,6 +37,7 @@ from flexgen_h2o.kvcache.eviction import POLICIES, Full, says_budget
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.model import ModelSpec
+    from flexgen_h2o.evaluation.figures import Figures
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.models.load import Model
 
@@ -48,8 +49,6 @@ H2O_HF_SIZE, LLAMA_RECIPES_SIZE = 1024, 128  # heavy columns, and as many recent
 OF_RECORDS = ("temperature", "top_p", "top_k", "stop", "ignore_eos")  # flags that stand in for fields of all records
 ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 NEEDED = {"rouge_score": "rouge-score", "rouge": "rouge"}
-
-Figures = dict[str, Any]  # as the JSON result has them
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,8 @@ def _run_cells(
     """Jobs and scores, a cell at a time; summary.json has the cells so far, and those of earlier runs."""
     from flexgen_h2o.evaluation import summary
 
-    before, found, codes = _earlier(args), dict[str, Figures](), []
+    before, codes = _earlier(args), []
+    found: dict[str, Figures] = {}
     reference, scorer = dict[int, list[float]](), Rouge()
     for cell in cells:
         print(f"# {cell.title}", flush=True)

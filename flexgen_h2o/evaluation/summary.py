@@ -14,13 +14,13 @@ import numpy as np
 
 from flexgen_h2o.cli_common import write_results
 from flexgen_h2o.core.config import DTYPE_BYTES
-from flexgen_h2o.core.files import open_regular, write_picture
+from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.engine.report import column_bytes
 from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, split_instruction
-from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, number, over_budgets
+from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, Figures, number, over_budgets
 from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, columns_held, write_press_run
-from flexgen_h2o.jobs.output import whole_row
+from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.sidecar import read_status
 from flexgen_h2o.kvcache.eviction import Full
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.evaluation.summarize import Cell
 
-Figures = dict[str, Any]  # as the JSON result has them
 _TITLES = dict(zip(ROUGE_SCORE, ("ROUGE-1", "ROUGE-2", "ROUGE-L"), strict=True))
 
 
@@ -50,19 +49,17 @@ class Answer:
 def read_answers(output: Path) -> list[Answer]:
     """The rows of a job's output that are no errors, in the order of the articles."""
     found = []
-    with open_regular(output) as file:
-        for line in file:
-            row = whole_row(line)
-            if row is None or row["error"] is not None:
-                continue
-            record, usage = row["request"], row["response"]["body"]["usage"]
-            found.append(
-                Answer(
-                    int(row["custom_id"].removeprefix("line-")), row["result"]["choices"][0]["text"],
-                    record["summary_gt"], record["article"], usage["prompt_tokens"], record["max_tokens"],
-                    usage["completion_tokens"],
-                )
-            )  # fmt: skip
+    for _, row in rows_of(output):
+        if row["error"] is not None:
+            continue
+        record, usage = row["request"], row["response"]["body"]["usage"]
+        found.append(
+            Answer(
+                int(row["custom_id"].removeprefix("line-")), row["result"]["choices"][0]["text"],
+                record["summary_gt"], record["article"], usage["prompt_tokens"], record["max_tokens"],
+                usage["completion_tokens"],
+            )
+        )  # fmt: skip
     return sorted(found, key=lambda one: one.number)
 
 
@@ -140,11 +137,8 @@ def write_press(folder: Path, cell: Cell, answers: Sequence[Answer], figures: Fi
 
 def show(args: argparse.Namespace, result: Figures) -> None:
     """Print the table, and write it, all figures and the picture where they are asked for."""
-    table = summary_table(result)
-    print(table)
-    write_results(args, result, table + "\n")
-    if args.plot is not None and any(cell["scores"] is not None for cell in result["cells"]):
-        draw_summaries(result, args.plot)
+    is_scored = any(cell["scores"] is not None for cell in result["cells"])
+    write_results(args, result, summary_table(result) + "\n", draw_summaries if is_scored else None)
 
 
 def summary_table(result: Figures) -> str:

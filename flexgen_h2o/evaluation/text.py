@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from flexgen_h2o.cli_common import note
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE
 from flexgen_h2o.core.files import write_result
@@ -20,10 +19,9 @@ from flexgen_h2o.flags import (
     eviction_of,
     naming_flags,
     open_llm,
-    place_of,
     prompts_of,
     sampling_of,
-    say_idle_flags,
+    say_notes,
 )
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
@@ -56,10 +54,8 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     with open_llm(args, policy, is_auto, Full()) as llm:
         if "model_arch" in args:
             check_family(llm.model.spec, args.model_arch, "--model_arch")
-        if llm.precision_note:
-            note("evaluate", llm.precision_note)
         prompts = prompts_of(args, llm.model, args.prompt or [PROMPT])
-        say_idle_flags("evaluate text", args, place_of(args, llm))
+        say_notes("evaluate text", args, llm)
         with naming_flags():  # a prompt longer than the model's positions
             full, evicted = (_written(llm, kept, prompts, params) for kept in (Full(), eviction))
         compression = compression_flags(policy)

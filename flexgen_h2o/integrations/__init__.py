@@ -19,11 +19,11 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.packing import KVPrices
+from flexgen_h2o.core.packing import KVSizes
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.integrations.cache import MODES, EvictingCache, Promised
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling, priced
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling, with_sizes
 
 ATTENTION = "flexgen_h2o"  # the name of our attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gpt_neox")
@@ -89,7 +89,7 @@ def enable_eviction(
         )
     _check_model(model)
     width = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
-    eviction = priced(eviction, KVPrices(width))
+    eviction = with_sizes(eviction, KVSizes(width))
     if max_new_tokens is not None:
         check_int("max_new_tokens", max_new_tokens, 1)
         config = model.config

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o.core.packing import KVPacking, KVPrices, padded_pages, page_bytes, sketch_bytes, window_of
+from flexgen_h2o.core.packing import KVPacking, KVSizes, padded_pages, page_bytes, sketch_bytes, window_of
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
@@ -47,24 +47,24 @@ class UnitLayout:
         return split_rows(self.sequences * self.kv_heads, self.shares)
 
     @cached_property
-    def prices(self) -> KVPrices:
+    def sizes(self) -> KVSizes:
         """What a row and kv-head takes."""
-        return KVPrices(self.width, self.packing, self.window, self.itemsize, self.selects)
+        return KVSizes(self.width, self.packing, self.window, self.itemsize, self.selects)
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
         """A key of one slot, and a value."""
-        return self.prices.slot_bytes
+        return self.sizes.slot_bytes
 
     @property
     def column_bytes(self) -> int:
         """A key and a value of one slot."""
-        return self.prices.column_bytes
+        return self.sizes.column_bytes
 
     @property
     def beside_bytes(self) -> int:
         """Of a row: its pages, what lies beside packed slots, and its sketch."""
-        return self.prices.beside(self.slots, self.record.pages)
+        return self.sizes.beside(self.slots, self.record.pages)
 
     @property
     def segments(self) -> int:
@@ -137,7 +137,7 @@ class UnitLayout:
     def sequence_bytes(self) -> int:
         """What a sequence holds of keys and values: slots, pages, what lies beside packed slots, and sketches. Not the
         record of slots (positions, scores, ...)."""
-        return self.kv_heads * self.prices.nbytes(self.slots, self.record.pages)
+        return self.kv_heads * self.sizes.nbytes(self.slots, self.record.pages)
 
     def metadata_bytes(self, part: Part) -> int:
         """What the policy records of the part's slots, a victim for each row, its pages (means and counts), what lies

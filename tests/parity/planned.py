@@ -14,7 +14,7 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
 from flexgen_h2o.engine.generation import Row, make_blocks
-from flexgen_h2o.engine.memory_plan import prices_of
+from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
@@ -81,7 +81,7 @@ class Run:
 
     def need(self, spec: ModelSpec) -> WorkloadShape:
         sizes = {(self.header + n, self.new_tokens) for n in self.lengths}
-        eviction = fitted(self.eviction, spec, prices_of(spec, Policy()))
+        eviction = fitted(self.eviction, spec, kv_sizes_of(spec, Policy()))
         return need_of(eviction, len(self.lengths), sizes, spec.num_blocks, spec.windows).in_one_copy(self.common)
 
     @property

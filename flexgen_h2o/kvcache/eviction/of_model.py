@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import UNIFORM, weights_of
 from flexgen_h2o.kvcache.eviction.full import Full
-from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, Needs, OfOther, RowBudget, is_rolling, priced
+from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, Needs, OfOther, RowBudget, is_rolling, with_sizes
 
 if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.core.model import ModelSpec
-    from flexgen_h2o.core.packing import KVPrices
+    from flexgen_h2o.core.packing import KVSizes
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Windowed(OfOther):
         return self.windows[:block].count(None), self.windows.count(None)
 
 
-def fitted(eviction: Eviction, spec: ModelSpec, prices: KVPrices) -> Eviction:
+def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
     """The policy for a model: it keeps to the layers without a window, and knows what columns take."""
-    eviction = priced(eviction, prices)
+    eviction = with_sizes(eviction, sizes)
     return Windowed(eviction, spec.windows) if spec.windows else eviction
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.core.model import ModelSpec
-    from flexgen_h2o.core.packing import KVPrices
+    from flexgen_h2o.core.packing import KVSizes
 
 EVERYTHING = 2**30  # more columns than any row has
 # What is recorded of a slot (kvcache/slots.SlotMetadata), in the order of its bytes.
@@ -214,10 +214,10 @@ PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
 class Evicting(EvictionSettings):
     """A policy that drops columns; its settings, and those that it adds, are checked when it is made.
 
-    prices: what columns take, which kv_bytes is counted in: of the model and its compression (`priced`).
+    sizes: what columns take, which kv_bytes is counted in: of the model and its compression (`with_sizes`).
     """
 
-    prices: KVPrices | None = None
+    sizes: KVSizes | None = None
     name: ClassVar[str] = ""
 
     @cached_property  # asked several times in each layer of each step
@@ -258,15 +258,15 @@ class Evicting(EvictionSettings):
         """Columns of a row of so many tokens, prompt and new ones, by kv_budget or kv_bytes."""
         if self.kv_bytes is None:
             return max(1, int((self.kv_budget or 0.0) * tokens))
-        if self.prices is None:
+        if self.sizes is None:
             raise UsageError("kv_bytes: is a share of a model's KV cache; give the policy to an LLM")
         share, pages = self.kv_bytes, record_of(self, tokens).pages
         have_pages = min(self.needs.page_layers, num_blocks)
         if self.layer_schedule == FIRST_FULL and num_blocks > 1:  # what the first layer takes is the others' loss
-            whole = self.prices.nbytes(tokens, pages) / (4 * self.prices.width * tokens)
+            whole = self.sizes.nbytes(tokens, pages) / (4 * self.sizes.width * tokens)
             share = (share * num_blocks - whole) / (num_blocks - 1)
             num_blocks, have_pages = num_blocks - 1, have_pages - 1
-        columns = _priced_columns(self, share, tokens, pages, have_pages / num_blocks, num_blocks)
+        columns = _sized_columns(self, share, tokens, pages, have_pages / num_blocks, num_blocks)
         if columns < 1:
             raise UsageError(
                 f"--kv-bytes {self.kv_bytes}: holds no column of a row of {tokens} tokens beside what each row has; "
@@ -359,20 +359,20 @@ def _by_weight(weights: tuple[float, ...], columns: int, most: int, num_blocks: 
 
 
 @lru_cache(maxsize=4096)
-def _priced_columns(policy: Evicting, share: float, tokens: int, pages: int, have_pages: float, num_blocks: int) -> int:
+def _sized_columns(policy: Evicting, share: float, tokens: int, pages: int, have_pages: float, num_blocks: int) -> int:
     """Columns in the mean of the blocks that take this share of the bytes, as the schedule deals them out."""
-    assert policy.prices is not None
+    assert policy.sizes is not None
     weights = weights_of(policy.layer_schedule)
 
     def by_layer(columns: int) -> tuple[int, ...]:
         return _by_weight(weights, columns, tokens, num_blocks) if weights else (columns,)
 
-    return policy.prices.columns(share, tokens, pages, have_pages, by_layer)
+    return policy.sizes.columns(share, tokens, pages, have_pages, by_layer)
 
 
-def priced(eviction: Eviction, prices: KVPrices) -> Eviction:
+def with_sizes(eviction: Eviction, sizes: KVSizes) -> Eviction:
     """The policy with what columns take, where it counts bytes."""
-    return replace(eviction, prices=prices) if isinstance(eviction, Evicting) and eviction.kv_bytes else eviction
+    return replace(eviction, sizes=sizes) if isinstance(eviction, Evicting) and eviction.kv_bytes else eviction
 
 
 def is_rolling(eviction: Eviction) -> bool:

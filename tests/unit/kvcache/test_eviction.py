@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.packing import KVPacking, KVPrices
+from flexgen_h2o.core.packing import KVPacking, KVSizes
 from flexgen_h2o.kernels.beside import Pages
 from flexgen_h2o.kvcache.evict import choose_kept, sum_up_prompt
 from flexgen_h2o.kvcache.eviction import (
@@ -32,7 +32,7 @@ from flexgen_h2o.kvcache.eviction import (
     make_eviction,
     mix_of,
 )
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, RowBudget, priced, record_of
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, RowBudget, record_of, with_sizes
 from flexgen_h2o.kvcache.layout import UnitLayout
 
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
@@ -243,9 +243,9 @@ def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
     schedule: str,
 ) -> None:  # fmt: skip
     """Over all layers, by the bytes that a unit's layout has."""
-    tokens, prices = prompt + gen, KVPrices(64, packing, window)
+    tokens, sizes = prompt + gen, KVSizes(64, packing, window)
     layers = layers if page else None
-    policy = priced(H2O(kv_bytes=share, summaries=page, summary_layers=layers, layer_schedule=schedule), prices)
+    policy = with_sizes(H2O(kv_bytes=share, summaries=page, summary_layers=layers, layer_schedule=schedule), sizes)
     record = record_of(policy, tokens)
 
     def held(more: int = 0) -> float:
