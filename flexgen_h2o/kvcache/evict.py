@@ -115,7 +115,7 @@ def keep_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torc
 
     k, v: (n, rows, d); kept: (rows, kept) int64, ascending: column kept[r, i] is in slot i.
     """
-    least, most = k.float().aminmax(dim=0)
+    least, most = k.amin(dim=0).float(), k.amax(dim=0).float()  # torch's aminmax takes three times as long
     ranges = most - least
     # A channel that hardly moves would rule all others once it does: it gets a share of their mean.
     floor = ranges.mean(dim=1, keepdim=True) * LEAST_RANGE
