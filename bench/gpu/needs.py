@@ -27,6 +27,10 @@ def problem() -> str | None:
         except Exception as error:  # a package may raise anything about a version of another
             said = " ".join(str(error).split())
             return f"{sys.executable} cannot import {name} ({type(error).__name__}: {said}); {ADVICE}"
+    import torch
+
+    if torch.cuda.is_available() and find_spec("triton") is None:
+        return f"{sys.executable} has no triton, which the card's kernels are written in; {ADVICE}"
     return None
 
 

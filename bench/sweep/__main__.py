@@ -13,7 +13,8 @@ Finished measurements are kept, a JSON line each, in bench/results/<machine>/thr
 the table (throughput.md) and the pictures beside it are made anew from all lines. Signed ones are in signed.jsonl, and
 made again on another processor: a cell's search and its rounds are of one.
 
-The exit code is 1 where a cell has no figure, and 3 where nothing fits one; that all systems refuse is an answer.
+The exit code is 1 where what was tried in a cell gave no figure, and 3 where nothing fits one; that all systems refuse
+is an answer.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def _run(argv: list[str] | None) -> int:
     )  # fmt: skip
     path = results / f"{args.name}.jsonl"
     with claimed(path):
-        store = Store(path, args.again, common.machine_facts()["cpu"] if args.signed else None)
+        store = Store(path, args.again, common.machine_facts()["cpu"] if args.signed else None, args.dtype)
         sweep = Sweep(setup, store, int(values["repeats"]), args.quality_model if args.signed else None)
         try:
             codes = [sweep.cell(cell, systems) for cell, systems in cells]

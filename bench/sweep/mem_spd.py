@@ -64,12 +64,12 @@ def main() -> int:
     shapes, systems = _shapes(args), [_read_system(f"ours-{policy}") for policy in _policies(args)]
     model = find_model(args.model, args.path)
     positions = model.spec.max_positions
-    folder = find_checkpoint(model, "bfloat16", args.offload_dir, 0, progress=False).folder
+    folder = find_checkpoint(model, DTYPES[args.dtype], args.offload_dir, 0, progress=False).folder
     setup = Setup(args.offload_dir / "no-peers", args.offload_dir, args.threads, args.limit, args.quiet_wait,
                   args.device, args.device_mem, args.dtype)  # fmt: skip
     lines_path = args.output.with_suffix(".jsonl")
     with claimed(lines_path):
-        grid = Grid(setup, Store(lines_path, args.again), folder, args)
+        grid = Grid(setup, Store(lines_path, args.again, dtype=args.dtype), folder, args)
         wanted = [(s, shape, r) for shape in shapes for s in systems for r in range(1, args.repeats + 1)]
         lines = []
         for system, shape, repeat in wanted:

@@ -112,8 +112,8 @@ class Found:
 def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
     of_cell = [line for line in lines if is_of(cell, line)]
     mine = of_one_machine(of_cell)
-    seen = {line["system"] for line in mine}
-    mine += [line for line in of_cell if line["status"] == REFUSED and line["system"] not in seen]  # of any machine
+    seen, newest = {line["system"] for line in mine}, {line["system"]: line for line in of_cell}
+    mine += [line for name, line in newest.items() if line["status"] == REFUSED and name not in seen]  # of any machine
     entries, reasons = dict[str, Entry](), dict[str, str]()
     for name in dict.fromkeys(line["system"] for line in mine):
         tried = [line for line in mine if line["system"] == name]

@@ -41,16 +41,23 @@ def cpu_of(line: Line) -> str:
     return found
 
 
+def dtype_of(line: Line) -> str:
+    """That the weights were in; bf16 where none is named, as before 2026-11-26."""
+    found: str = line.get("dtype", "bf16")
+    return found
+
+
 class Store:
     """The lines of one file. A refusal is never kept as finished: a later version, or another machine, may run it.
 
-    again, cpu: lines of before, and of another processor, are not kept as finished either.
+    again, cpu, dtype: lines of before, of another processor and of another dtype are not kept as finished either.
     """
 
-    def __init__(self, path: Path, again: bool = False, cpu: str | None = None) -> None:
+    def __init__(self, path: Path, again: bool = False, cpu: str | None = None, dtype: str | None = None) -> None:
         self.path = path
         self.lines: list[Line] = _read(path)
-        self._redo = [line for line in self.lines if again or cpu not in (None, cpu_of(line))]
+        others = (again or cpu not in (None, cpu_of(x)) or dtype not in (None, dtype_of(x)) for x in self.lines)
+        self._redo = [line for line, is_other in zip(self.lines, others, strict=True) if is_other]
 
     def find(self, key: Key) -> Line | None:
         """The finished measurement, the newest of several."""

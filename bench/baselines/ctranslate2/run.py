@@ -76,5 +76,13 @@ def _converted(request: Request) -> Path:
 
 if __name__ == "__main__":
     sys.exit(
-        main(measure, ("int8", "float32"), ("ctranslate2",), framework="ctranslate2", devices=("cpu",), score=score)
+        main(
+            measure,
+            ("int8", "float32"),
+            ("ctranslate2",),
+            framework="ctranslate2",
+            devices=("cpu",),
+            score=score,
+            dtypes=("bf16",),
+        )
     )

@@ -89,7 +89,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         found = read_log(log.read_text(), request.rows, request.gen_len)
-    return found | memory_of_children(meter.empty_bytes) | {"setting": {"flags": " ".join(flags)}}
+    return found | memory_of_children(meter.empty_bytes) | {"setting": {"flags": " ".join(flags), "dtype": "fp16"}}
 
 
 def memory_of_children(empty_bytes: int) -> dict[str, Any]:

@@ -96,4 +96,4 @@ def _converted(request: Request) -> Path:
 
 if __name__ == "__main__":
     packages = ("openvino", "nncf")
-    sys.exit(main(measure, VARIANTS, packages, framework="openvino", devices=("cpu",), score=score))
+    sys.exit(main(measure, VARIANTS, packages, framework="openvino", devices=("cpu",), score=score, dtypes=("bf16",)))

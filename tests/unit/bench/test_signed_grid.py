@@ -323,6 +323,16 @@ def test_a_refusal_of_another_machine_is_shown(tmp_path: Path) -> None:
     Store(path).add_all([vars(rounds.key_of(CELL, system, 8, 0)) | refusal for system in (other, PEER)])
     found = page.found_of(CELL, Store(path).lines)
     assert found.reasons == {other.name: "refused: no OPT"} and PEER.name in found.entries
+    Store(path).add_all([vars(rounds.key_of(CELL, other, 8, 0)) | figures(1.0) | {"cpu": "EPYC"}])  # it does run now
+    assert page.found_of(CELL, Store(path).lines).reasons == {}
+
+
+def test_figures_of_another_dtype_are_not_kept(tmp_path: Path) -> None:
+    path, key = tmp_path / "throughput.jsonl", rounds.key_of(CELL, PEER, 8, 0)
+    Store(path).add(key, figures(1.0))  # from before a dtype was kept
+    assert Store(path, dtype="bf16").find(key) is not None and Store(path, dtype="fp16").find(key) is None
+    Store(path, dtype="fp16").add(key, figures(2.0) | {"dtype": "fp16"})
+    assert [Store(path, dtype=one).find(key)["tokens_per_s"] for one in ("bf16", "fp16")] == [1.0, 2.0]  # type: ignore[index]
 
 
 def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
