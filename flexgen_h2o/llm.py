@@ -191,7 +191,7 @@ class LLM:
         """UsageError for what no rows can mend: rolling positions that the model or the policy cannot have; eviction
         that has no layers; a file that is no profile; a policy that is to be chosen with one without the dtype."""
         self._check_eviction()
-        planner = self._planner
+        planner = self._planner  # which reads --hardware
         if isinstance(self.asked_policy, AutoPolicy):
             planner.check_dtype()
 
@@ -346,10 +346,10 @@ class LLM:
             return None
         return self._planner.predict(self._table(prompts, params).rows, engine.policy, engine.plan)
 
-    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
+    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+        """What `prepare` would return; DoesNotFitError where it would raise it. Opens nothing, closes what is open."""
         self.close()
-        self._planner.plan(self._table(prompts, params).rows, self.asked_policy, self._budgets())
+        return self._planner.plan(self._table(prompts, params).rows, self.asked_policy, self._budgets()).policy
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
         """Can these rows join the running block, as the engine is open for others?"""

@@ -67,7 +67,7 @@ def _parser() -> OneLineParser:
     add("--rows", type=positive, help=f"rows that are computed together (the policy's block; {ROWS} with auto)")
     length = f"of a row at most, prompt and answer (default: the model's positions or {MOST_LENGTH}, whichever is less)"
     add("--max-len", type=positive, metavar="TOKENS", help=length)
-    share = "share of the rows kept for batches while any wait (0.25)"
+    share = "share of the rows kept for batches while any wait; of one row none (0.25)"
     add("--batch-share", type=float, default=0.25, metavar="SHARE", help=share)
     add("--max-queue", type=positive, default=1000, metavar="ROWS", help="rows of clients that wait at most (1000)")
     add("--max-body", default="8MiB", metavar="BYTES", help="of a request (8MiB)")

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import ge
 from typing import Protocol
@@ -277,14 +278,11 @@ class Job:
     ) -> None:
         """Run them all, and what `more` gives. DoesNotFitError where no single row is too large for the budgets.
 
-        A row that does not fit alone becomes an error row. Rows that do not fit together once others have run or fit,
-        now or before a restart, are run in parts.
+        A row that does not fit alone becomes an error row. Rows that do not fit together once others have run, now or
+        before a restart, are run in parts.
         """
         try:
-            block_size = self._llm.prepare(*prompts_and_params(requests)).block_size
-            if more is not None and (further := self._take(max(0, block_size - len(requests)))):
-                requests, self._has_run = [*requests, *further], True  # the block never gets places that it lacks now
-                block_size = self._llm.prepare(*prompts_and_params(requests)).block_size
+            requests, block_size = self._prepare(requests, fills=more is not None)
         except DoesNotFitError:
             fitting, others = self._fitting_alone(requests)
             fits_by_now = not others and len(requests) == 1  # somebody else held memory in between
@@ -307,6 +305,18 @@ class Job:
         )  # fmt: skip
         self._sink.notes.prompt_tokens += report.prefill.tokens
         self._sink.notes.spared_tokens += report.spared_tokens
+
+    def _prepare(self, requests: Sequence[Request], fills: bool) -> tuple[Sequence[Request], int]:
+        """Open the engine; the rows that it is open for, and those of a block. fills: rows of later windows enter the
+        block, so that it begins with a row in each place, where that fits: it never gets places that it lacks now."""
+        if fills and not self._has_run and self._fill(1):
+            size = self._llm.check_fit(*prompts_and_params(requests)).block_size
+            further = self._take(max(0, size - len(requests)))
+            with suppress(DoesNotFitError):
+                filled = [*requests, *further]
+                return filled, self._llm.prepare(*prompts_and_params(filled)).block_size
+            self._ahead[:0] = further
+        return requests, self._llm.prepare(*prompts_and_params(requests)).block_size
 
     def _next_window(self) -> PromptsAndParams | None:
         """The rows that enter the running block next; None at the end, and where the open engine has no room."""
@@ -363,7 +373,8 @@ def prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
 
 def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
     """Tokens that are fed, pages, and slots of each transformer block: all that tells apart what rows of one kind take
-    of memory. Rows with log-probabilities of their prompts are another kind, and cover no others."""
+    of memory. Rows with log-probabilities of their prompts are another kind: of the first two numbers neither kind has
+    no less than the other."""
     prompt, echo, blocks = len(request.prompt.token_ids), request.params.prompt_logprobs is not None, spec.num_blocks
     new = most_new_tokens(eviction, spec, prompt, max(1, request.params.max_tokens))
     slots = (eviction.slots(prompt, new, block, blocks) for block in range(blocks))

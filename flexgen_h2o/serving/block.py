@@ -160,7 +160,8 @@ class Service:
         """Rows that the engine is opened for: one whose prompt is as long as may be, and usual ones. Each has a
         beginning of its own, so that room for whole rows is planned. Where columns are dropped, the log-probabilities
         of a long prompt are taken in decode steps, and another one without them is fed whole; where new ones are not,
-        a row with the shortest prompt takes most slots, and where columns leave summaries, not the longest one."""
+        a row with the shortest prompt takes most slots, and where columns leave summaries, not the longest one. These
+        are there also where they are more than `rows`."""
         vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
         eviction = self.llm.eviction
         special = [self.length] * (2 if eviction.needs.record else 1)

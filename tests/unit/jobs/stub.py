@@ -29,7 +29,7 @@ class StubLLM:
     how many it began with.
 
     room: prompt tokens that one run's rows may have in all, and one row alone. spared: prompt tokens, by each run.
-    asks: how often it was asked whether rows fit.
+    asks, opened: how often it was asked whether rows fit, and for an engine.
     """
 
     model: Model
@@ -41,6 +41,7 @@ class StubLLM:
     runs: list[list[int]] = field(default_factory=list)
     began: list[int] = field(default_factory=list)
     asks: int = 0
+    opened: int = 0
     expected: int | None = None
     before_row: Callable[[int], None] = lambda line: None
 
@@ -48,14 +49,15 @@ class StubLLM:
         self.expected = rows
 
     def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
-        self.check_fit(prompts, params)
-        return self.policy
+        self.opened += 1
+        return self.check_fit(prompts, params)
 
-    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
         self.asks += 1
         tokens = sum(len(p.token_ids) for p in prompts)
         if tokens > self.room:
             raise DoesNotFitError(f"{tokens} tokens are too many")
+        return self.policy
 
     def run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, callbacks: Callbacks, *,

@@ -9,6 +9,7 @@ import random
 import re
 import tracemalloc
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,17 +147,17 @@ def test_a_block_that_rows_enter_is_full_from_its_start(
     """However few rows a window has: the engine is opened for no more places than it begins with."""
     llm = StubLLM(words, policy=Policy(2048, 1))
     ran = run_job(llm, write_lines(source, *prompts(3000)), output, window=window, refill=True)
-    assert llm.began == [2048] and len(llm.runs[0]) == ran.status.done == 3000
+    assert llm.began == [2048] and llm.opened == 1 and len(llm.runs[0]) == ran.status.done == 3000
 
 
-def test_a_full_block_that_does_not_fit_is_run_in_parts(source: Path, output: Path, words: Model) -> None:
-    """As later windows are: a few of its rows did fit. Without a row that is too large alone it fits."""
+def test_a_full_block_that_does_not_fit_begins_with_a_window(source: Path, output: Path, words: Model) -> None:
+    """Whose rows fit; others enter it as long as there is room for them."""
     llm = StubLLM(words, policy=Policy(8, 1), room=20)
     run_job(llm, write_lines(source, *prompts(20)), output, window=4, refill=True)
-    assert [len(run) for run in llm.runs] == [4] * 5 and not failed(output)
+    assert llm.began[0] == 4 and sorted(chain.from_iterable(llm.runs)) == [*range(1, 21)] and not failed(output)
     llm, other = StubLLM(words, policy=Policy(8, 1), room=50), output.with_name("other.jsonl")
     run_job(llm, write_lines(source, *sized(3, 4, 5, 6, 60, 7)), other, window=4, refill=True)
-    assert llm.runs == [[1, 2, 3, 4, 6]] and failed(other) == ["n60-4"]
+    assert llm.began[0] == 4 and sorted(chain.from_iterable(llm.runs)) == [1, 2, 3, 4, 6] and failed(other) == ["n60-4"]
 
 
 def test_bad_lines_come_in_parts(source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +204,11 @@ def test_rows_of_any_prompt_and_answer_are_parted_exactly(source: Path, output: 
     """With the full cache a token of a prompt takes more than a new one: here as much as three."""
 
     class PerToken(StubLLM):
-        def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
             self.asks += 1
             if any(3 * len(p.token_ids) + one.max_tokens > 200 for p, one in zip(prompts, params, strict=True)):
                 raise DoesNotFitError("too large")
+            return self.policy
 
     generator, llm = random.Random(0), PerToken(words)
     sizes = [(generator.randint(1, 40), generator.randint(1, 400)) for _ in range(200)]
