@@ -32,7 +32,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import WIRE_BUFFERS
 from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.kvcache.eviction.policy import OfStage
+from flexgen_h2o.kvcache.eviction.of_model import OfStage
 from flexgen_h2o.tiers.device import Device, take_card
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 

@@ -30,12 +30,13 @@ class WorkloadShape:
     """A pile of prompts. prompt_len, gen_len: tokens of the longest prompt, and the most new tokens.
 
     slots: the most KV slots of a row in each transformer block. kept: columns of its prompt that are left there after
-    prefill. record: what is kept of a row besides its columns, of the longest. scored: prefill
-    sums the columns of whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
+    prefill. record: what is kept of a row besides its columns, of the longest. scored: prefill sums the columns of
+    whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
     sequence: the most prompt and new tokens of a row together, where rows keep a share of theirs; otherwise 0.
     prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
-    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec. per_sweep: tokens of a row
-    in a decode sweep, at most. sharing, scores, whole_head: as of BlockShape, sharing of rows that not all begin alike.
+    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec. in_one_launch: of the
+    policy's Needs. per_sweep: the most tokens of a row in a decode sweep. sharing, scores, whole_head: as of
+    BlockShape, sharing also of some rows that begin alike.
     """
 
     rows: int
@@ -50,6 +51,7 @@ class WorkloadShape:
     prefix: int = 0
     common: int = 0
     windows: tuple[int | None, ...] = ()
+    in_one_launch: bool = True
     per_sweep: int = 1
     sharing: int = 0
     scores: bool = False
@@ -85,7 +87,7 @@ class WorkloadShape:
         """The same, with the full cache's columns of `common` first tokens in one copy; windows hold their own."""
         left = [(n, m) if window else (n - common, m - common) for n, m, window in self.kinds]
         slots, kept = zip(*left, strict=True)
-        return replace(self, slots=slots, kept=kept, prefix=0, common=common)
+        return replace(self, slots=slots, kept=kept, prefix=0, common=common, sharing=self.prompt_len)
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
         """Columns of a row with a prompt of `prompt_len` tokens after a sweep."""
@@ -207,8 +209,7 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     """The largest block of a pile of equal prompts."""
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
-    shared = need.prompt_len if need.prefix else need.sharing
-    sharing = need.prompt_len if need.common else shared if rows > 1 else 0
+    sharing = need.sharing if need.common or rows > 1 else 0
     decoding = rows * need.per_sweep
     tokens = max(decoding, need.block((rows,))[0].fed)
     return BlockShape(
@@ -247,6 +248,7 @@ def need_of(
         by_length=columns(min(lengths), most_new) != columns(prompt_len, most_new),
         sequence=max(map(sum, sizes)) if of_sequence else 0,
         windows=windows,
+        in_one_launch=eviction.needs.in_one_launch,
     )
 
 
@@ -268,7 +270,7 @@ def need_of_rows(
     prefix = common_prefix(prompts)
     if not sharing.pays(prefix, 2, 2 * need.prompt_len):
         return replace(need, sharing=longest_alike(prompts, sharing))
-    return replace(need, prefix=prefix)
+    return replace(need, prefix=prefix, sharing=need.prompt_len)
 
 
 def shape_of_blocks(

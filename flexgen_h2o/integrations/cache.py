@@ -23,12 +23,12 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import PAGE_STEP
 from flexgen_h2o.kvcache.attend import attend_slots, causal, write_prompts
 from flexgen_h2o.kvcache.evict import KeptColumns, keep_prompt_columns, rank_victims
+from flexgen_h2o.kvcache.eviction.of_model import OfStage
 from flexgen_h2o.kvcache.eviction.policy import (
     EVERYTHING,
     NORMS,
     SCORES,
     Eviction,
-    OfStage,
     RowBudget,
     value_sizes,
 )

@@ -7,6 +7,7 @@ once a block, as a group without rows in front of the first micro-batch's; it is
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -164,9 +165,10 @@ def longest_alike(prompts: Sequence[TokenIds], sharing: Sharing) -> int:
     found = 0
     for family in families.values():
         shortest, longest = min(map(len, family)), max(map(len, family))
-        common = (_common(a, b) for a, b in pairwise(sorted(map(tuple, family))))
-        if longest > found and any(sharing.pays(prefix, 2, 2 * shortest) for prefix in common):
-            found = longest
+        if longest > found and len(family) > 1:
+            least = max(sharing.least, math.ceil(sharing.share * shortest))
+            if max(Counter(tuple(p[:least]) for p in family if len(p) > least).values(), default=0) > 1:
+                found = longest
     return found
 
 

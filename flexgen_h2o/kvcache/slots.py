@@ -19,7 +19,7 @@ from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.select import Sketch
 from flexgen_h2o.kernels.slots import put_packed, put_slots
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, SCORES, Eviction
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
 from flexgen_h2o.kvcache.rows import Move, RowBudgets, StepNumbers
 from flexgen_h2o.tiers.stream import Part
@@ -333,9 +333,8 @@ class KVRows:
         """Does `attend_step` take a decode step of the view's rows?"""
         if not triton.takes(view.keys):
             return False
-        needs, recorded = self.policy.needs, set(self.policy.needs.record)
-        scored = not recorded or (needs.ranks_by_score and recorded == {POSITIONS, SCORES})
-        return scored and view.sketch is None and (view.metadata is None or view.metadata.pages is None)
+        has_pages = view.metadata is not None and view.metadata.pages is not None
+        return self.policy.needs.in_one_launch and view.sketch is None and not has_pages
 
 
 # ---- compaction

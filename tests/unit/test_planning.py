@@ -17,7 +17,7 @@ from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.memory_plan import plan_within
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape_of
-from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
@@ -35,8 +35,11 @@ SPEC = found[0]
 NEED = WorkloadShape.full(8, 16, 4, SPEC.num_blocks)
 
 
-def planner(tmp_path: Path, hardware: HardwareProfile | str | Path | None = None, dtype: str = "float32") -> Planner:
-    return Planner(ModelPart(SPEC, Full()), "cpu", True, dtype, tmp_path, hardware)
+def planner(
+    tmp_path: Path, hardware: HardwareProfile | str | Path | None = None, dtype: str = "float32",
+    eviction: Eviction | None = None,
+) -> Planner:  # fmt: skip
+    return Planner(ModelPart(SPEC, eviction or Full()), "cpu", True, dtype, tmp_path, hardware)
 
 
 def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
@@ -77,14 +80,23 @@ PILES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("pile", PILES)
-def test_what_a_policy_is_chosen_for_covers_what_it_runs(pile: str, tmp_path: Path) -> None:
-    """Also where some rows begin alike, take many tokens a sweep, or want log-probabilities of their prompts."""
+def rows_of(pile: str) -> list[Row]:
     prompts, more = PILES[pile]
-    rows = [Row(Prompt(i, tuple(ids), None), max_new=64, **more) for i, ids in enumerate(prompts)]
-    mine = planner(tmp_path)
-    need, policy = mine._need(rows, Policy()), Policy(8, 2)
-    assert shape_of(policy, need).covers(mine._shape(rows, policy, need))
+    return [Row(Prompt(i, tuple(ids), None), max_new=64, **more) for i, ids in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("eviction", [Full(), H2O(0.1)], ids=["full", "h2o"])
+@pytest.mark.parametrize("pile", PILES)
+def test_what_a_policy_is_chosen_for_covers_what_it_runs(pile: str, eviction: Eviction, tmp_path: Path) -> None:
+    """Also where some rows begin alike, take many tokens a sweep, or want log-probabilities of their prompts; and in a
+    job whose other windows have none of it."""
+    mine, rows, policy = planner(tmp_path, eviction=eviction), rows_of(pile), Policy(8, 2)
+    need = mine._need(rows, Policy())
+    shape = mine._shape(rows, policy, need)
+    assert shape_of(policy, need).covers(shape)
+    other = mine._need([Row(Prompt(i, (i, 7), None), max_new=4) for i in range(20)], Policy())
+    if not need.common:  # the full cache's copy is of a window whose rows all have the prefix
+        assert shape_of(policy, need.union(other)).covers(shape)
 
 
 def test_a_profile_without_the_dtype_is_refused_by_its_flag(tmp_path: Path) -> None:

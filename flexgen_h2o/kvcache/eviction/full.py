@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Full:
-    """Keep all columns."""
+    """Keep all columns. Nothing leaves, so what it makes of scores is for those that look on (evaluation/)."""
 
     name: ClassVar[str] = "full"
 

@@ -102,3 +102,26 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
         raise UsageError(
             "--positions rolling: turns keys as they are read, not packed ones; leave out --compress-cache"
         )
+
+
+@dataclass(frozen=True)
+class OfStage(OfOther):
+    """`policy` of a model of `depth` transformer blocks, where block 0 is the model's block `first`."""
+
+    first: int
+    depth: int
+
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        return self.policy.budget(prompt_len, gen_len, self.first + block, self.depth)
+
+    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+        return self.policy.slots(prompt_len, gen_len, self.first + block, self.depth)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        return super().rank(replace(columns, block=self.first + columns.block))
+
+    @cached_property
+    def needs(self) -> Needs:
+        needs = self.policy.needs
+        layers = max(0, needs.page_layers - self.first)
+        return replace(needs, page=needs.page if layers else 0, page_layers=layers)

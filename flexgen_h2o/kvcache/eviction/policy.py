@@ -75,6 +75,11 @@ class Needs:
         if self.record and self.ranks_by_score and SCORES not in self.record:
             raise ValueError("ranks_by_score: record has no SCORES; set it to False and give a `rank`")
 
+    @property
+    def in_one_launch(self) -> bool:
+        """Does a card's launch of decode attention keep what is recorded, and find the column that leaves?"""
+        return not self.record or (self.ranks_by_score and set(self.record) == {POSITIONS, SCORES})
+
 
 @dataclass(frozen=True)
 class RowRecord:
@@ -214,10 +219,10 @@ PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
 class Evicting(EvictionSettings):
     """A policy that drops columns; its settings, and those that it adds, are checked when it is made.
 
-    sizes: what columns take, which kv_bytes is counted in: of the model and its compression (`with_sizes`).
+    kv_sizes: what columns take, which kv_bytes is counted in: of the model and its compression (`with_sizes`).
     """
 
-    sizes: KVSizes | None = None
+    kv_sizes: KVSizes | None = None
     name: ClassVar[str] = ""
 
     @cached_property  # asked several times in each layer of each step
@@ -258,12 +263,12 @@ class Evicting(EvictionSettings):
         """Columns of a row of so many tokens, prompt and new ones, by kv_budget or kv_bytes."""
         if self.kv_bytes is None:
             return max(1, int((self.kv_budget or 0.0) * tokens))
-        if self.sizes is None:
+        if self.kv_sizes is None:
             raise UsageError("kv_bytes: is a share of a model's KV cache; give the policy to an LLM")
         share, pages = self.kv_bytes, record_of(self, tokens).pages
         have_pages = min(self.needs.page_layers, num_blocks)
         if self.layer_schedule == FIRST_FULL and num_blocks > 1:  # what the first layer takes is the others' loss
-            whole = self.sizes.nbytes(tokens, pages) / (4 * self.sizes.width * tokens)
+            whole = self.kv_sizes.nbytes(tokens, pages) / (4 * self.kv_sizes.width * tokens)
             share = (share * num_blocks - whole) / (num_blocks - 1)
             num_blocks, have_pages = num_blocks - 1, have_pages - 1
         columns = _sized_columns(self, share, tokens, pages, have_pages / num_blocks, num_blocks)
@@ -361,18 +366,18 @@ def _by_weight(weights: tuple[float, ...], columns: int, most: int, num_blocks: 
 @lru_cache(maxsize=4096)
 def _sized_columns(policy: Evicting, share: float, tokens: int, pages: int, have_pages: float, num_blocks: int) -> int:
     """Columns in the mean of the blocks that take this share of the bytes, as the schedule deals them out."""
-    assert policy.sizes is not None
+    assert policy.kv_sizes is not None
     weights = weights_of(policy.layer_schedule)
 
     def by_layer(columns: int) -> tuple[int, ...]:
         return _by_weight(weights, columns, tokens, num_blocks) if weights else (columns,)
 
-    return policy.sizes.columns(share, tokens, pages, have_pages, by_layer)
+    return policy.kv_sizes.columns(share, tokens, pages, have_pages, by_layer)
 
 
 def with_sizes(eviction: Eviction, sizes: KVSizes) -> Eviction:
     """The policy with what columns take, where it counts bytes."""
-    return replace(eviction, sizes=sizes) if isinstance(eviction, Evicting) and eviction.kv_bytes else eviction
+    return replace(eviction, kv_sizes=sizes) if isinstance(eviction, Evicting) and eviction.kv_bytes else eviction
 
 
 def is_rolling(eviction: Eviction) -> bool:
@@ -425,26 +430,3 @@ class OfOther:
 
     def to_json(self) -> dict[str, Any]:
         return self.policy.to_json()
-
-
-@dataclass(frozen=True)
-class OfStage(OfOther):
-    """`policy` of a model of `depth` transformer blocks, where block 0 is the model's block `first`."""
-
-    first: int
-    depth: int
-
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        return self.policy.budget(prompt_len, gen_len, self.first + block, self.depth)
-
-    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
-        return self.policy.slots(prompt_len, gen_len, self.first + block, self.depth)
-
-    def rank(self, columns: Columns) -> torch.Tensor:
-        return super().rank(replace(columns, block=self.first + columns.block))
-
-    @cached_property
-    def needs(self) -> Needs:
-        needs = self.policy.needs
-        layers = max(0, needs.page_layers - self.first)
-        return replace(needs, page=needs.page if layers else 0, page_layers=layers)

@@ -46,7 +46,7 @@ def test_a_buffer_is_aligned_zero_and_all_its_own(nbytes: int) -> None:
 def test_a_buffer_that_the_machine_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """What commands answer with one line, not what a broken file is."""
     monkeypatch.setattr(mmap, "mmap", MagicMock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
-    with pytest.raises(MemoryError, match="4.00 KiB: Cannot allocate memory"):
+    with pytest.raises(MemoryError, match=r"4\.00 KiB: Cannot allocate memory"):
         host_buffer(PAGE)
 
 
