@@ -253,7 +253,7 @@ class Executor:
         if self._in_step:
             tokens = [len(self._inputs[k].ids) for k in run]
             for k, chosen in zip(run, hidden.chosen.split(tokens), strict=True):
-                self._chosen[k] = frozenset(chosen.unique().tolist())
+                self._chosen[k] = frozenset(chosen.flatten().tolist())
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
