@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
+from flexgen_h2o.checkpoint.resolve import is_model_file
 from flexgen_h2o.checkpoint.safetensors import (
     BIN,
     SAFETENSORS,
@@ -47,9 +48,9 @@ _TORCH_TO_SAFETENSORS = {
 def import_bin(folder: Path, cache_dir: Path) -> Path:
     """The safetensors copy of the .bin checkpoint in `folder`; made at the first call, found by later ones.
 
-    It lies in `cache_dir`/imported/<folder>-<fingerprint>/, one file a shard, with an index and every small file that
-    is not weights (config, tokenizer): a full Hugging Face folder. A source that changes gets a new copy; the old one
-    stays. Dtypes and values are kept.
+    It lies in `cache_dir`/imported/<folder>-<fingerprint>/, one file a shard, with an index and every small file of the
+    model that is not weights (config, tokenizer): a full Hugging Face folder. A source that changes gets a new copy;
+    the old one stays. Other files in its folder do not count. Dtypes and values are kept.
 
     Memory: files in torch's zip format (torch >= 1.6) are mapped and leave RAM tensor by tensor; older ones cannot be
     mapped, and then a whole shard is in RAM at a time.
@@ -73,7 +74,8 @@ def _carried_files(folder: Path) -> list[Path]:
     return sorted(
         path
         for path in folder.iterdir()
-        if path.is_file()
+        if is_model_file(path.name)
+        and path.is_file()
         and not path.name.startswith(".")
         and path.suffix not in _NOT_CARRIED
         and path.name not in (BIN[1], SAFETENSORS[1])
@@ -129,9 +131,17 @@ def _identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
     dtype = _TORCH_TO_SAFETENSORS.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None or tensor.is_sparse or tensor.is_quantized:
-        raise UsageError(f"{path}: tensor {name!r} is {tensor.dtype} ({tensor.layout}), which cannot be imported")
-    return Entry(name, dtype, tuple(tensor.shape))
+    is_plain = str(tensor.layout) == "torch.strided" and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+    if dtype is None or not is_plain:
+        kind = f"{tensor.layout}, {tensor.device}"
+        raise UsageError(f"{path}: tensor {name!r} is {tensor.dtype} ({kind}), which cannot be imported")
+    entry, stored = Entry(name, dtype, tuple(tensor.shape)), tensor.untyped_storage().nbytes()
+    if entry.nbytes > stored:  # the same bytes many times: a tiny file could fill the disk
+        raise UsageError(
+            f"{path}: tensor {name!r} of shape {entry.shape} takes {entry.nbytes} bytes, and the file has {stored} of"
+            " it; give a checkpoint with all of its values"
+        )
+    return entry
 
 
 def _load(path: Path, listed: list[str] | None) -> tuple[dict[str, torch.Tensor], bool]:

@@ -1,6 +1,6 @@
 """Finds a model's folder (packaged, local, under --path, on the hub) and checks a checkpoint against the model's spec.
 
-Reads no weights.
+Reads no weights, but for the second table of a tied model.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from flexgen_h2o.checkpoint.safetensors import (
     names_in,
     read_weight_map,
 )
+from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.files import open_regular, usable_path
 from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.units import MIB
 
 # Checkpoints of the bare model, saved without its head, have names without it.
 _PREFIX = "model."
+_HEADS = ("lm_head.weight", "embed_out.weight")  # of heads with a table of their own
 
 
 def match(spec: ModelSpec, stored: dict[str, StoredTensor], folder: Path) -> Checkpoint:
     """The stored tensors of `spec`, by their keys; what the files hold besides is ignored.
 
     A name is found as it is, or with a leading "model." added or removed. Raises UsageError that names the tensor and
-    the folder (missing) or the file (shape or dtype).
+    the folder (missing) or the file (shape or dtype; a head that is not the table which the config ties it to).
     """
     tensors: dict[str, StoredTensor] = {}
     form = checkpoint_format(spec)
@@ -50,6 +53,8 @@ def match(spec: ModelSpec, stored: dict[str, StoredTensor], folder: Path) -> Che
             )
         _check(rows, rows.shape if rows.index is None else (slices[rows.name], *rows.shape), found)
         tensors[rows.key] = found if rows.index is None else found.item(rows.index)
+    if spec.tied and spec.head:
+        _check_tied(spec.head[-1].name, tensors[spec.head[-1].key], stored)
     return Checkpoint(folder, tensors)
 
 
@@ -71,6 +76,35 @@ def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor) -> N
         )
 
 
+def _check_tied(name: str, table: StoredTensor, stored: dict[str, StoredTensor]) -> None:
+    """Files may have a head besides the table `name`: as a copy, or as another one, which transformers then uses."""
+    for other in _HEADS:
+        head = stored.get(other)
+        if head is not None and not _is_copy(head, table):
+            raise UsageError(
+                f"{head.path}: {other!r} differs from {name!r}, to which config.json ties it; set tie_word_embeddings"
+                " to false in config.json"
+            )
+
+
+def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether both have the same dtype, shape and bytes. All bytes count: training of some tokens changes few rows."""
+    if one == other or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return one == other
+    try:
+        with open_regular(one.path) as first, open_regular(other.path) as second:
+            first.seek(one.offset)
+            second.seek(other.offset)
+            for at in range(0, one.nbytes, MIB):
+                interrupts.check()
+                size = min(MIB, one.nbytes - at)
+                if first.read(size) != second.read(size):
+                    return False
+    except OSError as error:
+        raise UsageError(f"{one.path}: {error.strerror or error}") from error
+    return True
+
+
 DUMMY = "_DUMMY_"
 CONFIG_NAME = "config.json"
 # Models that come with the package, by name.
@@ -79,7 +113,7 @@ PACKAGED = {"opt-tiny": Path(__file__).resolve().parent.parent / "assets" / "opt
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "tokenizer*"]
 _WITH_SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
 _WITH_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
-_SUBFOLDERS = ["*/*"]
+_NOT_FETCHED = ["*/*", "consolidated*"]  # subfolders, and Mistral's second copy of its weights, which is not read
 # What is read of a model's folder, by the package or by transformers' tokenizers.
 _READ = (
     "*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json", "*.model", "tokenizer*", "vocab.*",
@@ -189,7 +223,7 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
     patterns = _WITH_SAFETENSORS if weights else _SMALL_FILES
     try:
         found = snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS, local_files_only=True
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED, local_files_only=True
         )
     except LocalEntryNotFoundError:
         return None
@@ -215,6 +249,6 @@ def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
     has_safe = not files.isdisjoint(SAFETENSORS)
     patterns = (_WITH_SAFETENSORS if has_safe else _WITH_BIN) if weights else _SMALL_FILES
     found = snapshot_download(
-        model, revision=revision, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS, etag_timeout=_HUB_SECONDS
+        model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED, etag_timeout=_HUB_SECONDS
     )
     return _with_config(Path(found), f"--model {model}")

@@ -278,11 +278,13 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(span) or len(span) != 2:
         raise bad
+    if any(n > _MOST_NUMBER for n in accumulate(shape, mul)):  # ends early: the product may have millions of digits
+        raise bad
     begin, end = span
     nbytes = end - begin
     bits = prod(shape) * DTYPE_BITS.get(dtype, 0)
     wanted = bits // 8 if dtype in DTYPE_BITS else nbytes
-    if bits % 8 or any(n > _MOST_NUMBER for n in accumulate(shape, mul)):
+    if bits % 8:
         raise bad
     if nbytes < 0 or nbytes != wanted:
         raise UsageError(

@@ -38,6 +38,7 @@ FAMILIES = {
 
 MOST_POSITIONS = 2**30  # far beyond any model: a damaged config must not become sizes that no float holds
 MOST_QUOTED = 300  # characters of a message of transformers
+GENERATION_CONFIG = "generation_config.json"
 # Of classifiers; transformers makes a table of as many entries as the config says.
 _LABELS = ("num_labels", "id2label", "label2id")
 
@@ -140,12 +141,37 @@ def _known(spec: ModelSpec) -> ModelSpec:
 
 
 def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
-    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers."""
+    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers.
+
+    The end-of-sequence ids are those of its `generation_config.json`, where it has some, as in transformers' generate.
+    """
     path = folder / "config.json"
     raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
-    return spec_from_config(name, config, str(path)), config
+    spec = spec_from_config(name, config, str(path))
+    ends = _generation_ends(folder / GENERATION_CONFIG)
+    if ends is not None and ends != spec.eos_token_ids:
+        spec, config = _known(replace(spec, eos_token_ids=ends)), {**config, "eos_token_id": list(ends)}
+    return spec, config
+
+
+def _generation_ends(path: Path) -> tuple[int, ...] | None:
+    """None: there is no such file, or none in it."""
+    if not path.exists():
+        return None
+    found = read_object(path, str(path)).get("eos_token_id")
+    try:
+        return None if found is None else read_ends(found)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}; correct it, or remove the file") from error
+
+
+def read_ends(value: object) -> tuple[int, ...]:
+    """The ids of an `eos_token_id`: none, one or a list; what is not in the vocabulary ends no row. UsageError: others
+    than whole numbers."""
+    ends = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(check_int("eos_token_id", one, low=-1, high=2**31 - 1) for one in ends)
 
 
 def built_in_spec(name: str) -> tuple[ModelSpec, dict[str, Any]] | None:

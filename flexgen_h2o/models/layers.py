@@ -17,7 +17,7 @@ from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
 from flexgen_h2o.kernels.elementwise import add_weighted, silu_gated
 from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Hidden, Weights
+from flexgen_h2o.models import Hidden, Weights, read_ends
 
 
 def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
@@ -54,13 +54,11 @@ def read_common(config: Mapping[str, Any], name: str, ffn_field: str = "intermed
     """
     fields = ("num_hidden_layers", "hidden_size", "num_attention_heads", ffn_field, "vocab_size")
     blocks, hidden, heads, ffn, vocab = read_sizes(config, fields)
-    eos = config.get("eos_token_id")  # none, one or a list
-    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return {
         "name": name, "num_blocks": blocks, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads,
         "head_dim": hidden // heads, "ffn_size": ffn, "vocab_size": vocab,
         "max_positions": check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1),
-        "eos_token_ids": tuple(check_int("eos_token_id", one, low=-1, high=2**31 - 1) for one in ends),
+        "eos_token_ids": read_ends(config.get("eos_token_id")),
         "bos_token_id": config.get("bos_token_id"),
     }  # fmt: skip
 

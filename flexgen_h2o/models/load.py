@@ -36,7 +36,7 @@ from flexgen_h2o.core.errors import TooLongError, UsageError
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import MIB
-from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
+from flexgen_h2o.models import GENERATION_CONFIG, built_in_names, built_in_spec, one_line, spec_from_folder
 
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not known yet
 _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
@@ -61,7 +61,7 @@ _CUT_TOKENS, _CUT_SHARE = 256, 2
 class Model:
     """`folder` is None for random weights of a built-in shape that no folder describes.
 
-    files: config and tokenizer, as they were before they were read.
+    files: configs and tokenizer, as they were before they were read.
     """
 
     name: str
@@ -184,7 +184,8 @@ def find_model(model: str, path: str | None, revision: str | None = None, weight
     with _suggesting(model):
         source: ModelSource = resolve(model, path, revision, weights)
     if source.folder is not None:
-        files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_TOKENIZER_EXTRAS))
+        names = ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, *_TOKENIZER_EXTRAS)
+        files = states_of(source.folder / name for name in names)
         with _quiet():
             spec, config = spec_from_folder(source.name, source.folder)
             return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)

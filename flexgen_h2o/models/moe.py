@@ -88,7 +88,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     hidden, dense_ffn, blocks = found["hidden_size"], found["ffn_size"], range(found["num_blocks"])
     count, per_token = read_counts(config)
     (ffn,) = read_sizes(config, ("moe_intermediate_size",)) if kind == "qwen3_moe" else (dense_ffn,)
-    dense = {i for i in blocks if not _is_sparse(config, i)}
+    dense = _dense_blocks(config)
     if len(dense) == len(blocks):
         raise UsageError("mlp_only_layers and decoder_sparse_step: leave no layer with experts; give a qwen3 model")
     bias, width = bool(config.get("attention_bias", False)), found["head_dim"]
@@ -151,10 +151,11 @@ def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     return count, check_int("num_experts_per_tok", config.get("num_experts_per_tok"), low=1, high=count)
 
 
-def _is_sparse(config: Mapping[str, Any], block: int) -> bool:
-    """Has the block experts, not an MLP? Only Qwen3-MoE has fields for it."""
+def _dense_blocks(config: Mapping[str, Any]) -> set[int]:
+    """The blocks that have an MLP, not experts. Only Qwen3-MoE has fields for them."""
     step = check_int("decoder_sparse_step", config.get("decoder_sparse_step", 1), low=1)
-    return block not in (config.get("mlp_only_layers") or ()) and (block + 1) % step == 0
+    chosen = set(config.get("mlp_only_layers") or ())
+    return {i for i in range(config["num_hidden_layers"]) if i in chosen or (i + 1) % step}
 
 
 def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:

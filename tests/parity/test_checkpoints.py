@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, OPTForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTForCausalLM
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.core.errors import UsageError
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
@@ -106,6 +107,27 @@ def test_stored_as(
     params = SamplingParams(max_tokens=len(known.tokens[0]))
     out = run(folder, known.prompts, Policy(2, 2, PLACEMENTS[placement]), tmp_path / "offload", params)
     assert tokens_of(out) == known.tokens
+
+
+def test_a_tied_model_with_a_head_of_its_own(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    """transformers ties where the two are equal, and else uses the head: a copy runs, another one is refused."""
+    known, folder = reference("llama, a kv-head for each query head, tied"), tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(known.folder / "config.json", folder)
+    stored, params = load_file(known.folder / "model.safetensors"), SamplingParams(max_tokens=5)
+
+    def tokens(head: torch.Tensor) -> list[list[int]]:
+        save_file({**stored, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+        return tokens_of(run(folder, known.prompts, Policy(2, 3), tmp_path / "offload", params))
+
+    table = stored["model.embed_tokens.weight"]
+    assert tokens(table.clone()) == known.tokens
+    with pytest.raises(UsageError, match=r"'lm_head.weight' differs.*set tie_word_embeddings to false in config\.json"):
+        tokens(table.flip(0))
+    want = [greedy(AutoModelForCausalLM.from_pretrained(folder), prompt, 5) for prompt in known.prompts]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert tokens(table.flip(0)) == want != known.tokens
 
 
 TEXTS = ["def main(argv=None):\n    ", "import", "class Queue:\n    def put(self, item):\n        self."]

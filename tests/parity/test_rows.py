@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
@@ -46,6 +49,20 @@ def test_any_of_several_eos_tokens_ends_a_row(
     out = run(folder, ended.prompts, Policy(4, 3), tmp_path / "offload", SamplingParams(max_tokens=LONG))
     for row, one in zip(ended.tokens, out, strict=True):
         assert one.token_ids == (row[: row.index(other) + 1] if other in row else row)
+
+
+def test_end_tokens_of_a_generation_config(ended: Ended, tmp_path: Path) -> None:
+    """They count, not those of config.json, as in transformers' generate."""
+    ends = list(dict.fromkeys(t for row in ended.tokens for t in row[1:4] if t != ended.eos))[:2]
+    folder = folder_with_eos(ended.folder, tmp_path / "model", ended.eos)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 1}))
+    model = OPTForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    out = run(folder, ended.prompts, Policy(4, 3), tmp_path / "offload", SamplingParams(max_tokens=LONG))
+    for prompt, one in zip(ended.prompts, out, strict=True):
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=LONG, do_sample=False)[0, len(prompt) :].tolist()
+        assert one.token_ids == want
+        assert one.finish_reason == ("stop" if want[-1] in ends else "length")
+    assert {one.token_ids[-1] for one in out} >= set(ends)
 
 
 def test_ignore_eos_goes_on(ended: Ended, reference: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ _WEIGHT_RULES: Rules = {
     "scale_dtype": None, "zp_dtype": None, "observer": None, "observer_kwargs": None,
 }  # fmt: skip
 _LINEAR, _REGEX = "Linear", "re:"
+_EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in")  # as families call them; embed_out is a Linear
 _WORD_BITS = 32
 _RANDOM_STD = {4: 4.6, 8: 73.9}  # of any codes
 
@@ -72,7 +73,7 @@ class CompressedTensors(Quantised):
 
     def holds(self, tensor: TensorSpec) -> bool:
         module = tensor.name.removesuffix(".weight")
-        is_linear = len(tensor.shape) == 2 and module != tensor.name and "embed_tokens" not in module
+        is_linear = len(tensor.shape) == 2 and module != tensor.name and not module.endswith(_EMBEDDINGS)
         is_meant = _LINEAR in self.targets or _is_named(module, self.targets)
         return is_linear and is_meant and not _is_named(module, self.left_out)
 
@@ -125,10 +126,16 @@ class CompressedTensors(Quantised):
 @lru_cache(maxsize=2**16)
 def _is_named(module: str, patterns: tuple[str, ...]) -> bool:
     """As compressed-tensors matches modules: a pattern is a name, or a regular expression behind "re:"."""
-    return any(
-        re.match(pattern.removeprefix(_REGEX), module) if pattern.startswith(_REGEX) else pattern == module
-        for pattern in patterns
-    )
+    return module in patterns or any(expression.match(module) for expression in _expressions(patterns))
+
+
+@lru_cache(maxsize=64)
+def _expressions(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """Those among them: in one, but for any that may begin with flags, which hold for a whole expression."""
+    found = [pattern.removeprefix(_REGEX) for pattern in patterns if pattern.startswith(_REGEX)]
+    alone = [pattern for pattern in found if pattern.startswith("(?")]
+    others = [f"(?:{pattern})" for pattern in found if not pattern.startswith("(?")]
+    return tuple(map(re.compile, [*alone, "|".join(others)] if others else alone))
 
 
 def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> CompressedTensors | None:

@@ -33,6 +33,8 @@ _EMBEDDING = "embed"  # in the names of embeddings
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # of a module's name
 # A regular expression whose matching may take minutes: a repeated group, or many open repetitions.
 _REPEATED_GROUP, _OPEN, _MOST_OPEN = re.compile(r"\)[*+{]"), re.compile(r"[*+]"), 6
+_MOST_PATTERNS, _MOST_CHARACTERS = 4096, 2**19  # of a list of modules; more take long to compile and to match
+_REFERENCE = re.compile(r"\\[1-9]|\(\?(?:P[<=]|\()")  # to a group by its number or name: several patterns become one
 
 
 @dataclass(frozen=True)
@@ -185,25 +187,49 @@ def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, 
         return ()
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise UsageError(f"quantization_config: {where} with {key} {value!r:.60}: no list of names")
-    for pattern in value:
+    characters = sum(map(len, value))
+    if len(value) > _MOST_PATTERNS or characters > _MOST_CHARACTERS:
+        raise UsageError(
+            f"quantization_config: {where}: {key} has {len(value)} names of {characters} characters in all, and at most"
+            f" {_MOST_PATTERNS} of {_MOST_CHARACTERS} are matched; {_OTHER}"
+        )
+    patterns = tuple(value)
+    _check_patterns(f"{where}: {key}", patterns, mark)
+    return patterns
+
+
+@lru_cache(maxsize=64)  # plans ask for the format of a model again and again
+def _check_patterns(where: str, patterns: tuple[str, ...], mark: str) -> None:
+    """UsageError for a regular expression that cannot be read, or that may take long."""
+    for pattern in patterns:
         if not pattern.startswith(mark):
             continue
         try:
             re.compile(pattern.removeprefix(mark) if mark else f"(?:{pattern}){_BOUNDARY}")
         except re.error as error:
-            raise UsageError(f"quantization_config: {where}: {key} has {pattern!r:.60} ({error})") from error
+            raise UsageError(f"quantization_config: {where} has {pattern!r:.60} ({error})") from error
         if _REPEATED_GROUP.search(pattern) or len(_OPEN.findall(pattern)) > _MOST_OPEN:
             raise UsageError(
-                f"quantization_config: {where}: {key} has {pattern!r:.60}, which may take minutes to match; {_OTHER}"
+                f"quantization_config: {where} has {pattern!r:.60}, which may take minutes to match; {_OTHER}"
             )
-    return tuple(value)
+        if _REFERENCE.search(pattern):
+            raise UsageError(
+                f"quantization_config: {where} has {pattern!r:.60}, which refers to a group, and that is not supported;"
+                f" {_OTHER}"
+            )
 
 
 @lru_cache(maxsize=2**16)
 def is_left_out(module: str, patterns: tuple[str, ...]) -> bool:
     """As transformers' should_convert_module: a pattern names a module and all below it, is a regular expression that
     does, or is the end of a name."""
-    return any(re.match(f"(?:{pattern}){_BOUNDARY}", module) or module.endswith(pattern) for pattern in patterns)
+    return module.endswith(patterns) or _begins(patterns).match(module) is not None
+
+
+@lru_cache(maxsize=64)
+def _begins(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """What a module's name begins with where a pattern names it, or one above it."""
+    return re.compile(f"(?:{'|'.join(f'(?:{pattern})' for pattern in patterns)}){_BOUNDARY}")
 
 
 def asks_for_int8(policy: Policy) -> bool:

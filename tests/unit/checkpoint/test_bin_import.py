@@ -109,6 +109,41 @@ def test_second_call_returns_at_once_and_a_change_is_seen(source: Path, cache: P
     assert import_bin(source, cache) != made
 
 
+def test_files_that_are_not_the_models_do_not_count(source: Path, cache: Path, weights, names_in) -> None:
+    torch.save(weights, source / BIN)
+    (source / "generation_config.json").write_text("{}")
+    made = import_bin(source, cache)
+    for name in ("notes.txt", "README.md", "results.jsonl", "training_args.json"):
+        (source / name).write_text("new")
+    assert import_bin(source, cache) == made and "generation_config.json" in names_in(made)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (torch.zeros(1).expand(2**34), f"tensor 't' of shape .* takes {2**36} bytes, and the file has 4 of it"),
+        (torch.zeros(8).as_strided((2**20, 8), (0, 1)), "tensor 't' of shape .* and the file has 32 of it"),
+        (torch.empty(2**40, device="meta"), "tensor 't' is torch.float32 .*meta.* cannot be imported"),
+    ],
+    ids=["expanded", "overlapping", "meta"],
+)
+def test_more_bytes_than_the_file_has(source: Path, cache: Path, names_in, tensor: torch.Tensor, says: str) -> None:
+    torch.save({"t": tensor}, source / BIN)
+    assert (source / BIN).stat().st_size < 4096
+    with pytest.raises(UsageError, match=f"{BIN}: {says}"):
+        import_bin(source, cache)
+    assert names_in(cache) == []
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_tensors_that_are_not_plain(source: Path, cache: Path) -> None:
+    eye = torch.eye(3)
+    for tensor in (eye.to_sparse(), eye.to_sparse_csr(), torch.nested.nested_tensor([eye, eye[:1]])):
+        torch.save({"t": tensor}, source / BIN)
+        with pytest.raises(UsageError, match=f"{BIN}: tensor 't' is .* cannot be imported"):
+            import_bin(source, cache)
+
+
 def test_mapped_pages_are_dropped_without_losing_values(source: Path, weights) -> None:
     torch.save({"big": torch.arange(100_000)}, source / BIN)
     tensors, mapped = bin_import._load(source / BIN, None)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from flexgen_h2o.checkpoint import match, open_checkpoint, read_index
+from flexgen_h2o.checkpoint.safetensors import read_file
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 
@@ -56,6 +57,24 @@ def test_what_does_not_belong_to_the_spec(tmp_path: Path, spec, weights, value: 
     del weights[FC1]
     with pytest.raises(UsageError, match=says.format(FC1)):
         opened(spec, weights | ({} if value is None else {FC1: value}), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "embed_out.weight"])
+def test_a_tied_model_may_have_its_head_as_a_copy_only(tmp_path: Path, spec, weights, monkeypatch, name: str) -> None:
+    """transformers uses one that differs, whatever the config says."""
+    monkeypatch.setitem(match.__globals__, "MIB", 1000)  # several pieces, and a last one
+    table = weights["model.decoder.embed_tokens.weight"]
+    copy, changed = table.clone(), table.clone()
+    changed[-1, -1] += 1
+    assert opened(spec, {**weights, name: copy}, tmp_path).tensors.keys() == weights.keys()
+    says = rf"model.safetensors: '{name}' differs from 'model.decoder.embed_tokens.weight'.*set tie_word_embeddings"
+    for head in (changed, copy.bfloat16(), copy[1:].clone()):
+        with pytest.raises(UsageError, match=says):
+            opened(spec, {**weights, name: head}, tmp_path)
+    save_file(weights, tmp_path / "model-1.safetensors")
+    save_file({name: copy}, tmp_path / "model-2.safetensors")
+    assert match(spec, {**read_file(tmp_path / "model-2.safetensors"), **read_file(tmp_path / "model-1.safetensors")},
+                 tmp_path).nbytes == spec.num_weights * 4  # fmt: skip
 
 
 def test_open_without_weights(tmp_path: Path, spec) -> None:

@@ -67,6 +67,8 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (FP8, "modules_to_not_convert", ["(?i)lm_head"], r"has '\(\?i\)lm_head' \(global flags"),
         (PACKED, "ignore", ["re:(?:[a-z.]+)*!"], "may take minutes to match"),
         (PACKED, "ignore", ["re:.*a.*b.*c.*d.*e.*f.*g"], "may take minutes to match"),
+        (PACKED, "ignore", [r"re:(a|b)\1"], "which refers to a group"),
+        (PACKED, "ignore", ["re:(?P<a>x)"], "which refers to a group"),
         (PACKED, WEIGHTS + "num_bits", 3, "weights with num_bits 3 is not supported, only 4 or 8"),
         (PACKED, WEIGHTS + "num_bits", True, "weights with num_bits True"),
         (PACKED, WEIGHTS + "type", "float", "weights with type 'float'"),
@@ -111,6 +113,36 @@ def test_modules_are_left_out_as_transformers_does(pattern: str, module: str, is
     assert is_left_out(module, (pattern,)) is is_left is not should_convert_module(module, [pattern])
 
 
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize(("config", "key"), [(FP8, "modules_to_not_convert"), (PACKED, "ignore")])
+def test_too_many_names(config: dict[str, Any], key: str) -> None:
+    for names in ([f"re:m{i}" for i in range(500_000)], [f"re:{i}{'a' * 1900}" for i in range(4000)]):
+        with pytest.raises(UsageError, match=f"{key} has {len(names)} names of .* at most 4096 of 524288 are matched"):
+            check_quantization(config | {key: names})
+
+
+PATTERNS = ["lm_head", "model.layers.1", "down_proj", "layers.*.gate", "a|b", "(q|k)_proj", r".*\.v_(x|proj)", "mlp.up"]
+
+
+def test_all_patterns_are_matched_at_once() -> None:
+    parts = ("model.layers.1", "model.layers.11", "layers.2", "a", "ba", "x")
+    modules = [f"{a}.{b}" for a in parts for b in ("mlp.gate", "mlp.up_proj", "q_proj", "v_proj", "down_proj", "b")]
+    left = [is_left_out(module, tuple(PATTERNS)) for module in modules]
+    assert left == [not should_convert_module(module, PATTERNS) for module in modules] and 5 < sum(left) < len(left) - 5
+    assert not is_left_out("lm_head", ())
+
+
+@pytest.mark.timeout(20)  # each alone would take minutes: the module re keeps few expressions
+def test_many_names_take_little_time(spec) -> None:
+    names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(8) for j in range(512)]
+    for config, key in ((FP8, "modules_to_not_convert"), (PACKED, "ignore")):
+        form = weight_format(replace(spec, quantization=config | {key: names}), Policy(), 2)
+        for i, kind in ((7, 0), (8, 1)):
+            layouts = (form.layout(TensorSpec("", f"model.layers.{i}.mlp.experts.{j}.up_proj.weight", (128, 128)))
+                       for j in range(512))  # fmt: skip
+            assert all(bool(layout.decoded_row_bytes) is bool(kind) for layout in layouts)
+
+
 @pytest.mark.parametrize(
     ("pattern", "module", "is_left"),
     [("re:(?i).*LM_HEAD", "lm_head", True), ("re:.*down", "model.layers.0.mlp.down_proj", True),
@@ -118,8 +150,16 @@ def test_modules_are_left_out_as_transformers_does(pattern: str, module: str, is
 )  # fmt: skip
 def test_modules_are_left_out_as_compressed_tensors_does(spec, pattern: str, module: str, is_left: bool) -> None:
     """Behind "re:" an expression as it is, which may begin with flags; else a name, which is none."""
-    form = weight_format(replace(spec, quantization={**PACKED, "ignore": [pattern]}), Policy(), 2)
-    assert form.layout(TensorSpec("", f"{module}.weight", (128, 64))).decoded_row_bytes == (0 if is_left else 128)
+    for ignore in ([pattern], ["re:x|y", pattern, "re:z"]):
+        form = weight_format(replace(spec, quantization={**PACKED, "ignore": ignore}), Policy(), 2)
+        assert form.layout(TensorSpec("", f"{module}.weight", (128, 64))).decoded_row_bytes == (0 if is_left else 128)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "embed_positions", "embed_in"])
+def test_compressed_tensors_has_no_embeddings(spec, name: str) -> None:
+    form = weight_format(replace(spec, quantization=PACKED), Policy(), 2)
+    assert form.layout(TensorSpec("", f"model.decoder.{name}.weight", (128, 64))).decoded_row_bytes == 0
+    assert form.layout(TensorSpec("", "embed_out.weight", (128, 64))).decoded_row_bytes  # a Linear
 
 
 def test_routers_and_embeddings_are_plain(spec) -> None:

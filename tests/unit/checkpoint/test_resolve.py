@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from flexgen_h2o.checkpoint import ModelSource, resolve
 from flexgen_h2o.checkpoint.resolve import PACKAGED
@@ -153,6 +154,17 @@ def test_downloads_one_format(tmp_path: Path, hub) -> None:
         assert resolve(ID, None, revision="v1").folder == folder
         assert asked[-1]["revision"] == "v1"
         assert [pattern for pattern in patterns if pattern in asked[-1]["allow_patterns"]] == [wanted]
+
+
+def test_what_is_downloaded(tmp_path: Path, hub) -> None:
+    """Of Mistral's weights one copy; the end-of-sequence ids too."""
+    wanted = ["config.json", "generation_config.json", "model-00001-of-00001.safetensors",
+              "model.safetensors.index.json", "tokenizer.json", "tokenizer.model.v3"]  # fmt: skip
+    others = ["consolidated.safetensors", "consolidated.safetensors.index.json", "original/consolidated.00.pth", "x.md"]
+    asked = hub(make(tmp_path / "got"), *wanted, *others)
+    resolve(ID, None)
+    patterns = {name: asked[-1][name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*wanted, *others], **patterns)) == wanted
 
 
 def test_a_download_that_fails(tmp_path: Path, hub) -> None:

@@ -109,6 +109,14 @@ def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
         read_index(tmp_path)
 
 
+@pytest.mark.timeout(5)  # the product of these sizes has 13 million bits
+def test_a_shape_of_very_many_sizes(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2**64 - 1] * 200_000, "data_offsets": [0, 8]}
+    write_raw(tmp_path / SINGLE, {"t": entry}, bytes(8))
+    with pytest.raises(UsageError, match=r"model.safetensors: the header entry of tensor 't' is damaged"):
+        read_index(tmp_path)
+
+
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 

@@ -21,7 +21,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.memory_plan import BlockShape
 from flexgen_h2o.engine.temporaries import workspace_sizes
-from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_config, spec_from_folder
+from flexgen_h2o.models import built_in_names, built_in_spec, moe, spec_from_config, spec_from_folder
 
 SMALL: dict[str, dict[str, Any]] = {
     "opt": {
@@ -40,6 +40,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 20, "num_local_experts": 4,
         "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
         "sliding_window": 8,
+    },
+    "qwen3_moe": {
+        "vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 20, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 8, "max_position_embeddings": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6,
     },
 }  # fmt: skip
 
@@ -208,6 +213,27 @@ def test_end_tokens_in_every_spelling(tmp_path: Path) -> None:
         assert read(tmp_path, eos_token_id=eos).eos_token_ids == ids
 
 
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [('{"eos_token_id": [2, 7]}', (2, 7)), ('{"eos_token_id": 0}', (0,)), ('{"eos_token_id": []}', ()),
+     ('{"eos_token_id": null}', (3,)), ("{}", (3,))],
+)  # fmt: skip
+def test_end_tokens_of_a_generation_config_come_first(tmp_path: Path, text: str, ids: tuple[int, ...]) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    spec = read(tmp_path, eos_token_id=3)
+    again, config = spec_from_folder("m", tmp_path)
+    assert spec is again and spec.eos_token_ids == ids
+    assert config["eos_token_id"] == (3 if ids == (3,) else list(ids))  # jobs know by it that rows would end elsewhere
+
+
+@pytest.mark.parametrize("value", ["-2", "true", "2.0", '"2"', "[2, 2147483648]", "[[2]]", "{}", "9" * 5000])
+def test_a_bad_generation_config_is_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(UsageError, match=r"generation_config\.json: ") as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
 def test_labels_of_a_classifier_do_not_count(tmp_path: Path) -> None:
     """A damaged number of them would keep transformers busy for minutes."""
     labels = {str(i): "x" for i in range(50)}
@@ -291,6 +317,14 @@ def test_a_parallel_block_is_one_layer(sep_layer: bool, tmp_path: Path) -> None:
     assert [layer.kind for layer in parallel.layers(sep_layer).layers] == ["embedding", "block", "block", "head"]
     assert len(sequential.layers(sep_layer).layers) == (6 if sep_layer else 4)
     assert parallel.num_weights == sequential.num_weights
+
+
+@pytest.mark.timeout(20)  # each of 4,096 layers looked for in such a list would take a minute
+def test_layers_without_experts(tmp_path: Path) -> None:
+    spec = read(tmp_path, "qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[1, 9])
+    assert [bool(spec.experts_of(i)) for i in range(6)] == [False, False, False, True, False, True]
+    config = {"num_hidden_layers": 4096, "mlp_only_layers": [*range(10**6, 2 * 10**6), 7]}
+    assert moe._dense_blocks(config) == {7}
 
 
 # ---- what is refused
