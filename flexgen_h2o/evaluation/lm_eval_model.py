@@ -27,7 +27,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import DECODE, PREFILL
 from flexgen_h2o.core.units import SAMPLING_CHUNK
 from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.prompts import Completion, Prompt, make_prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import base_of
 from flexgen_h2o.evaluation.kvpress import FLAG, RATIO_OF, PressRun, dropped_share, write_press_run
@@ -86,11 +86,15 @@ class EngineLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """With the tokenizer's special tokens, unless the text begins with its first one already."""
+        """With the tokenizer's special tokens, unless the text begins with its first one already. UsageError: a token
+        that was added to the tokenizer and not to the model."""
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, verbose=False, **given))
+        ids, vocab = list(self.tokenizer.encode(string, verbose=False, **given)), self.llm.model.spec.vocab_size
+        if max(ids, default=0) >= vocab:
+            raise UsageError(f"a text of the task: token id {max(ids)} is outside the model's vocabulary of {vocab}")
+        return ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Without the system's message where the template does not take one."""
@@ -196,7 +200,9 @@ class EngineLM(TemplateLM):
                 for i, (logprob, likeliest) in zip(asked[one.index], seen.found.pop(one.index), strict=True):
                     done(i, (total + logprob, greedy and likeliest))
 
-        prompts = [Prompt(i, context, None) for i, (context, _) in enumerate(rows)]
+        prompts = [self._prompt(i, context) for i, (context, _) in enumerate(rows)]
+        for (_, path), own in zip(rows, asked, strict=True):
+            self._prompt(own[0], (*path, *(last[i] for i in own)))
         scored = [
             SamplingParams(score=(*path, last[own[0]]), score_mode=mode)
             for (_, path), own in zip(rows, asked, strict=True)
@@ -210,6 +216,13 @@ class EngineLM(TemplateLM):
         policy = base_of(self.llm.asked_policy)
         keeps_all = not self.llm.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
         return PREFILL if keeps_all else DECODE
+
+    def _prompt(self, i: int, ids: Sequence[int]) -> Prompt:
+        """UsageError for ids that the model does not have: its tokenizer may have more."""
+        try:
+            return make_prompt(i, ids, None, self.llm.model.spec.vocab_size)
+        except UsageError as error:
+            raise UsageError(f"request {i}: {error}; is the tokenizer that of {self.llm.model.name}?") from error
 
     def _say_cut(self, count: int) -> None:
         if count:
@@ -230,7 +243,7 @@ class EngineLM(TemplateLM):
             ids = self.tok_encode(context) or [self.prefix_token_id]
             room = self.max_length - params[-1].max_tokens
             cut += len(ids) > room
-            prompts.append(Prompt(i, tuple(ids[-room:]), None))
+            prompts.append(self._prompt(i, ids[-room:]))
         if not requests:
             return texts
         self._say_cut(cut)

@@ -146,11 +146,14 @@ def read_answers(path: Path) -> dict[str, dict[str, Any]]:
             row = object_of_json(line)
         except UsageError as error:
             raise UsageError(f"{place}: {error}") from error
-        if row.get("error"):
-            raise UsageError(f"{place}: is an error ({row['error'].get('message')}); run it again")
+        if error := row.get("error"):
+            said = error.get("message") if isinstance(error, dict) else error
+            raise UsageError(f"{place}: is an error ({said!s:.200}); run it again")
         try:
             choice = (row["result"] if "result" in row else row["response"]["body"])["choices"][0]
             prompt = row["request"]["prompt"] if "request" in row else choice["text"]
+            if not isinstance(prompt, str):
+                raise TypeError
             logprobs = choice["logprobs"]
             whole = len(logprobs["token_logprobs"]) <= len(logprobs["top_logprobs"])
         except (KeyError, TypeError, IndexError) as error:

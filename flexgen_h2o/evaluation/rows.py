@@ -170,7 +170,9 @@ def _recall_row(
 
 
 def stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
-    """`length` token ids of `code`, which follow on each other there."""
+    """`length` token ids of `code`, which follow on each other there. UsageError where it has fewer."""
+    if len(code) < length + 2:
+        raise UsageError(f"--prompt-len: a row takes {length} tokens of the held-out text, which has {len(code)}")
     start = rng.randrange(len(code) - length - 1)
     return [int(i) for i in code[start : start + length]]
 

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluate import _parser
 from flexgen_h2o.evaluation.lm_eval import _own_flags, _parse_own, _settings_digest, check_ruler
 from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER
+from flexgen_h2o.evaluation.lm_eval_records import read_answers
 from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 from tests.forks import Forks
@@ -269,6 +271,36 @@ def test_refusals(lm_eval: Door, tmp_path: Path, flags: str, says: str) -> None:
     lines = [line for line in out.err.splitlines() if "it/s" not in line and "examples/s" not in line]
     assert [line for line in lines if line] == [out.err.splitlines()[-1]] and says in out.err, out.err
     assert not (tmp_path / "x.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"error": "timeout"}, r"is an error \(timeout\)"),
+        (
+            {"request": {"prompt": [1, 2]}, "result": {"choices": [
+                {"text": "", "logprobs": {"token_logprobs": [None], "top_logprobs": [None]}}
+            ]}},
+            "has no request with its result",
+        ),
+    ],
+)  # fmt: skip
+def test_answers_of_other_tools_are_refused_by_line(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(UsageError, match=rf"--input .*:1: {says}"):
+        read_answers(path)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    """As of tokenizers that got more tokens than the model has."""
+    from flexgen_h2o.evaluation.lm_eval_model import EngineLM
+
+    model = find_model("opt-tiny", None)
+    few = SimpleNamespace(spec=SimpleNamespace(vocab_size=300))
+    me = SimpleNamespace(tokenizer=model.tokenizer, prefix_token_id=0, llm=SimpleNamespace(model=few))
+    with pytest.raises(UsageError, match="outside the model's vocabulary of 300"):
+        EngineLM.tok_encode(me, "def join(self, other): return other")
 
 
 def test_missing_data_is_said_in_a_line(lm_eval: Door, tasks: Path) -> None:

@@ -87,3 +87,9 @@ def test_rows_of_a_file_are_cut_and_short_ones_left_out(model: Model, tmp_path: 
     assert [(len(row.prompt), len(row.continuation)) for row in greedy] == [(11, 0), (9, 0), (10, 0), (11, 0)]
     with pytest.raises(UsageError, match=r"no row has 60 tokens .* the longest has 30"):
         rows_of_file(path, model, 40, 20, False, None)
+
+
+def test_recall_rows_that_are_longer_than_the_text_are_refused() -> None:
+    encode = find_model("opt-tiny", None).tokenizer.encode
+    with pytest.raises(UsageError, match=r"--prompt-len: .* held-out text, which has 50"):
+        recall_rows(HeldOutText(encode, (), list(range(50))), 1, 300, 20, 5, 0)
