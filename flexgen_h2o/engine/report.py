@@ -292,7 +292,7 @@ def ranks_line(report: RunReport) -> str:
     """Which layers each rank of a pipeline had, and the most bytes it held."""
     ranks = [
         f"{one['rank']}: blocks {one['blocks'][0]} to {one['blocks'][1] - 1}, "
-        f"{sum(one['peak_bytes'].values()) / GIB:.3f} GB"
+        f"at most {sum(one['peak_bytes'].values()) / GIB:.3f} GB held"
         for one in report.extra["ranks"]
     ]
     return "ranks: " + "; ".join(ranks)

@@ -30,6 +30,8 @@ _BOM = b"\xef\xbb\xbf"
 _FOREIGN = {
     b"\x1f\x8b": "is packed by gzip; unpack it", b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
     b"\xff\xfe": "is UTF-16 text; save it as UTF-8", b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+    b"\x89PNG": "is a picture; give JSON lines", b"PK\x03\x04": "is packed by zip; unpack it",
+    b"%PDF": "is a PDF; give JSON lines", b"PAR1": "is a Parquet file; write its rows as JSON lines",
 }  # fmt: skip
 _SPACE = re.compile(r"[ \t\r\n]*")  # between the parts of JSON
 _CHUNK = 2**16  # rows that are looked up at a time

@@ -280,7 +280,8 @@ def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
 def _plain_prompt(fields: dict[str, Any]) -> Any:
     given = [name for name in ("prompt", "prompt_token_ids") if fields.get(name) is not None]
     if len(given) != 1:
-        raise _invalid("give either prompt or prompt_token_ids, not both" if given else "prompt: is missing")
+        lacking = "messages: need a url of /v1/chat/completions" if "messages" in fields else "prompt: is missing"
+        raise _invalid("give either prompt or prompt_token_ids, not both" if given else lacking)
     value = fields[given[0]]
     if given[0] == "prompt_token_ids" and not isinstance(value, list):
         raise _invalid(f"prompt_token_ids: a list of token ids is expected, not {type(value).__name__}")

@@ -102,7 +102,8 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: i
             where = f"{error}" if prompts is None else f"{error} (prompt {i} of {len(prompts)})"
             raise Refused(400, where, error.code) from error
         found += (_variant(request, c) for c in range(n))
-    if sum(map(_numbers, found)) > MOST_NUMBERS:
+    positions = reader.model.spec.max_positions
+    if sum(_numbers(one, positions) for one in found) > MOST_NUMBERS:
         raise Refused(400, f"logprobs: more than {MOST_NUMBERS} numbers in one answer; ask for fewer", "too_large")
     return Asked(name, tuple(found), n, stream, _flag(options or {}, "include_usage"), int(time.time()))
 
@@ -118,10 +119,10 @@ def _check_length(request: Request, most: int, positions: int) -> None:
         )
 
 
-def _numbers(request: Request) -> int:
-    """Of tokens and log-probabilities in the answer to a row, at most."""
+def _numbers(request: Request, positions: int) -> int:
+    """Of tokens and log-probabilities in the answer to a row, at most: it ends at the model's positions."""
     params, echoed = request.params, len(request.prompt.token_ids) if request.echo else 0
-    return (params.max_tokens + echoed) * (1 if params.logprobs is None else 2 + params.logprobs)
+    return (min(params.max_tokens, positions) + echoed) * (1 if params.logprobs is None else 2 + params.logprobs)
 
 
 def _variant(request: Request, choice: int) -> Request:

@@ -284,12 +284,16 @@ class Site:
 def resolve_budgets(
     budget: MemoryBudget, device: Device, offload_dir: Path, processes: int = 1
 ) -> dict[str, int | None]:
-    """Bytes by tier: the given budget, or what is free less a margin. The disk's is never more than is free.
+    """Bytes by tier: the given budget, or what is free less a margin. The disk's is never more than is free, the host's
+    never more than the machine has.
 
     Where the device is host memory the device tier has 0. processes: of this run on this machine, which share its RAM
     and its disk evenly.
     """
-    host = budget.host if budget.host is not None else less_margin(free_host_bytes()) // processes
+    host = less_margin(free_host_bytes()) // processes
+    if budget.host is not None:
+        limit, (has, _) = memory_limit(), host_memory()
+        host = min(budget.host, (has if limit is None else min(has, limit[0])) // processes)
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     most = max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)

@@ -185,6 +185,8 @@ def test_budgets_that_were_given_are_taken_as_they_are(tmp_path: Path) -> None:
     budget = MemoryBudget("1GiB", "2GiB", "3GiB")
     assert resolve_budgets(budget, StandInDevice(), tmp_path) == {"device": GIB, "host": 2 * GIB, "disk": 3 * GIB}
     assert resolve_budgets(budget, HostDevice(), tmp_path) == {"device": 0, "host": 2 * GIB, "disk": 3 * GIB}
+    most = resolve_budgets(MemoryBudget(host="1TiB"), HostDevice(), tmp_path)["host"]
+    assert most == machine.host_memory()[0] < 2**40, "what the machine has, or it would run into the wall"
 
 
 @pytest.mark.usefixtures("_machine")
