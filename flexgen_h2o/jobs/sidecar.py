@@ -166,7 +166,7 @@ def read_status(output: Path) -> Status:
     if status is None:
         raise UsageError(f"--status: no job has written {output}: there is no {path.name} beside it")
     if status.state == RUNNING and not is_locked(output):
-        status.state = "killed"
+        status.state = "killed; the same command goes on"
     rows, errors = count_rows(output)
     status.done, status.errors = max(0, rows - status.other_rows), max(0, errors - status.other_errors)
     if status.state == DONE and status.done < status.rows:
@@ -203,7 +203,7 @@ def status_lines(status: Status) -> list[str]:
         lines.append(f"speed: {status.tokens_per_s:.1f} new tokens/s, {done}")
     if status.spared_tokens:
         lines.append(spared_text(status))
-    if status.eta_s is not None and left:
+    if status.eta_s is not None and left and status.state == RUNNING:
         lines.append(f"left: {format_seconds(status.eta_s)}")
     if status.peak_bytes:
         lines.append("memory: " + tiers_text(status.peak_bytes))
