@@ -86,15 +86,11 @@ class EngineLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """With the tokenizer's special tokens, unless the text begins with its first one already. UsageError: a token
-        that was added to the tokenizer and not to the model."""
+        """With the tokenizer's special tokens, unless the text begins with its first one already."""
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        ids, vocab = list(self.tokenizer.encode(string, verbose=False, **given)), self.llm.model.spec.vocab_size
-        if max(ids, default=0) >= vocab:
-            raise UsageError(f"a text of the task: token id {max(ids)} is outside the model's vocabulary of {vocab}")
-        return ids
+        return list(self.tokenizer.encode(string, verbose=False, **given))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Without the system's message where the template does not take one."""

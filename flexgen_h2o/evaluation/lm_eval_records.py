@@ -146,8 +146,8 @@ def read_answers(path: Path) -> dict[str, dict[str, Any]]:
             row = object_of_json(line)
         except UsageError as error:
             raise UsageError(f"{place}: {error}") from error
-        if error := row.get("error"):
-            said = error.get("message") if isinstance(error, dict) else error
+        if failure := row.get("error"):
+            said = failure.get("message") if isinstance(failure, dict) else failure
             raise UsageError(f"{place}: is an error ({said!s:.200}); run it again")
         try:
             choice = (row["result"] if "result" in row else row["response"]["body"])["choices"][0]
@@ -155,15 +155,23 @@ def read_answers(path: Path) -> dict[str, dict[str, Any]]:
             if not isinstance(prompt, str):
                 raise TypeError
             logprobs = choice["logprobs"]
-            whole = len(logprobs["token_logprobs"]) <= len(logprobs["top_logprobs"])
-        except (KeyError, TypeError, IndexError) as error:
+            is_echo = _is_echo(logprobs["token_logprobs"], logprobs["top_logprobs"])
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise UsageError(f"{place}: has no request with its result and logprobs, as h2o_hf writes them") from error
-        if not whole or logprobs["token_logprobs"][:1] != [None]:
+        if not is_echo:
             raise UsageError(f"{place}: the logprobs are not those of an echoed prompt (echo, logprobs of 1 or more)")
         answers[prompt] = logprobs
     if not answers:
         raise UsageError(f"--input {path}: no answer in it, only blank lines or nothing")
     return answers
+
+
+def _is_echo(values: list[Any], tops: list[Any]) -> bool:
+    """Are they log-probabilities of all tokens but a prompt's first, with the likeliest ones beside each?"""
+    if values[0] is not None or not 1 < len(values) <= len(tops):
+        return False
+    pairs = zip(values[1:], tops[1 : len(values)], strict=True)
+    return all(top and all(isinstance(one, int | float) for one in (value, *top.values())) for value, top in pairs)
 
 
 class Answers:

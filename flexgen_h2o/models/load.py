@@ -392,7 +392,6 @@ def _bound_template(tokenizer: Any) -> None:
         try:
             if not isinstance(compiled(text).environment, BoundedEnvironment):  # compiled by somebody else before
                 compiled.cache_clear()
-            environment = compiled(text).environment
+                compiled(text)
         finally:
             chat_template_utils.ImmutableSandboxedEnvironment = before
-    environment.loops = 0

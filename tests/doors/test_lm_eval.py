@@ -6,26 +6,30 @@ import csv
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("lm_eval")
 
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from flexgen_h2o import LLM, Policy
+from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluate import _parser
 from flexgen_h2o.evaluation.lm_eval import _own_flags, _parse_own, _settings_digest, check_ruler
 from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER
+from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 from flexgen_h2o.evaluation.lm_eval_records import read_answers
 from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 from tests.forks import Forks
+from tests.parity.reference import random_model
 
 Door = Callable[..., Answer]
 FLAGS = "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
@@ -273,18 +277,32 @@ def test_refusals(lm_eval: Door, tmp_path: Path, flags: str, says: str) -> None:
     assert not (tmp_path / "x.jsonl").exists()
 
 
+def answer_of(prompt: object, values: object, tops: object) -> dict[str, Any]:
+    """A row of h2o_hf's."""
+    logprobs = {"token_logprobs": values, "top_logprobs": tops}
+    return {"request": {"prompt": prompt}, "result": {"choices": [{"logprobs": logprobs}]}}
+
+
+NO_ROW, NO_ECHO, TOPS = "has no request with its result", "the logprobs are not those of an echo", [None, {"a": -1.0}]
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
         ({"error": "timeout"}, r"is an error \(timeout\)"),
-        (
-            {"request": {"prompt": [1, 2]}, "result": {"choices": [
-                {"text": "", "logprobs": {"token_logprobs": [None], "top_logprobs": [None]}}
-            ]}},
-            "has no request with its result",
-        ),
+        ({"error": {"message": "too long"}}, r"is an error \(too long\)"),
+        (answer_of([1, 2], [None, -1.0], TOPS), NO_ROW),
+        (answer_of("a", {}, TOPS), NO_ROW),
+        (answer_of("a", [], []), NO_ROW),
+        (answer_of("a", [None, -1.0], [None, None]), NO_ECHO),
+        (answer_of("a", [None, -1.0], [None, {}]), NO_ECHO),
+        (answer_of("a", [None, -1.0], [None, "a"]), NO_ROW),
+        (answer_of("a", [None, -1.0], [None, {"a": None}]), NO_ECHO),
+        (answer_of("a", [None, "-1"], TOPS), NO_ECHO),
+        (answer_of("a", [None, -1.0], [None]), NO_ECHO),
+        (answer_of("a", [None], [None]), NO_ECHO),
     ],
-)  # fmt: skip
+)
 def test_answers_of_other_tools_are_refused_by_line(tmp_path: Path, row: dict[str, Any], says: str) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps(row) + "\n")
@@ -292,15 +310,22 @@ def test_answers_of_other_tools_are_refused_by_line(tmp_path: Path, row: dict[st
         read_answers(path)
 
 
-def test_a_token_that_the_model_does_not_have_is_refused() -> None:
-    """As of tokenizers that got more tokens than the model has."""
-    from flexgen_h2o.evaluation.lm_eval_model import EngineLM
-
-    model = find_model("opt-tiny", None)
-    few = SimpleNamespace(spec=SimpleNamespace(vocab_size=300))
-    me = SimpleNamespace(tokenizer=model.tokenizer, prefix_token_id=0, llm=SimpleNamespace(model=few))
-    with pytest.raises(UsageError, match="outside the model's vocabulary of 300"):
-        EngineLM.tok_encode(me, "def join(self, other): return other")
+def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    """A tokenizer may have more than a model."""
+    random_model(0, vocab_size=2000).save_pretrained(tmp_path)
+    for path in PACKAGED["opt-tiny"].glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    with LLM(tmp_path, Policy(1, 1), device="cpu") as llm:
+        own = EngineLM(llm)
+        text = next(t for t in map(own.tokenizer.decode, range(2000, 2048)) if max(own.tok_encode(t)) >= 2000)
+        asked: list[tuple[Callable[..., object], tuple[object, ...]]] = [
+            *((own.loglikelihood, pair) for pair in ((text, " x"), ("x", f"{text} x"), ("x", f" x{text}"))),
+            (own.loglikelihood_rolling, (text,)),
+            (own.generate_until, (text, {"until": [], "max_gen_toks": 2})),
+        ]
+        for method, args in asked:
+            with pytest.raises(UsageError, match=r"request \d: token id 20.. is outside the model's vocabulary"):
+                method([Instance(method.__name__, {}, args, 0)], disable_tqdm=True)
 
 
 def test_missing_data_is_said_in_a_line(lm_eval: Door, tasks: Path) -> None:
