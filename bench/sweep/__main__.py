@@ -40,7 +40,7 @@ from bench.sweep.plots import draw_all
 from bench.sweep.rounds import Rates, Rounds, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
 from bench.sweep.search import best_rows, search
-from bench.sweep.store import DOES_NOT_FIT, REFUSED, TIMEOUT, Line, Store, claimed
+from bench.sweep.store import BF16, DOES_NOT_FIT, REFUSED, TIMEOUT, Line, Store, claimed
 from bench.sweep.summary import markdown
 from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, UsageError
@@ -50,7 +50,6 @@ from flexgen_h2o.models.load import Model, find_checkpoint, find_model
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
 FULL = {"repeats": 3, "quiet_wait": 60.0, "limit": 1800.0}
 OF_SIGNED = {"repeats": 3, "quiet_wait": 60.0, "limit": 3600.0}
-BF16 = "bf16"  # the dtype of all that is not asked for in another
 SHARES = "ours-h2o:R, ours-h2o:kv-budget=R, ours-mix:kv-bytes=R"
 
 

@@ -32,7 +32,7 @@ from bench.baselines.contract import DTYPES
 from bench.sweep.__main__ import _read_system
 from bench.sweep.grid import Cell, System
 from bench.sweep.runner import Setup, describe, measure
-from bench.sweep.store import DOES_NOT_FIT, FAILED, MEASURED, REFUSED, Key, Line, Store, claimed
+from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, MEASURED, REFUSED, Key, Line, Store, claimed
 from flexgen_h2o.cli_common import OneLineParser, check_picture, positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_picture, write_result
@@ -196,7 +196,7 @@ def _parse() -> argparse.Namespace:
     add("--host-mem", help="budget of RAM of a measurement (what is free)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--device-mem", help="of the device; on a CPU a device tier of RAM")
-    add("--dtype", choices=sorted(DTYPES), default="bf16")
+    add("--dtype", choices=sorted(DTYPES), default=BF16)
     add("--limit", type=common.seconds, default=1800.0, metavar="S", help="most seconds of a measurement (1800)")
     add("--quiet-wait", type=common.seconds, default=0.0, metavar="S", help="most seconds to wait for quiet cores (0)")
     add("--threads", type=positive, default=os.cpu_count())

@@ -18,7 +18,7 @@ from typing import Any
 from bench import common
 from bench.baselines.contract import drop_page_cache
 from bench.sweep.grid import Cell, System
-from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
+from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
 from flexgen_h2o.core.errors import UsageError
 
 BASELINES = Path(__file__).resolve().parents[1] / "baselines"
@@ -51,7 +51,7 @@ class Setup:
     quiet_wait: float
     device: str = "cpu"
     device_mem: int | None = None
-    dtype: str = "bf16"
+    dtype: str = BF16
     cgroup: bool = False
 
     def python(self, system: System) -> Path:

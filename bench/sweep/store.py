@@ -16,6 +16,7 @@ from flexgen_h2o.core.files import try_lock
 # ok; over_budget: it ran, and took more memory than the budget; the rest did not give a figure.
 OK, OVER, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED = "ok", "over_budget", "does_not_fit", "timeout", "failed", "refused"
 MEASURED = (OK, OVER)
+BF16 = "bf16"  # the dtype of all that is not asked for in another
 Line = dict[str, Any]
 
 
@@ -43,7 +44,7 @@ def cpu_of(line: Line) -> str:
 
 def dtype_of(line: Line) -> str:
     """That the weights were in; bf16 where none is named, as before 2026-11-26."""
-    found: str = line.get("dtype", "bf16")
+    found: str = line.get("dtype", BF16)
     return found
 
 

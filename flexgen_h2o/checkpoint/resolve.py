@@ -89,8 +89,10 @@ def _check_tied(name: str, table: StoredTensor, stored: dict[str, StoredTensor])
 
 def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether both have the same dtype, shape and bytes. All bytes count: training of some tokens changes few rows."""
-    if one == other or (one.dtype, one.shape) != (other.dtype, other.shape):
-        return one == other
+    if one == other:
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
     try:
         with open_regular(one.path) as first, open_regular(other.path) as second:
             first.seek(one.offset)

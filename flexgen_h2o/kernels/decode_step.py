@@ -25,6 +25,8 @@ from flexgen_h2o.kernels.slots import (
 FILLED, SLOT, POSITION, OLDEST, NEWEST, GAIN, PLACE = range(7)
 _BLOCK = 64  # columns of prompts that are put at a time
 
+InFront = tuple[torch.Tensor | None, torch.Tensor]  # of StepSlots.before
+
 
 @dataclass(frozen=True)
 class StepSlots:
@@ -53,7 +55,7 @@ class StepSlots:
     query_weights: torch.Tensor | None = None
     decay: float = 1.0
     form: SlotForm = WHOLE
-    before: tuple[torch.Tensor | None, torch.Tensor] | None = None
+    before: InFront | None = None
 
 
 def attend_step(

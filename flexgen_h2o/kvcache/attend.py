@@ -17,7 +17,7 @@ import torch
 from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.beside import SlotForm, joined
-from flexgen_h2o.kernels.decode_step import StepSlots, attend_step, put_prompts
+from flexgen_h2o.kernels.decode_step import InFront, StepSlots, attend_step, put_prompts
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, with_sinks
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, counts_of, fill_sketch
@@ -216,7 +216,7 @@ def attend_slots(
     before = _in_front(common, sinks) if any(map(rows.is_one_launch, rows.views)) else None
     for view, slots in zip(rows.views, new.slots, strict=True):
         if rows.is_one_launch(view):
-            slots_of_view = replace(_step_slots(rows, view, new, slots), before=before)
+            slots_of_view = _step_slots(rows, view, new, slots, before)
             attend_step(qkv[0], qkv[1], qkv[2], slots_of_view, scale, out.view(qkv[0].shape))
             continue
         here, where = slice(view.start, view.end), view.keys.device
@@ -250,11 +250,13 @@ def attend_slots(
     return out
 
 
-def _step_slots(rows: KVRows, view: PartView, new: NewColumns, taken: torch.Tensor) -> StepSlots:
-    """What one launch does a view's decode step on."""
+def _step_slots(
+    rows: KVRows, view: PartView, new: NewColumns, taken: torch.Tensor, before: InFront | None
+) -> StepSlots:
+    """What one launch does a view's decode step on. before: of all rows."""
     whole = 0 if view.whole is None else view.whole.slots.shape[1]
     state = new.numbers.state(view.keys.device, whole)
-    found = StepSlots(view.keys, view.values, view.start, rows.kv_heads, state, taken, form=view.form)
+    found = StepSlots(view.keys, view.values, view.start, rows.kv_heads, state, taken, form=view.form, before=before)
     if view.metadata is None:
         return found
     m = view.metadata
@@ -301,7 +303,7 @@ def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> Pair:
     return out, lse.view(heads, -1, group).transpose(0, 1).reshape(rows, group)
 
 
-def _in_front(common: Pair | None, sinks: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor] | None:
+def _in_front(common: Pair | None, sinks: torch.Tensor | None) -> InFront | None:
     """What queries attend to in front of all slots, as StepSlots has it. common: of `_attend_common`; a sink is one
     column more, without a value."""
     if common is None:

@@ -290,10 +290,10 @@ def resolve_budgets(
     Where the device is host memory the device tier has 0. processes: of this run on this machine, which share its RAM
     and its disk evenly.
     """
-    host = less_margin(free_host_bytes()) // processes
-    if budget.host is not None:
-        limit, (has, _) = memory_limit(), host_memory()
-        host = min(budget.host, (has if limit is None else min(has, limit[0])) // processes)
+    if budget.host is None:
+        host = less_margin(free_host_bytes()) // processes
+    else:
+        host = min(budget.host, whole_host_bytes() // processes)
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     most = max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)
@@ -315,6 +315,12 @@ def free_host_bytes() -> int:
     """RAM that can be taken now: what the machine has available, or the cgroup's limit leaves."""
     free, limit = host_memory()[1], memory_limit()
     return free if limit is None else min(free, limit[0] - limit[1])
+
+
+def whole_host_bytes() -> int:
+    """RAM that could be taken if nobody else had any: the machine's, or the cgroup's limit."""
+    whole, limit = host_memory()[0], memory_limit()
+    return whole if limit is None else min(whole, limit[0])
 
 
 def host_memory() -> tuple[int, int]:

@@ -75,14 +75,5 @@ def _converted(request: Request) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            measure,
-            ("int8", "float32"),
-            ("ctranslate2",),
-            framework="ctranslate2",
-            devices=("cpu",),
-            score=score,
-            dtypes=("bf16",),
-        )
-    )
+    variants, dtypes = ("int8", "float32"), ("bf16",)  # of weights; bf16 is converted
+    sys.exit(main(measure, variants, ("ctranslate2",), "ctranslate2", devices=("cpu",), score=score, dtypes=dtypes))
