@@ -35,6 +35,7 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.planner.measure.run import cpu_name
 from flexgen_h2o.tiers.stream import tier_shares
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,12 +146,11 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
 
 def machine_facts() -> dict[str, Any]:
     """What a figure depends on besides the code, and the code's commit."""
-    model = next((x.split(":")[1].strip() for x in _lines("/proc/cpuinfo") if x.startswith("model name")), "")
     total = next((int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
     huge = "".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
     return {
         "date": date(),
-        "cpu": model,
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "ram_bytes": total,

@@ -25,6 +25,7 @@ from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import GIB, MIB, format_bytes
 from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.resources import LANE_THREADS
+from flexgen_h2o.kernels import products
 from flexgen_h2o.planner.measure.bench import (
     CARD,
     CARD_HOST,
@@ -352,7 +353,7 @@ class ThisMachine:
     @property
     def short_name(self) -> str:
         """`nvidia-h200`, `amd-epyc-2core`: letters, digits and hyphens."""
-        cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*", " ", self.cpu.lower())
+        cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*|\bwith .*", " ", self.cpu.lower())
         name = self.card.lower() or f"{cpu} {self.cores}core"
         return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
@@ -367,7 +368,7 @@ def this_machine(device: Device, offload_dir: Path) -> ThisMachine:
     card, card_bytes = device.card() or ("", 0)
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     return ThisMachine(
-        _cpu_name(), os.cpu_count() or 1, host_memory()[0], card, card_bytes, _mount(folder),
+        cpu_name(), os.cpu_count() or 1, host_memory()[0], card, card_bytes, _mount(folder),
         shutil.disk_usage(folder).free,
     )  # fmt: skip
 
@@ -422,9 +423,11 @@ def _disk_bytes() -> float:
     return 0.0 if disks is None else float(disks.read_bytes + disks.write_bytes)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """`AMD EPYC with AVX2`: as Linux names it, which may be one name of many generations, and what multiplies."""
     named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine() or "CPU"
+    name = next(named, "") or platform.processor() or platform.machine() or "CPU"
+    return f"{name} with {products.instructions()}"
 
 
 def _mount(folder: Path) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, SamplingParams, hardware
 from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.kernels import products
 from flexgen_h2o.planner.measure import run
 from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, quick
 from flexgen_h2o.planner.measure.run import (
@@ -87,7 +88,7 @@ def test_another_machine_or_disk_has_another_file() -> None:
 
 
 def test_names_of_machines() -> None:
-    assert MACHINE.short_name == "intel-xeon-2core"
+    assert MACHINE.short_name == replace(MACHINE, cpu=f"{MACHINE.cpu} with AVX2").short_name == "intel-xeon-2core"
     assert replace(MACHINE, card="Tesla T4", card_bytes=15 * 2**30).short_name == "tesla-t4"
     assert "Tesla T4 with 15 GiB" in replace(MACHINE, card="Tesla T4", card_bytes=15 * 2**30).description
 
@@ -95,7 +96,7 @@ def test_names_of_machines() -> None:
 def test_this_machine(tmp_path: Path) -> None:
     machine = this_machine(HostDevice(), tmp_path / "to" / "come")
     assert machine.cores > 0 and machine.host_bytes > 0 and machine.disk_bytes > 0 and machine.card == ""
-    assert machine.cpu and " at /" in machine.mount
+    assert machine.cpu.endswith(f"with {products.instructions()}") and " at /" in machine.mount
     assert this_machine(HostDevice(), Path("/")).mount.endswith(" at /")
     assert 0 <= BackgroundLoad().share() <= 1
 
