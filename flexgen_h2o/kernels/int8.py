@@ -350,7 +350,7 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     What cannot be blocked stays as it is: all rows where the device, the number of columns or the CPU is not right, and
     those beyond a multiple of BLOCK_ROWS.
     """
-    parts = _parts(packed)
+    parts = blank_int8_rows(packed)
     for part in parts:
         if isinstance(part, BlockedInt8):
             memory, columns = part.memory, part.columns
@@ -361,12 +361,8 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     return parts
 
 
-def blank_int8_rows(memory: torch.Tensor) -> tuple[Packed, ...]:
+def blank_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     """Parts as `block_int8_rows` makes them, of rows that are yet to be filled."""
-    return _parts(memory) if cpu_has("avx512bw") else (memory,)
-
-
-def _parts(packed: torch.Tensor) -> tuple[Packed, ...]:
     columns = packed.shape[1] - INT8_ROW_BYTES
     end = len(packed) // BLOCK_ROWS * BLOCK_ROWS
     right = packed.is_contiguous() and columns % BLOCK_ROWS == 0 and columns <= _MOST_COLUMNS
@@ -394,7 +390,7 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
     packing = SlotPacking(columns, 4)
     values, ends = (packed.data_ptr(), packed.stride(0)), WORD * packing.value_words
     job = loops.Job(*values, ends, packing.group, columns, out.data_ptr(), out.stride(0))
-    by_groups = columns % GROUP == 0 and cpu_has("avx512bw")
+    by_groups = columns % GROUP == 0 and cpu_has("avx2")
     loop = loops.in_order_by_groups if by_groups else loops.in_order
     parallel_rows(partial(loop, job), len(packed), packed.shape[1] + columns)
 

@@ -1,10 +1,10 @@
 """Causal attention over prompts with the log-sum-exp, and column scores: the attention that each key received, summed
 over queries, never as an n x n matrix. With more keys than queries, the queries are the last rows of the prompt.
 
-On a CPU with AVX-512 our compiled loop is used (2-3x torch's). Exception: whole prompts in bf16 on AMX, where torch's
-fused kernel is 1.3-5.8x ours. There and elsewhere torch computes the log-sum-exp inside its fused attention, but
-returns it only from private operations. They are tried once against `causal_attention_lse_reference` on a small case,
-and not used where they are missing, raise or differ. The CUDA one has not run on a GPU yet.
+On a CPU with AVX2 our compiled loop is used (with AVX-512 2-3x torch's). Exception: whole prompts in bf16 on AMX, where
+torch's fused kernel is 1.3-5.8x ours. There and elsewhere torch computes the log-sum-exp inside its fused attention,
+but returns it only from private operations. They are tried once against `causal_attention_lse_reference` on a small
+case, and not used where they are missing, raise or differ. The CUDA one has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, mismatch, parallel_rows
+from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, mismatch, multiplies_slowly, parallel_rows
 
 TILE_ROWS = 256  # query rows; fewer where a tile of so many is over TILE_BYTES for each thread
 LEAST_TILE_ROWS = 16  # fewer make matrix products slow
@@ -32,9 +32,9 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: floa
     `causal_attention_lse`. first_row is counted from the first of all n, as j is. Returns (b, kv_heads, n) fp32.
     Memory: `TILE_BYTES` of products, and as many queries and keys copied.
 
-    fp32 is exact to a few 1e-6. In bf16 the products of a tile are rounded to bf16, by 2**-9 of each at most, so one
-    probability may be off by scale x |q.k| / 512 of itself, to either side; what a column gets from many rows is off
-    by far less.
+    fp32 is exact to a few 1e-6. In bf16 the products of a tile are rounded to bf16 (but on a CPU with AVX2 alone), by
+    2**-9 of each at most, so one probability may be off by scale x |q.k| / 512 of itself, to either side; what a column
+    gets from many rows is off by far less.
     """
     if triton.takes(q, k, lse):
         return _column_sums_on_card(q, k, lse, scale, first_row)
@@ -71,20 +71,21 @@ def column_sums_reference(
     """`column_sums` tile by tile: products by torch, sums in a compiled loop where there is one."""
     batch, kv_heads, n, width = k.shape
     group, before = q.shape[1] // kv_heads, n - q.shape[2]
+    dtype = torch.float32 if multiplies_slowly(q.device.type, q.dtype) else q.dtype
     q, lse = q.unflatten(1, (kv_heads, group)), lse.unflatten(1, (kv_heads, group))
     sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
     threads = min(torch.get_num_threads(), batch * kv_heads)
-    row_bytes = group * n * q.itemsize  # of one kv-head's products with one row
+    row_bytes = group * n * dtype.itemsize  # of one kv-head's products with one row
     rows = max(LEAST_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
-    buffer = torch.empty(max(TILE_BYTES, rows * row_bytes) // q.itemsize, dtype=q.dtype, device=q.device)
+    buffer = torch.empty(max(TILE_BYTES, rows * row_bytes) // dtype.itemsize, dtype=dtype, device=q.device)
     for piece in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
         queries, keys, ends, into = (t[piece].flatten(0, 1) for t in (q, k, lse, sums))
-        heads, keys = len(keys), keys.contiguous()
+        heads, keys = len(keys), keys.to(dtype).contiguous()
         for start in range(max(before, first_row), n, rows):
             end = min(n, start + rows)
             count, here = end - start, slice(start - before, end - before)
             products = buffer[: heads * group * count * end].view(heads, group * count, end)
-            tile = queries[:, :, here].reshape(heads, group * count, width)
+            tile = queries[:, :, here].reshape(heads, group * count, width).to(dtype)
             torch.bmm(tile, keys[:, :end].transpose(1, 2), out=products)
             _add_tile(products.view(heads, group, count, end), ends[:, :, here].contiguous(), scale, into, start)
     return sums
@@ -251,8 +252,7 @@ def _last_rows(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Te
 
 def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the compiled loop can read these, and is faster than torch's operation but where that takes AMX."""
-    # AVX-512 has 32 registers of 16 floats, as many as a tile of the compiled loop takes.
-    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx512f")
+    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
 
 
 def _attend_on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:

@@ -1,7 +1,8 @@
 """Products that the compiled loop of compiled/products.py takes: in bf16, and of int8 weights with uint8 inputs.
 
-It needs AVX-512's instructions for them, and takes AMX's where there are any. With these rows in order are multiplied
-as fast by oneDNN in torch, in bf16, as they would be here.
+It takes AMX's instructions for them where there are any, else AVX-512's, else AVX2's. With AMX rows in order are
+multiplied as fast by oneDNN in torch, in bf16, as they would be here; without AVX-512 torch multiplies bf16 number by
+number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from flexgen_h2o.core.units import BLOCK_ROWS
-from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, parallel_rows
+from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, multiplies_slowly, parallel_rows
 
 _WORD = 4  # bytes: two columns in bf16, four in int8
 _LEAST = 64  # bytes of a row: a vector
@@ -25,9 +26,11 @@ _AS_LONG = 24  # input rows that are multiplied with a weight as long as it take
 @lru_cache
 def has_loop(dtype: torch.dtype, in_order: bool = False) -> bool:
     """Is the loop to be used for inputs of this dtype, on this CPU? in_order: with rows that are not blocked."""
+    if dtype == torch.bfloat16 and cpu_has("avx512bf16"):
+        return not cpu_has("amx-bf16") or (has_amx() and not in_order)
     if dtype == torch.bfloat16:
-        return cpu_has("avx512bf16") and (not cpu_has("amx-bf16") or (has_amx() and not in_order))
-    return dtype == torch.uint8 and cpu_has("avx512vnni")
+        return multiplies_slowly("cpu", dtype) and cpu_has("fma")
+    return dtype == torch.uint8 and (cpu_has("avx512vnni") or cpu_has("avx2"))
 
 
 @lru_cache
@@ -35,6 +38,12 @@ def has_amx() -> bool:
     """Does AMX multiply: has this CPU its instructions, and does Linux let this process use its registers?"""
     ask = getattr(torch.cpu, "_init_amx", None)  # private; once it is gone, AVX-512 multiplies int8, and torch bf16
     return cpu_has("amx-int8") and cpu_has("amx-bf16") and ask is not None and bool(ask())
+
+
+def instructions() -> str:
+    """The widest for products that this CPU has; AVX-512 may lack those for bf16 or for int8."""
+    wider = (("AVX-512", "avx512bf16"), ("AVX-512 without bf16", "avx512bw"), ("AVX2", "avx2"))
+    return "AMX" if has_amx() else next((name for name, feature in wider if cpu_has(feature)), "no AVX2")
 
 
 def takes(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
@@ -45,7 +54,7 @@ def takes(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
 
 def requantises(x: torch.Tensor) -> bool:
     """Does the loop take these uint8 inputs, with rows in 4 bits that it makes int8?"""
-    return x.device.type == "cpu" and has_loop(x.dtype) and cpu_has("avx512bw")
+    return x.device.type == "cpu" and has_loop(x.dtype)
 
 
 class Job(NamedTuple):
@@ -119,8 +128,10 @@ def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bo
 
 
 def _kind_of(jobs: Sequence[Job], inputs: torch.dtype) -> np.number[Any]:
-    """The number whose type tells the loop what inputs are."""
-    by_amx = has_amx() and not any(job.words % _AMX_WORDS for job in jobs)
-    if not by_amx:
+    """The number whose type tells the loop what inputs are, and what multiplies."""
+    is_float = inputs == torch.bfloat16
+    if has_amx() and not any(job.words % _AMX_WORDS for job in jobs):
+        return np.int16(0) if is_float else np.int8(0)
+    if cpu_has("avx512bf16" if is_float else "avx512vnni"):
         return element_of(inputs)
-    return np.int16(0) if inputs == torch.bfloat16 else np.int8(0)
+    return np.uint32(0) if is_float else np.int32(0)

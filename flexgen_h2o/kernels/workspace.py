@@ -69,10 +69,20 @@ def element_of(dtype: torch.dtype) -> np.number[Any]:
 
 @lru_cache
 def cpu_has(feature: str) -> bool:
-    """Whether this CPU has some instructions, by LLVM's name of them."""
+    """Whether loops may use some instructions, by LLVM's name of them: those of this CPU, or those that the environment
+    tells numba to compile for."""
+    given = os.environ.get("NUMBA_CPU_FEATURES")
+    if given is not None:
+        return f"+{feature}" in given.split(",")
     from llvmlite import binding
 
     return bool(binding.get_host_cpu_features().get(feature, False))
+
+
+@lru_cache
+def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:
+    """Does torch multiply this dtype number by number there, so that fp32 is several times as fast?"""
+    return device == "cpu" and dtype == torch.bfloat16 and cpu_has("avx2") and not cpu_has("avx512bw")
 
 
 def row_slices(rows: int, columns: int, multiple: int = 1, most: int | None = None) -> Iterator[slice]:

@@ -3,8 +3,8 @@ rows of 4 bits into int8 rows, in order or in strips of blocks.
 
 Rows of whole groups are made by LLVM vector code. A group of a row has 16 codes, so its int8 values are a table of 16
 bytes in a vector, and one shuffle of bytes looks up 64 codes. A strip is 16 packed rows: what they make, 4 columns to a
-word, is transposed in registers, so that whole cache lines are stored. The instructions are those of AVX-512 (BW),
-without which int8 rows are not blocked.
+word, is transposed in registers, so that whole cache lines are stored. The instructions are those of AVX-512 (BW), or
+of AVX2 for each half.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from flexgen_h2o.kernels.jit import (
     shorts_at,
     words_at,
 )
+from flexgen_h2o.kernels.workspace import cpu_has
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of a float without its sign, which sort as the numbers do, NaN last
 _LEVELS = np.float32(127)
@@ -241,9 +242,7 @@ def _emit_row(e: Emitter, packed: Any, ends: Any, groups: Any, out: Any, total: 
         values = _look_up(e, _table(e, pair, step), codes)
         e.store(values, b.add(out, b.mul(loop.index, e.number(GROUP))))
         b.store(b.add(b.load(sums), _halves_added(e, _pair_sums(e, values))), sums)
-    kind = ir.FunctionType(I32, [_WORDS])
-    reduce = cgutils.get_or_insert_function(b.module, kind, f"llvm.vector.reduce.add.v{ROWS}i32")
-    e.store(b.call(reduce, [b.load(sums)]), total)
+    e.store(e.call(f"vector.reduce.add.v{ROWS}i32", I32, b.load(sums)), total)
 
 
 def _halves_added(e: Emitter, halves: Any) -> Any:
@@ -259,8 +258,8 @@ def _table(e: Emitter, pair: Any, step: Any) -> Any:
     least = b.bitcast(b.and_(pairs, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
     codes = ir.Constant(_FLOATS, [float(code) for code in range(ROWS)])
     values = b.fmul(b.fadd(b.fmul(codes, scale), least), e.spread([step], ROWS))
-    rint = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [_FLOATS]), "llvm.rint.v16f32")
-    table = b.trunc(b.fptosi(b.call(rint, [values]), _WORDS), ir.VectorType(_I8, ROWS))
+    rounded = e.call(f"rint.v{ROWS}f32", _FLOATS, values)
+    table = b.trunc(b.fptosi(rounded, _WORDS), ir.VectorType(_I8, ROWS))
     return e.shuffle(table, table, [i % ROWS for i in range(GROUP)])
 
 
@@ -269,16 +268,24 @@ def _look_up(e: Emitter, table: Any, codes: Any) -> Any:
     b = e.builder
     wide = b.zext(codes, _HALVES)
     single = b.and_(b.or_(wide, b.shl(wide, e.constant(_HALVES, 4))), e.constant(_HALVES, 0x0F0F))
-    kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
-    shuffle = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.pshuf.b.512")
-    return b.call(shuffle, [table, b.bitcast(single, _BYTES)])
+    return _on_bytes(e, "pshuf.b", "pshuf.b", _I8, table, b.bitcast(single, _BYTES))
 
 
 def _pair_sums(e: Emitter, words: Any) -> Any:
     """Sums of two neighbouring int8 each, as int16."""
-    b, kind = e.builder, ir.FunctionType(_HALVES, [_BYTES, _BYTES])
-    multiply_add = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.pmaddubs.w.512")
-    return b.call(multiply_add, [e.constant(_BYTES, 1), b.bitcast(words, _BYTES)])
+    bytes_of = e.builder.bitcast(words, _BYTES)
+    return _on_bytes(e, "pmaddubs.w", "pmadd.ub.sw", _I16, e.constant(_BYTES, 1), bytes_of)
+
+
+def _on_bytes(e: Emitter, avx512: str, avx2: str, result: Any, *vectors: Any) -> Any:
+    """An instruction of 64 bytes, by its two names. result: the kind of its numbers."""
+    if cpu_has("avx512bw"):
+        return e.call(f"x86.avx512.{avx512}.512", ir.VectorType(result, 8 * GROUP // result.width), *vectors)
+    half, found = GROUP // 2, []
+    for first in (0, half):
+        some = [e.shuffle(v, v, list(range(first, first + half))) for v in vectors]
+        found.append(e.call(f"x86.avx2.{avx2}", ir.VectorType(result, 8 * half // result.width), *some))
+    return e.join(found)
 
 
 # strip((packed, row_bytes, ends, groups, out, totals)): packed: the address of 16 packed rows, `row_bytes` apart; ends:

@@ -1,7 +1,8 @@
 """The compiled loop of products: bf16 by bf16 with sums in fp32, uint8 by int8 with sums in int32.
 
 A word (4 bytes) is two neighbouring columns in bf16, or four in int8. An instruction of AVX-512 adds to each of 16 sums
-the product of two words; one of AMX adds to each of 16 x 16 sums those of 16 words with 16 others. A panel is
+the product of two words; one of AMX adds to each of 16 x 16 sums those of 16 words with 16 others; with AVX2 words are
+taken apart, and multiplied in fp32, or in 16 bits with sums of pairs in int32. A panel is
 PANEL neighbouring rows of a weight. Blocked, its first words are side by side, one of each row, then its second ones,
 which is what both want (compiled/tiles.py). A panel of rows in order is brought into that layout a chunk of words at a
 time, in the caches, so that both give the same bits.
@@ -15,7 +16,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -23,6 +23,7 @@ from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
 from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled, strip
 from flexgen_h2o.kernels.compiled.tiles import (
+    AVX2_CHUNK,
     LANES,
     LINE,
     REGISTERS,
@@ -30,13 +31,15 @@ from flexgen_h2o.kernels.compiled.tiles import (
     finish_floats,
     finish_ints,
     is_amx,
+    is_avx2,
+    is_float,
     lay,
     most_rows,
     release_registers,
     set_registers,
     tile,
 )
-from flexgen_h2o.kernels.compiled.vectors import I64, prefetch
+from flexgen_h2o.kernels.compiled.vectors import Emitter, prefetch
 from flexgen_h2o.kernels.jit import (
     floats_at,
     ints_at,
@@ -69,7 +72,7 @@ class Ending(NamedTuple):
 @jit
 def multiply(kind, element, table, ending, skip, first, end):  # type: ignore[no-untyped-def]
     """Panels first..end-1 of all jobs. kind: a number whose type says what inputs are: uint16 for bf16, uint8 for int8;
-    int16 and int8 for what AMX multiplies.
+    int16 and int8 for what AMX multiplies, uint32 and int32 for what AVX2 does.
 
     element: of biases and results. table: its address, how many jobs it has, and the panels of all of them. skip: times
     as many panels as these are others' before the next that this thread is likely to get.
@@ -122,7 +125,9 @@ def _tokens(kind):  # type: ignore[no-untyped-def]
 
 @jit
 def _chunks(kind, job):  # type: ignore[no-untyped-def]
-    size = _AMX_CHUNK if is_amx(kind) and (job.ends != 0 or job.tokens > _AMX_FEW) else _CHUNK
+    size = AVX2_CHUNK if is_avx2(kind) else _CHUNK
+    if is_amx(kind) and (job.ends != 0 or job.tokens > _AMX_FEW):
+        size = _AMX_CHUNK
     return (job.words + size - 1) // size
 
 
@@ -177,7 +182,7 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
             last = min(PANEL, job.rows - panel * PANEL) - 1
             lay((here, job.row_step, last, words, panel_room, lines, ahead, step, run, asked))
             here, asked = panel_room, blocks * lines
-        if number + 1 == chunks and planes(kind) == 1 and job.ends == 0:
+        if number + 1 == chunks and not is_float(kind) and job.ends == 0:
             _gather_ends(job, panel * PANEL, ends)
         done = np.int64(0)
         for t in range(tiles):
@@ -206,7 +211,7 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
     flags = np.int64(ending.adds), np.int64(ending.relu)
     count = min(PANEL, job.rows - row)
     whole = count // LANES
-    if planes(kind) == 2:
+    if is_float(kind):
         finish_floats(element, (rows, whole, sums, out, job.out_step, bias, *flags))
     else:
         finish_ints(element, (rows, whole, sums, out, job.out_step, bias, *flags, job.x_scales + 4 * token, ends))
@@ -215,7 +220,7 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
             at = out + t * job.out_step
             added = number_at(element, bias, i) if bias != 0 else np.float32(0)
             before = number_at(element, at, i) if ending.adds else np.float32(0)
-            if planes(kind) == 1:
+            if not is_float(kind):
                 total = np.float32(ints_at(sums + t * STEP)[i] + ints_at(ends)[PANEL + i])
                 scale = floats_at(job.x_scales)[token + t]
                 value = scaled(total, scale, floats_at(ends)[i], added, before)
@@ -271,13 +276,7 @@ def _room(nbytes: int) -> Any:
 
     @intrinsic
     def run(_context: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-            with builder.goto_entry_block():  # numba's own helper would fill it with zeros, word by word
-                memory = builder.alloca(ir.ArrayType(ir.IntType(8), nbytes))
-                memory.align = LINE
-            return builder.ptrtoint(memory, I64)
-
-        return types.int64(), generate
+        return types.int64(), lambda _context, builder, _signature, _arguments: Emitter(builder).room(nbytes)
 
     return run
 

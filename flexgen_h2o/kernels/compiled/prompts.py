@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from flexgen_h2o.kernels.compiled.vectors import F32, Emitter, emitted
+from flexgen_h2o.kernels.compiled.vectors import F32, Emitter, each, emitted
 from flexgen_h2o.kernels.jit import (
     LN_2,
     LOG2_E,
@@ -26,6 +26,7 @@ from flexgen_h2o.kernels.jit import (
     planes,
     set_number,
 )
+from flexgen_h2o.kernels.workspace import cpu_has
 
 LANES = 16
 ROWS = 4  # of a tile: with 4 vectors each, 16 sums, which is enough to wait for none of them
@@ -40,21 +41,23 @@ def _emit_gemm(vectors: int, adds: bool, e: Emitter, *numbers: Any) -> None:
     def at(start: Any, step: Any, row: Any, column: Any) -> Any:
         return e.onward(start, builder.add(builder.mul(step, row), column))
 
-    places = [[at(c, c_step, e.number(row), e.number(v * LANES)) for v in range(vectors)] for row in range(ROWS)]
-    totals = e.variables(kind, ROWS, vectors)
-    if adds:
-        for row in range(ROWS):
-            for v in range(vectors):
-                builder.store(e.load(places[row][v], kind), totals[row][v])
-    with e.loop(count) as loop:
-        many = [e.load(at(b, b_step, loop.index, e.number(v * LANES)), kind) for v in range(vectors)]
-        for row in range(ROWS):
-            one = e.spread([e.load(at(a, a_step, e.number(row), loop.index), F32)], LANES)
-            for v in range(vectors):
-                builder.store(e.multiply_add(one, many[v], builder.load(totals[row][v])), totals[row][v])
-    for row in range(ROWS):
-        for v in range(vectors):
-            e.store(builder.load(totals[row][v]), places[row][v])
+    # Registers hold all sums of AVX-512, and a vector a row of AVX2.
+    together = vectors if cpu_has("avx512f") else 1
+    for part in range(0, vectors, together):
+        columns = [e.number(v * LANES) for v in range(part, part + together)]
+        places = [[at(c, c_step, e.number(row), column) for column in columns] for row in range(ROWS)]
+        totals = e.variables(kind, ROWS, together)
+        if adds:
+            for total, place in each(totals, places):
+                builder.store(e.load(place, kind), total)
+        with e.loop(count) as loop:
+            many = [e.load(at(b, b_step, loop.index, column), kind) for column in columns]
+            for row in range(ROWS):
+                one = e.spread([e.load(at(a, a_step, e.number(row), loop.index), F32)], LANES)
+                for value, total in zip(many, totals[row], strict=True):
+                    builder.store(e.multiply_add(one, value, builder.load(total)), total)
+        for total, place in each(totals, places):
+            e.store(builder.load(total), place)
 
 
 # gemm_tile((a, a_step, b, b_step, c, c_step, count)): c (+)= a b in fp32, ROWS rows by WIDE or LANES columns in

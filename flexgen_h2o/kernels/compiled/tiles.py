@@ -1,11 +1,12 @@
 """The vector code of the loop of products: tiles of sums, and panels in order into the blocked layout.
 
-A tile is some input rows by a panel (compiled/products.py), by AVX-512 or by AMX. What is next of the weights
-is asked for meanwhile: else memory rests while cores multiply.
+A tile is some input rows by a panel (compiled/products.py), by the products of words that AVX-512 has, by AMX, or by
+AVX2's products of numbers. What is next of the weights is asked for meanwhile: else memory rests while cores multiply.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,19 +16,21 @@ from numba import types
 from numba.extending import intrinsic
 
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
-from flexgen_h2o.kernels.compiled.vectors import F32, I16, I32, I64, Emitter, cgutils, emitted, emitted_by_type
+from flexgen_h2o.kernels.compiled.vectors import F32, I16, I32, I64, Emitter, cgutils, each, emitted, emitted_by_type
 from flexgen_h2o.kernels.jit import bytes_at, jit, num_planes, shorts_at
 
 LANES = 16
 LINE = 64  # bytes of a cache line
 STEP = 4 * PANEL  # bytes of a word of each row of a panel
 _VECTORS = PANEL // LANES
-_MOST_ROWS = 6  # input rows by 4 vectors: 24 sums, of 32 registers
+_MOST_ROWS = 6  # input rows by 4 vectors: 24 sums, of 32 registers; of AVX2, by one of two registers: 12 of 16
 _SIDE = 16  # rows of a register of AMX, of LINE bytes each; a tile has up to twice as many input rows
 REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48  # bytes that say how AMX's registers are; where their bytes and rows are
 _NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
 _INTS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 _SHORTS, _HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
+_PAIRS = ir.VectorType(I16, 2 * LANES)
+AVX2_CHUNK = 256  # words of a row at a time: numbers of inputs, taken apart, are to be in the nearest cache
 
 
 def _is_amx(kind: Any) -> bool:
@@ -35,13 +38,27 @@ def _is_amx(kind: Any) -> bool:
     return kind in (types.int8, types.int16)
 
 
-def _by_amx(_context: Any, kind: Any) -> Any:
-    """Known at compile time."""
-    constant = ir.Constant(ir.IntType(1), _is_amx(kind))
-    return types.boolean(kind), lambda *_: constant
+def _is_avx2(kind: Any) -> bool:
+    return kind in (types.int32, types.uint32)
 
 
-is_amx: Any = intrinsic(_by_amx)
+def _is_float(kind: Any) -> bool:
+    """Are inputs bf16?"""
+    return kind in (types.int16, types.uint16, types.uint32)
+
+
+def _known(meaning: Callable[[Any], bool]) -> Any:
+    """An intrinsic that says of a number's type what is known at compile time."""
+
+    @intrinsic
+    def run(_context: Any, kind: Any) -> Any:
+        constant = ir.Constant(ir.IntType(1), meaning(kind))
+        return types.boolean(kind), lambda *_: constant
+
+    return run
+
+
+is_amx, is_avx2, is_float = _known(_is_amx), _known(_is_avx2), _known(_is_float)
 
 
 @jit
@@ -50,20 +67,19 @@ def most_rows(kind):  # type: ignore[no-untyped-def]
     return 2 * _SIDE if is_amx(kind) else _MOST_ROWS
 
 
-def _dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
-    kind, name = (_FLOATS, "avx512bf16.dpbf16ps.512") if planes_of == 2 else (_INTS, "avx512.vpdpbusd.512")
-    function = ir.FunctionType(kind, [kind, _INTS, _INTS])
-    return e.builder.call(cgutils.get_or_insert_function(e.builder.module, function, f"llvm.x86.{name}"), [total, x, w])
+def _dot(e: Emitter, is_float: bool, total: Any, x: Any, w: Any) -> Any:
+    name = "avx512bf16.dpbf16ps.512" if is_float else "avx512.vpdpbusd.512"
+    return e.call(f"x86.{name}", total.type, total, x, w)
 
 
 def _emit_tile(e: Emitter, kind: Any, *numbers: Any) -> None:
     if _is_amx(kind):
-        _emit_amx_tile(e, "tdpbf16ps" if num_planes(kind) == 2 else "tdpbusd", *numbers)
+        _emit_amx_tile(e, "tdpbf16ps" if _is_float(kind) else "tdpbusd", *numbers)
     else:
-        _emit_vector_tile(e, num_planes(kind), *numbers)
+        _emit_vector_tile(e, _emit_avx2_rows if _is_avx2(kind) else _emit_rows, _is_float(kind), *numbers)
 
 
-def _emit_vector_tile(e: Emitter, planes_of: int, rows: Any, *numbers: Any) -> None:
+def _emit_vector_tile(e: Emitter, emit: Callable[..., None], is_float: bool, rows: Any, *numbers: Any) -> None:
     """The code of a tile of each size, of which one is run."""
     b = e.builder
     end = b.append_basic_block("end")
@@ -72,18 +88,18 @@ def _emit_vector_tile(e: Emitter, planes_of: int, rows: Any, *numbers: Any) -> N
         block = b.append_basic_block(f"tile{count}")
         choice.add_case(ir.Constant(I64, count), block)
         b.position_at_end(block)
-        _emit_rows(e, planes_of, count, numbers)
+        emit(e, is_float, count, numbers)
         b.branch(end)
     b.position_at_end(end)
 
 
-def _emit_rows(e: Emitter, planes_of: int, rows: int, numbers: tuple[Any, ...]) -> None:
+def _emit_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) -> None:
     b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
-    kind = _FLOATS if planes_of == 2 else _INTS
+    kind = _FLOATS if is_float else _INTS
     totals = e.variables(kind, rows, _VECTORS)
     places = [[b.add(sums, e.number(r * STEP + 4 * LANES * v)) for v in range(_VECTORS)] for r in range(rows)]
     with b.if_then(b.icmp_signed("!=", begun, e.number(0))):
-        for total, place in _each(totals, places):
+        for total, place in each(totals, places):
             b.store(e.load(place, kind), total)
     coming = _Ahead.begin(e, *to_come)
     with e.loop(b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))) as block:
@@ -100,9 +116,69 @@ def _emit_rows(e: Emitter, planes_of: int, rows: int, numbers: tuple[Any, ...]) 
                 asked = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), word), I32)
                 spread = e.spread([asked], LANES)
                 for total, vector in zip(totals[r], vectors, strict=True):
-                    b.store(_dot(e, planes_of, b.load(total), spread, vector), total)
-    for total, place in _each(totals, places):
+                    b.store(_dot(e, is_float, b.load(total), spread, vector), total)
+    for total, place in each(totals, places):
         e.store(b.load(total), place)
+
+
+def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) -> None:
+    """As many vectors of the panel at a time as registers hold sums of; words of inputs are taken apart once for all.
+    Nothing is asked for: these take so long that the hardware has the next weights in time."""
+    b, (words, weight, x, x_step, sums, begun, *_) = e.builder, numbers
+    kind, together = _FLOATS if is_float else _INTS, max(1, _VECTORS // rows)
+    apart, end = (
+        [[e.room(4 * (AVX2_CHUNK + LANES)) for _ in range(2)] for _ in range(rows)],
+        b.sub(words, e.number(LANES)),
+    )
+    with e.loop(b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))) as block:
+        regular = b.mul(block.index, e.number(LANES))
+        first = b.select(b.icmp_signed("<", regular, end), regular, end)
+        for r, halves in enumerate(apart):
+            found = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), first), _INTS)
+            for half, place in zip(_halves(e, is_float, found, False), halves, strict=True):
+                e.store(half, e.onward(place, first))
+    with e.loop(e.number(_VECTORS // together)) as part:
+        lanes = b.mul(part.index, e.number(together * LINE))
+        starts = [b.add(b.add(sums, e.number(r * STEP)), lanes) for r in range(rows)]
+        places = [[b.add(start, e.number(v * LINE)) for v in range(together)] for start in starts]
+        totals = e.variables(kind, rows, together)
+        with b.if_then(b.icmp_signed("!=", begun, e.number(0))):
+            for total, place in each(totals, places):
+                b.store(e.load(place, kind), total)
+        with e.loop(words) as loop:
+            at = b.add(b.add(weight, lanes), b.mul(loop.index, e.number(STEP)))
+            vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
+            of_weight = [_halves(e, is_float, vector, True) for vector in vectors]
+            for half in range(2):
+                for of_row, halves in zip(totals, apart, strict=True):
+                    spread = e.spread([e.load(e.onward(halves[half], loop.index), kind.element)], LANES)
+                    for total, parts in zip(of_row, of_weight, strict=True):
+                        b.store(_add_products(e, b.load(total), spread, parts[half]), total)
+        for total, place in each(totals, places):
+            e.store(b.load(total), place)
+
+
+def _halves(e: Emitter, is_float: bool, words: Any, is_signed: bool) -> list[Any]:
+    """The numbers of words in two vectors: those in bf16 as fp32, those in int8 (or uint8) as 16 bits."""
+    b = e.builder
+    if is_float:
+        low, high = b.shl(words, e.constant(_INTS, 16)), b.and_(words, e.constant(_INTS, 0xFFFF0000))
+        return [b.bitcast(half, _FLOATS) for half in (low, high)]
+    shorts, eight = b.bitcast(words, _PAIRS), e.constant(_PAIRS, 8)
+    move = b.ashr if is_signed else b.lshr
+    return [b.bitcast(half, _INTS) for half in (move(b.shl(shorts, eight), eight), move(shorts, eight))]
+
+
+def _add_products(e: Emitter, total: Any, x: Any, w: Any) -> Any:
+    """total + the numbers, or pairs of 16 bits, of x times those of w: sums of pairs hold in 32 bits."""
+    if total.type == _FLOATS:
+        return e.call(f"fma.v{LANES}f32", _FLOATS, x, w, total)
+    b, half = e.builder, LANES // 2
+    sums = []
+    for lanes in (list(range(half)), list(range(half, LANES))):
+        pair = [b.bitcast(e.shuffle(v, v, lanes), ir.VectorType(I16, LANES)) for v in (x, w)]
+        sums.append(e.call("x86.avx2.pmadd.wd", ir.VectorType(I32, half), *pair))
+    return b.add(total, e.join(sums))
 
 
 def _amx(e: Emitter, name: str, *arguments: Any) -> None:
@@ -111,8 +187,7 @@ def _amx(e: Emitter, name: str, *arguments: Any) -> None:
     addresses = [i for i, a in enumerate(arguments) if not isinstance(a, int)][:1]
     for i in addresses:
         values[i] = e.builder.inttoptr(arguments[i], ir.IntType(8).as_pointer())
-    function = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-    e.builder.call(cgutils.get_or_insert_function(e.builder.module, function, f"llvm.x86.{name}"), values)
+    e.call(f"x86.{name}", ir.VoidType(), *values)
 
 
 def _emit_amx_tile(e: Emitter, dot: str, rows: Any, *numbers: Any) -> None:
@@ -160,10 +235,6 @@ def _emit_registers(e: Emitter, dot: str, numbers: tuple[Any, ...], half: int, i
                 _amx(e, dot, vector + 2, 5, register)
     for register, place in enumerate(places):
         _amx(e, "tilestored64", register, place, step)
-
-
-def _each(totals: list[list[Any]], places: list[list[Any]]) -> list[tuple[Any, Any]]:
-    return [pair for of_row in zip(totals, places, strict=True) for pair in zip(*of_row, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,11 @@ class Emitter:
             few = self.builder.insert_element(few, value, ir.Constant(I32, i))
         return self.shuffle(few, few, [lane // lanes for lane in range(lanes * len(values))])
 
+    def call(self, name: str, result: Any, *arguments: Any) -> Any:
+        """An instruction that LLVM has by a name."""
+        kind = ir.FunctionType(result, [value.type for value in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), arguments)
+
     def loop(self, count: Any) -> Any:
         """A context manager that emits a loop; `index` of what it gives is the iteration."""
         return cgutils.for_range(self.builder, count, intp=I64)
@@ -110,6 +115,13 @@ class Emitter:
             for variable in row:
                 self.builder.store(self.constant(kind, 0), variable)
         return found
+
+    def room(self, nbytes: int) -> Any:
+        """The address of so many bytes of the function's stack, at a multiple of 64."""
+        with self.builder.goto_entry_block():  # numba's own helper would fill it with zeros, word by word
+            memory = self.builder.alloca(ir.ArrayType(ir.IntType(8), nbytes))
+            memory.align = 64
+        return self.builder.ptrtoint(memory, I64)
 
     def transposed(self, lines: list[Any]) -> list[Any]:
         """16 vectors of 16 words: word i of line j becomes word j of line i."""
@@ -146,6 +158,11 @@ class Emitter:
             for branch, value in zip(branches, values, strict=True):
                 with branch:
                     emit(value)
+
+
+def each(totals: list[list[Any]], places: list[list[Any]]) -> list[tuple[Any, Any]]:
+    """The variables of a tile, row by row, each with its place."""
+    return [pair for of_row in zip(totals, places, strict=True) for pair in zip(*of_row, strict=True)]
 
 
 def _checked(numbers: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexgen_h2o.core.units import ALIGN, round_up
-from flexgen_h2o.kernels import products
+from flexgen_h2o.kernels import products, workspace
 from flexgen_h2o.kernels.int8 import (
     BUFFERS,
     Int8Rows,
@@ -35,19 +35,24 @@ from flexgen_h2o.kernels.workspace import Workspace, cpu_has
 BF16 = torch.bfloat16
 ROUNDING = 2.0**-8  # of bf16, relative
 KINDS = ["bf16", "int8"]
-pytestmark = pytest.mark.skipif(
-    not all(map(cpu_has, ("avx512bf16", "avx512vnni"))), reason="nothing is compiled for them here"
-)
+FEATURES = {"AVX2": ("avx2", "fma"), "AVX-512": ("avx512bf16", "avx512vnni"), "AMX": ("amx-bf16", "amx-int8")}
+HAS_AMX = products.has_amx()
+HERE = [name for name, features in FEATURES.items() if (HAS_AMX if name == "AMX" else all(map(cpu_has, features)))]
 
 
-@pytest.fixture(autouse=True, params=["AVX-512", "AMX"])
+def use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply by these instructions, also where others are preferred."""
+    monkeypatch.setattr(products, "has_amx", lambda: name == "AMX")
+    hidden = FEATURES["AVX-512"] if name == "AVX2" else ()
+    monkeypatch.setattr(products, "cpu_has", lambda feature: cpu_has(feature) and feature not in hidden)
+
+
+@pytest.fixture(autouse=True, params=FEATURES)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that this CPU has, also where it has others that are preferred."""
-    by_amx = request.param == "AMX"
-    if by_amx and not products.has_amx():
-        pytest.skip("this CPU has no AMX")
+    if request.param not in HERE:
+        pytest.skip("this CPU has no such instructions for products")
     monkeypatch.setattr(products, "has_loop", lambda dtype, in_order=False: dtype in (BF16, torch.uint8))
-    monkeypatch.setattr(products, "has_amx", lambda: by_amx)
+    use(request.param, monkeypatch)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -106,7 +111,7 @@ def apart(rows: torch.Tensor, more: int = 6) -> torch.Tensor:
     ("n", "rows", "columns"),
     [
         (1, 64, 64), (1, 1, 64), (6, 65, 68), (7, 63, 96), (13, 130, 200), (5, 192, 1028), (64, 96, 2112),
-        (600, 70, 64), (17, 130, 2112), (33, 64, 1024), (530, 192, 128),
+        (600, 70, 64), (17, 130, 2112), (33, 64, 1024), (530, 192, 128), (7, 70, 2044),
     ],
 )  # fmt: skip
 def test_products_of_all_shapes(kind: str, n: int, rows: int, columns: int) -> None:
@@ -125,20 +130,19 @@ def test_products_of_all_shapes(kind: str, n: int, rows: int, columns: int) -> N
         assert torch.equal(found, torch.relu(linear(x, parts, bias, torch.empty(n, rows, dtype=BF16))))
 
 
-def test_amx_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As AVX-512 does; rows in 4 bits too. Registers with one row and with all, and tiles that are not whole."""
-    if not products.has_amx():
-        pytest.skip("by AVX-512")
+@pytest.mark.skipif(len(HERE) < 2, reason="this CPU has nothing to compare with")
+def test_all_instructions_give_the_same_bits_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in 4 bits too. Registers with one row and with all, and tiles that are not whole."""
     for n in (1, 15, 16, 17, 31, 32, 33, 64, 100):
         held, x, bias = Held("int8", 192, 2304, n), normal(n, 2304), normal(192)
         held.workspace = Workspace(torch.empty(2**21, dtype=torch.uint8), dict.fromkeys(BUFFERS, 2**18), BF16)
         packed = RequantisedRows(pack_rows(held.weight, 4), 2304, held.workspace)
         for parts in (held.parts(), held.parts(blocks=True), (packed,)):
             outs = []
-            for by_amx in (True, False):
-                monkeypatch.setattr(products, "has_amx", lambda by_amx=by_amx: by_amx)
+            for name in HERE:
+                use(name, monkeypatch)
                 outs.append(linear(x, parts, bias, torch.empty(n, 192, dtype=BF16)))
-            assert torch.equal(*outs)
+            assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,9 +247,12 @@ def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
             linear(x, (DenseRows(weight),), None, out).float(), x.float().sum().expand(1, 5), rtol=0.02, atol=0.1
         )
     monkeypatch.undo()
-    vectors, tiles = ("avx512bf16", "avx512vnni"), ("amx-bf16", "amx-int8")
-    for features in ((), vectors, vectors[:1] + tiles[:1], vectors[1:] + tiles[1:], vectors + tiles):
-        monkeypatch.setattr(products, "cpu_has", lambda feature, features=features: feature in features)
+    old, vectors, tiles = FEATURES.values()
+    sets = ((), old, vectors, vectors[:1] + tiles[:1], vectors[1:] + tiles[1:], vectors + tiles)
+    for features in (*sets, (*old, "avx512bw"), (*old, "avx512bw", *vectors)):
+        for module in (products, workspace):
+            monkeypatch.setattr(module, "cpu_has", lambda feature, features=features: feature in features)
+        monkeypatch.setattr(products, "multiplies_slowly", workspace.multiplies_slowly.__wrapped__)
         for found in (None, lambda: False, lambda: True):
             with monkeypatch.context() as inner:
                 inner.setattr(torch.cpu, "_init_amx", found, raising=False)
@@ -254,5 +261,7 @@ def test_what_the_loop_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
                 inner.setattr(products, "has_amx", lambda has_amx=has_amx: has_amx)
                 for in_order in (False, True):
                     is_torch = "amx-bf16" in features and (in_order or not has_amx)
-                    assert products.has_loop.__wrapped__(BF16, in_order) == ("avx512bf16" in features and not is_torch)
-                    assert products.has_loop.__wrapped__(torch.uint8, in_order) == ("avx512vnni" in features)
+                    by_vectors, by_avx2 = "avx512bf16" in features and not is_torch, features == old
+                    assert products.has_loop.__wrapped__(BF16, in_order) == (by_vectors or by_avx2)
+                    is_int8 = "avx512vnni" in features or "avx2" in features
+                    assert products.has_loop.__wrapped__(torch.uint8, in_order) == is_int8

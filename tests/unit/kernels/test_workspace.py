@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from flexgen_h2o.kernels.workspace import Workspace, parallel_rows
+from flexgen_h2o.kernels.workspace import Workspace, cpu_has, parallel_rows
 
 SIZES = {"a": 128, "b": 64, "c": 192}
 
@@ -82,3 +85,25 @@ def test_a_forked_child_starts_its_own_threads(three_threads) -> None:
         parallel_rows(lambda first, end: seen.extend(range(first, end)), 9, 2**30)
         os._exit(0 if sorted(seen) == list(range(9)) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+# ---- other CPUs
+
+HASWELL = "64bit,avx,avx2,bmi,bmi2,cmov,cx16,cx8,f16c,fma,lzcnt,movbe,popcnt,sse,sse2,sse3,sse4.1,sse4.2,ssse3"
+
+
+@pytest.mark.skipif(not cpu_has("avx512bw"), reason="the whole suite runs so here")
+@pytest.mark.parametrize(
+    "which", [
+        "requantised_in_order or (loop_is_the_reference and dtype0)",
+        pytest.param("test", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_kernels_for_a_cpu_that_has_avx2_alone(which: str, tmp_path: Path) -> None:
+    """numba compiles for the CPU that its environment names, and we choose loops for the same one."""
+    features = ",".join(f"+{name}" for name in HASWELL.split(","))
+    named = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    tests = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("prefill_attention", "int8", "products")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, *tests]
+    done = subprocess.run(command, env=os.environ | named, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
