@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ from flexgen_h2o.kvcache.eviction import (
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.eviction import policies as plain
 from tests.eviction.policies import Budget, Sizes
-from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy
+from tests.eviction.reference import Evicted, PlainModel, Stored, Turn, evicted_greedy
 from tests.parity.cases import BASE
 from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts, tokens_of
 
@@ -171,18 +171,6 @@ PAIRS: dict[str, Pair] = {
 # ---- what the reference says
 
 
-class NearStored(Protocol):
-    """reference.Stored that knows whether something was so near an edge that rounding decides."""
-
-    is_near: bool
-
-    def keys(self, k: torch.Tensor, prompt_len: int) -> torch.Tensor: ...
-
-    def values(self, v: torch.Tensor) -> torch.Tensor: ...
-
-    def window(self, slots: int) -> int: ...
-
-
 @dataclass(frozen=True)
 class Wanted:
     prompts: list[list[int]]
@@ -195,7 +183,7 @@ class Wanted:
 
 def wanted(
     model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int],
-    stored: Callable[[], NearStored] | None = None, turn: Turn | None = None, header: Sequence[int] = (),
+    stored: Callable[[], Stored] | None = None, turn: Turn | None = None, header: Sequence[int] = (),
 ) -> Wanted:  # fmt: skip
     """Random prompts of these lengths, each the first that leads to no near tie, with what follows on them.
 
@@ -207,11 +195,8 @@ def wanted(
     for i, (length, most) in enumerate(zip(lengths, each, strict=True)):
         for attempt in count():
             prompt = [*header, *random_prompts((length,), seed=37 * i + attempt)[0]]
-            packed = stored() if stored is not None else None
-            row = evicted_greedy(model, prompt, most, pair.plain, packed, turn)
-            if row.is_near or (packed is not None and packed.is_near):
-                continue
-            if row.least_gap > LEAST_SCORE_GAP and row.least_token_gap > LEAST_GAP:
+            row = evicted_greedy(model, prompt, most, pair.plain, None if stored is None else stored(), turn)
+            if not row.is_near and row.least_gap > LEAST_SCORE_GAP and row.least_token_gap > LEAST_GAP:
                 break
         prompts.append(prompt)
         rows.append(row)

@@ -26,15 +26,21 @@ from tests.eviction.policies import Policy, choose
 from tests.eviction.selection import Selection
 
 Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (heads, n, d) at positions (n,), rotary embeddings
+Pair = tuple[torch.Tensor, torch.Tensor]
 Kept = list[list[list[int]]]  # positions by layer and kv-head, ascending
 
 
 class Stored(Protocol):
-    """What a cache makes of columns (kv, n, d): what attention finds of those that are not the newest any more."""
+    """What a cache makes of columns: what attention finds of those that are not the newest any more. is_near: a number
+    was so near an edge that rounding elsewhere may take it to the other side."""
 
-    def keys(self, k: torch.Tensor, prompt_len: int) -> torch.Tensor: ...
+    is_near: bool
 
-    def values(self, v: torch.Tensor) -> torch.Tensor: ...
+    def columns(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, prompt_len: int, read: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v (kv, n, d) as they are found. read: (kv, n) bool, whether a query finds them so."""
+        ...
 
     def window(self, slots: int) -> int:
         """Newest columns, the query's own among them, that a row with so many slots finds as they were."""
@@ -111,20 +117,24 @@ def forward(
     seen = []
     for layer, mask in enumerate(masks):
         q, k, v = model.project(layer, x)
+        old, new = k, v
+        others = model.windows[: layer + 1].count(None)
+        sums_up = page and model.windows[layer] is None and others <= cache.page_layers
         q = q.reshape(model.kv_heads, -1, *q.shape[1:])
         scores = torch.einsum("kgid,kjd->kgij", q, k) * q.shape[-1] ** -0.5
         if turn is not None:
             scores = rolled_scores(q, k, mask, turn)
         if stored is not None:
-            old, new = stored.keys(k, prompt_len), stored.values(v)
-            later = torch.einsum("kgid,kjd->kgij", q, old) * q.shape[-1] ** -0.5
             place = torch.arange(len(ids))
             is_whole = (place[:, None] < prompt_len) | (place > place[:, None] - cache.windows[layer])
+            read = mask[:, prompt_len:] if sums_up else mask & ~is_whole
+            old, new = stored.columns(layer, k, v, prompt_len, read.any(1))
+            later = torch.einsum("kgid,kjd->kgij", q, old) * q.shape[-1] ** -0.5
             scores = torch.where(is_whole, scores, later)
         scores = scores.masked_fill(~mask[:, None], -math.inf)
-        others = model.windows[: layer + 1].count(None)
-        sums_up = page and model.windows[layer] is None and others <= cache.page_layers
-        of_pages, means = _page_scores(q, k, v, mask, prompt_len, page, stored) if sums_up else (scores[..., :0], v[:0])
+        of_pages, means = scores[..., :0], v[:0]
+        if sums_up:
+            of_pages, means = _page_scores(q, (k, v), (old, new), mask, prompt_len, page)
         sinks = model.sinks(layer)
         none = torch.full(q.shape[:2], -math.inf) if sinks is None else sinks
         every = torch.cat([scores, of_pages, none[..., None, None].expand(-1, -1, len(ids), 1)], dim=-1).softmax(-1)
@@ -146,16 +156,14 @@ def forward(
 
 
 def _page_scores(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, prompt_len: int, page: int,
-    stored: Stored | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor, columns: Pair, later: Pair, mask: torch.Tensor, prompt_len: int, page: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(kv, g, n, pages) scaled products with log(count), and mean values (kv, n, pages, d): of each query its own.
 
-    Columns that left with the prefill are summed up as they were, later ones as the cache has them.
+    Keys and values of columns that left with the prefill are summed up as they were, later ones as the cache has them.
     """
     kv, g, n, d = q.shape
     products, means = torch.full((kv, g, n, -(-n // page)), -math.inf), torch.zeros(kv, n, -(-n // page), d)
-    later = (k, v) if stored is None else (stored.keys(k, prompt_len), stored.values(v))
     for head, i in product(range(kv), range(prompt_len, n)):
         for number in range(-(-n // page)):
             here = range(number * page, min(i + 1, (number + 1) * page))
@@ -165,7 +173,7 @@ def _page_scores(
             early = [j < prompt_len and not mask[head, prompt_len, j] for j in gone]
             key, value = (
                 torch.stack([(whole if first else kept)[head, j] for j, first in zip(gone, early, strict=True)]).mean(0)
-                for whole, kept in zip((k, v), later, strict=True)
+                for whole, kept in zip(columns, later, strict=True)
             )
             products[head, :, i, number] = q[head, :, i] @ key * d**-0.5 + math.log(len(gone))
             means[head, i, number] = value
@@ -263,7 +271,8 @@ class Evicted:
     step; the last token is never fed back, so there are as many as tokens; no heads of layers with windows. least_gap:
     the smallest distance in score between a column that stayed and one that went (infinite when there was never a
     choice). promotions: how often a column that left the recent ones took an older one's place; without any, decode
-    scores decided nothing. given: the steps whose tokens were. is_near: rounding may choose other columns to read.
+    scores decided nothing. given: the steps whose tokens were. is_near: rounding may choose other columns to read,
+    or others' codes; what follows the step that showed it is left out.
     """
 
     tokens: list[int]
@@ -301,7 +310,7 @@ def evicted_greedy(
     selection = Selection(policy.share) if policy.share < 1 else None
     cache = Cache(stored, windows, policy.page, policy.page_layers, selection)
     tokens, logits, kept = [given.get(0, int(newest.argmax()))], [newest], [_held(layers)]
-    while len(tokens) < new_tokens:
+    while len(tokens) < new_tokens and not (stored is not None and stored.is_near):
         for layer in layers:
             layer.join()
         masks = [layer.mask for layer in layers]
@@ -312,7 +321,7 @@ def evicted_greedy(
         logits.append(newest)
         kept.append(_held(layers))
     gap, promotions = min(layer.gap for layer in layers), sum(layer.promotions for layer in layers)
-    is_near = selection is not None and selection.is_near
+    is_near = any(one is not None and one.is_near for one in (stored, selection))
     return Evicted(tokens, torch.stack(logits), kept, gap, promotions, frozenset(given), is_near)
 
 

@@ -136,7 +136,7 @@ def references(
     for prompt, new in zip(prompts, most, strict=True):
         packed = Rounded(policy.cache_bits, policy.cache_window, edges) if policy.compress_cache else None
         row = evicted_greedy(one.plain, prompt, new, pair.plain, packed)
-        if row.is_near or (packed is not None and packed.is_near):
+        if row.is_near:
             return None
         row = row if pair.plain.share == 1 else row.without_kept()
         if row.least_gap <= LEAST_SCORE_GAP or row.least_token_gap <= LEAST_GAP:

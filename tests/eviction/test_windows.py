@@ -158,7 +158,7 @@ def made(known: Callable[[str], Known]) -> Callable[..., Wanted]:
     def reference(pair: str, how: str = "") -> Wanted:
         one = known(MIXED)
         plain_model = PlainLlama(one.model, rolling=True) if how == "rolling" else one.plain
-        stored, turn = (lambda: Rounded(8)) if how == "packed" else None, plain_model.turn if how == "rolling" else None
+        stored, turn = (lambda: Rounded(4)) if how == "packed" else None, plain_model.turn if how == "rolling" else None
         pairs = {**PAIRS, FULL: Pair(PAIRS["local"].engine, plain.h2o(plain.Budget(heavy_size=99, recent_size=9)))}
         return wanted(plain_model, pairs[pair], (4, 9, 9, 21), 12, stored, turn)
 
@@ -187,7 +187,7 @@ def test_a_policy_drops_columns_of_the_other_layers(
 def test_packed_columns(
     pair: str, place: str, known: Callable[[str], Known], made: Callable[..., Wanted], tmp_path: Path
 ) -> None:
-    policy = Policy(2, 2, PLACEMENTS[place], compress_cache=True, cache_bits=8)
+    policy = Policy(2, 2, PLACEMENTS[place], compress_cache=True, cache_bits=4)
     check_packed(made(pair, "packed"), pair, known(MIXED).folder, policy, tmp_path, STAND_IN)
 
 
