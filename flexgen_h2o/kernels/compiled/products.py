@@ -234,12 +234,13 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
 def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
     """A chunk of a panel of rows in 4 bits as int8 in the blocked layout; the first one's also has the panel's ends.
 
-    places: of the panel, of its ends, and of the factors of its rows' values before they are rounded.
+    Strips beyond the last row keep what was there: what they give is not looked at. places: of the panel, of its ends,
+    and of the factors of its rows' values before they are rounded.
     """
     (word, words), (out, ends, factors) = chunk, places
     group, groups = word // _GROUP_WORDS, words // _GROUP_WORDS
     own = factors + STEP  # a strip's factors, which it overwrites
-    for i in range(0, PANEL, LANES):
+    for i in range(0, min(PANEL, job.rows - panel * PANEL), LANES):
         packed = job.weight + (panel * PANEL + i) * job.row_step
         for r in range(LANES):
             if word == 0:
