@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS
-from flexgen_h2o.kernels.compiled.vectors import F32, I32, Emitter, cgutils, emitted
+from flexgen_h2o.kernels.compiled.emitter import F32, I32, Emitter, cgutils, emitted
 from flexgen_h2o.kernels.jit import (
     bits_to_float,
     bytes_at,

@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
+from flexgen_h2o.kernels.compiled.emitter import Emitter, prefetch
 from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled, strip
 from flexgen_h2o.kernels.compiled.tiles import (
     AVX2_CHUNK,
@@ -39,7 +40,6 @@ from flexgen_h2o.kernels.compiled.tiles import (
     set_registers,
     tile,
 )
-from flexgen_h2o.kernels.compiled.vectors import Emitter, prefetch
 from flexgen_h2o.kernels.jit import (
     floats_at,
     ints_at,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from flexgen_h2o.kernels.compiled.vectors import F32, Emitter, each, emitted
+from flexgen_h2o.kernels.compiled.emitter import F32, Emitter, each, emitted
 from flexgen_h2o.kernels.jit import (
     LN_2,
     LOG2_E,

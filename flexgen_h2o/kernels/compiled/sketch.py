@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 
 from flexgen_h2o.core.packing import SKETCH_BLOCK, SKETCH_CODES
-from flexgen_h2o.kernels.compiled.vectors import F32, I16, I32, I64, Emitter, cgutils, emitted
+from flexgen_h2o.kernels.compiled.emitter import F32, I16, I32, I64, Emitter, cgutils, emitted
 from flexgen_h2o.kernels.jit import floats_at, jit, longs_at, number_at, shorts_at
 
 PICKED = 16  # numbers that are compared together

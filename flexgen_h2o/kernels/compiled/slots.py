@@ -21,6 +21,7 @@ from flexgen_h2o.kernels.compiled.beside import (
     page_values,
     spread_beside,
 )
+from flexgen_h2o.kernels.compiled.emitter import prefetch
 from flexgen_h2o.kernels.jit import (
     HIGH,
     LN_2,
@@ -263,7 +264,7 @@ def address_ahead(slots, at, j, filled, inside, next_at):  # type: ignore[no-unt
 def fetch(at, size):  # type: ignore[no-untyped-def]
     """Prefetch some bytes: those of a tile at most, more would delay what is needed now."""
     for line in range(at, at + size, _LINE):
-        vectors.prefetch((line,))
+        prefetch((line,))
 
 
 @jit

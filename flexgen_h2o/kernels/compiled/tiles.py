@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
-from flexgen_h2o.kernels.compiled.vectors import F32, I16, I32, I64, Emitter, cgutils, each, emitted, emitted_by_type
+from flexgen_h2o.kernels.compiled.emitter import F32, I16, I32, I64, Emitter, cgutils, each, emitted, emitted_by_type
 from flexgen_h2o.kernels.jit import bytes_at, jit, num_planes, shorts_at
 
 LANES = 16

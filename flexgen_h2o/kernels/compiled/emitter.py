@@ -1,0 +1,172 @@
+"""How compiled loops emit LLVM vector code: the common instructions, and intrinsics that numba's loops call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils as _cgutils
+from numba.extending import intrinsic
+
+cgutils: Any = _cgutils  # without annotations
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+# See jit.FASTMATH: no assumption that there is no NaN.
+_FLAGS = ("contract", "reassoc", "nsz")
+
+
+@dataclass(frozen=True)
+class Emitter:
+    """The common instructions of vector code. Addresses and counts are int64."""
+
+    builder: Any
+
+    def number(self, value: int) -> Any:
+        return ir.Constant(I64, value)
+
+    def constant(self, kind: Any, value: Any) -> Any:
+        """A vector with `value` in all lanes."""
+        return ir.Constant(kind, [value] * kind.count)
+
+    def onward(self, address: Any, words: Any) -> Any:
+        """`address` moved by a number of 4-byte words."""
+        return self.builder.add(address, self.builder.mul(words, self.number(4)))
+
+    def load(self, address: Any, kind: Any, align: int = 4) -> Any:
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
+
+    def join(self, vectors: list[Any]) -> Any:
+        """A power of two of vectors, one behind the other."""
+        while len(vectors) > 1:
+            size = list(range(2 * vectors[0].type.count))
+            vectors = [self.shuffle(a, b, size) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
+
+    def store(self, value: Any, address: Any, align: int = 4) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+    def add(self, a: Any, b: Any) -> Any:
+        return self.builder.fadd(a, b, flags=_FLAGS)
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return self.builder.fmul(a, b, flags=_FLAGS)
+
+    def multiply_add(self, a: Any, b: Any, to: Any) -> Any:
+        return self.add(to, self.multiply(a, b))
+
+    def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+    def spread(self, values: list[Any], lanes: int) -> Any:
+        """A vector of the values, each in so many lanes."""
+        few = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
+        for i, value in enumerate(values):
+            few = self.builder.insert_element(few, value, ir.Constant(I32, i))
+        return self.shuffle(few, few, [lane // lanes for lane in range(lanes * len(values))])
+
+    def call(self, name: str, result: Any, *arguments: Any) -> Any:
+        """An instruction that LLVM has by a name."""
+        kind = ir.FunctionType(result, [value.type for value in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), arguments)
+
+    def loop(self, count: Any) -> Any:
+        """A context manager that emits a loop; `index` of what it gives is the iteration."""
+        return cgutils.for_range(self.builder, count, intp=I64)
+
+    def variables(self, kind: Any, rows: int, columns: int) -> list[list[Any]]:
+        """Vectors that live in registers over a loop, zero at first."""
+        found = [[cgutils.alloca_once(self.builder, kind) for _ in range(columns)] for _ in range(rows)]
+        for row in found:
+            for variable in row:
+                self.builder.store(self.constant(kind, 0), variable)
+        return found
+
+    def room(self, nbytes: int) -> Any:
+        """The address of so many bytes of the function's stack, at a multiple of 64."""
+        with self.builder.goto_entry_block():  # numba's own helper would fill it with zeros, word by word
+            memory = self.builder.alloca(ir.ArrayType(ir.IntType(8), nbytes))
+            memory.align = 64
+        return self.builder.ptrtoint(memory, I64)
+
+    def transposed(self, lines: list[Any]) -> list[Any]:
+        """16 vectors of 16 words: word i of line j becomes word j of line i."""
+        even, odd = ([q + i for q in firsts for i in range(4)] for firsts in ((0, 8, 16, 24), (4, 12, 20, 28)))
+        found: list[list[Any]] = [[], [], [], []]
+        for i in range(4):
+            for quarter, half in enumerate((even, odd, even, odd)):
+                near, far = (self.shuffle(lines[i + j], lines[i + j + 4], half) for j in (0, 8))
+                found[quarter].append(self.shuffle(near, far, odd if quarter > 1 else even))
+        return [column for quarter in found for column in self.across(quarter)]
+
+    def across(self, lines: list[Any]) -> list[Any]:
+        """Four vectors of 4 x 4 words: word i of each quarter of line j becomes word j of that quarter of line i."""
+        quarters = range(0, 16, 4)
+        low, high = ([q + i for q in quarters for i in some] for some in ((0, 16, 1, 17), (2, 18, 3, 19)))
+        near, far = ([q + i for q in quarters for i in some] for some in ((0, 1, 16, 17), (2, 3, 18, 19)))
+        found = []
+        for half in (low, high):
+            first, second = (self.shuffle(lines[i], lines[i + 1], half) for i in (0, 2))
+            found += [self.shuffle(first, second, near), self.shuffle(first, second, far)]
+        return found
+
+    def prefetch(self, address: Any, keep: int = 3) -> None:
+        """Ask for the cache line at `address`, which need not exist. keep: 3 in the nearest cache, 2 in the next."""
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        function = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        numbers = [ir.Constant(I32, x) for x in (0, keep, 1)]  # to read, and data
+        self.builder.call(function, [self.builder.inttoptr(address, pointer), *numbers])
+
+    def choose(self, condition: Any, values: tuple[int, int], emit: Callable[[int], None]) -> None:
+        """Emit code for the first of two values, run where the condition holds, and for the second, run elsewhere."""
+        with self.builder.if_else(condition) as branches:
+            for branch, value in zip(branches, values, strict=True):
+                with branch:
+                    emit(value)
+
+
+def each(totals: list[list[Any]], places: list[list[Any]]) -> list[tuple[Any, Any]]:
+    """The variables of a tile, row by row, each with its place."""
+    return [pair for of_row in zip(totals, places, strict=True) for pair in zip(*of_row, strict=True)]
+
+
+def _checked(numbers: Any) -> Any:
+    """The types of a tuple of numbers, all of 64 bits: they are not converted."""
+    if not all(getattr(kind, "bitwidth", 0) == 64 and isinstance(kind, types.Integer) for kind in numbers):
+        raise TypeError(f"vector code takes numbers of 64 bits, not {numbers}")
+    return numbers
+
+
+def _generator(emit: Callable[..., None]) -> Callable[..., Any]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        emit(Emitter(builder), *cgutils.unpack_tuple(builder, arguments[-1]))
+        return cgutils.get_null_value(I64)
+
+    return generate
+
+
+def emitted(emit: Callable[..., None]) -> Any:
+    """An intrinsic of one tuple of numbers, which runs what emit(emitter, *numbers) emits."""
+
+    @intrinsic
+    def run(_context: Any, numbers: Any) -> Any:
+        return types.int64(_checked(numbers)), _generator(emit)
+
+    return run
+
+
+def emitted_by_type(meaning: Callable[[Any], Any], emit: Callable[..., None]) -> Any:
+    """An intrinsic of a number whose type has a meaning and a tuple of numbers, which runs what
+    emit(emitter, meaning, *numbers) emits."""
+
+    @intrinsic
+    def run(_context: Any, kind: Any, numbers: Any) -> Any:
+        found = meaning(kind)
+        return types.int64(kind, _checked(numbers)), _generator(lambda e, *values: emit(e, found, *values))
+
+    return run
+
+
+prefetch = emitted(Emitter.prefetch)
