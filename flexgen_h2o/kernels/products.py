@@ -41,9 +41,9 @@ def has_amx() -> bool:
 
 
 def instructions() -> str:
-    """The widest for products that this CPU has; AVX-512 may lack those for bf16 or for int8."""
+    """The widest for products that this CPU has; AVX-512 may lack those for bf16. Empty where there are none."""
     wider = (("AVX-512", "avx512bf16"), ("AVX-512 without bf16", "avx512bw"), ("AVX2", "avx2"))
-    return "AMX" if has_amx() else next((name for name, feature in wider if cpu_has(feature)), "no AVX2")
+    return "AMX" if has_amx() else next((name for name, feature in wider if cpu_has(feature)), "")
 
 
 def takes(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:

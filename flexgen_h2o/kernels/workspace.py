@@ -67,16 +67,22 @@ def element_of(dtype: torch.dtype) -> np.number[Any]:
     return _ELEMENTS[dtype]
 
 
+_WITHOUT_AVX = ("corei7-avx", "core-avx-i", "sandybridge", "ivybridge", "nocona")  # for numba, whatever they have
+
+
 @lru_cache
 def cpu_has(feature: str) -> bool:
     """Whether loops may use some instructions, by LLVM's name of them: those of this CPU, or those that the environment
     tells numba to compile for."""
-    given = os.environ.get("NUMBA_CPU_FEATURES")
-    if given is not None:
-        return f"+{feature}" in given.split(",")
     from llvmlite import binding
 
-    return bool(binding.get_host_cpu_features().get(feature, False))
+    given, name = os.environ.get("NUMBA_CPU_FEATURES"), os.environ.get("NUMBA_CPU_NAME") or binding.get_host_cpu_name()
+    if given is None and name.lower() == "generic":
+        return False
+    if given is not None:
+        return f"+{feature}" in given.split(",")
+    has_avx = os.environ.get("NUMBA_ENABLE_AVX", "1") != "0" and name not in _WITHOUT_AVX
+    return (has_avx or not feature.startswith("avx")) and bool(binding.get_host_cpu_features().get(feature, False))
 
 
 @lru_cache

@@ -427,7 +427,7 @@ def cpu_name() -> str:
     """`AMD EPYC with AVX2`: as Linux names it, which may be one name of many generations, and what multiplies."""
     named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     name = next(named, "") or platform.processor() or platform.machine() or "CPU"
-    return f"{name} with {products.instructions()}"
+    return " with ".join(filter(None, (name, products.instructions())))
 
 
 def _mount(folder: Path) -> str:

@@ -324,7 +324,7 @@ def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- rows of 4 bits as int8 rows
 
-SHAPES = [(1, 1), (3, 5), (5, 77), (16, 64), (80, 2048), (192, 128), (336, 192), (16464, 64)]
+SHAPES = [(1, 1), (3, 5), (5, 77), (16, 64), (40, 72), (24, 128), (80, 2048), (192, 128), (336, 192), (16464, 64)]
 
 
 def packed_rows(n: int, columns: int) -> torch.Tensor:
@@ -367,7 +367,7 @@ def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("has_loop", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 600])
-@pytest.mark.parametrize("shape", SHAPES[:7])
+@pytest.mark.parametrize("shape", SHAPES[:9])
 def test_rows_in_4_bits_are_multiplied_and_looked_up_as_their_int8_rows(
     shape: tuple[int, int], tokens: int, dtype: torch.dtype, has_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,10 +89,26 @@ def test_a_forked_child_starts_its_own_threads(three_threads) -> None:
 
 # ---- other CPUs
 
+
+@pytest.mark.parametrize(
+    ("given", "has"), [
+        ({"NUMBA_CPU_NAME": "generic"}, False), ({"NUMBA_ENABLE_AVX": "0"}, False),
+        ({"NUMBA_CPU_NAME": "sandybridge"}, False), ({"NUMBA_CPU_FEATURES": "+sse2,+avx2"}, True),
+        ({"NUMBA_CPU_FEATURES": "+avx2x"}, False),
+    ],
+)  # fmt: skip
+def test_loops_are_chosen_for_what_numba_compiles_for(
+    given: dict[str, str], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert cpu_has.__wrapped__("avx2") is has
+
+
 HASWELL = "64bit,avx,avx2,bmi,bmi2,cmov,cx16,cx8,f16c,fma,lzcnt,movbe,popcnt,sse,sse2,sse3,sse4.1,sse4.2,ssse3"
 
 
-@pytest.mark.skipif(not cpu_has("avx512bw"), reason="the whole suite runs so here")
+@pytest.mark.skipif(not cpu_has("avx512bw"), reason="the whole suite runs so here, or cannot")
 @pytest.mark.parametrize(
     "which", [
         "requantised_in_order or (loop_is_the_reference and dtype0)",
