@@ -34,8 +34,18 @@ class Emitter:
         """`address` moved by a number of 4-byte words."""
         return self.builder.add(address, self.builder.mul(words, self.number(4)))
 
+    def pointer(self, address: Any, kind: Any) -> Any:
+        """A pointer to an address, which may be counted from 0.
+
+        Numba optimises a function that others call twice, the second time as LLVM's code generator has left it: with
+        addresses counted from one of their terms. Where that one is found to be 0, as the first index of a loop is,
+        LLVM takes it for a null pointer, and drops what is loaded and stored there; the attribute says that it may not.
+        """
+        set.add(self.builder.function.attributes, "null_pointer_is_valid")  # llvmlite does not list it
+        return self.builder.inttoptr(address, kind.as_pointer())
+
     def load(self, address: Any, kind: Any, align: int = 4) -> Any:
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
+        return self.builder.load(self.pointer(address, kind), align=align)
 
     def join(self, vectors: list[Any]) -> Any:
         """A power of two of vectors, one behind the other."""
@@ -45,7 +55,7 @@ class Emitter:
         return vectors[0]
 
     def store(self, value: Any, address: Any, align: int = 4) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=align)
+        self.builder.store(value, self.pointer(address, value.type), align=align)
 
     def add(self, a: Any, b: Any) -> Any:
         return self.builder.fadd(a, b, flags=_FLAGS)
@@ -70,6 +80,12 @@ class Emitter:
         """An instruction that LLVM has by a name."""
         kind = ir.FunctionType(result, [value.type for value in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), arguments)
+
+    def call_by_halves(self, name: str, result: Any, *vectors: Any) -> Any:
+        """An instruction of vectors half as wide. result: of a half."""
+        size = vectors[0].type.count // 2
+        halves = (list(range(size)), list(range(size, 2 * size)))
+        return self.join([self.call(name, result, *(self.shuffle(v, v, half) for v in vectors)) for half in halves])
 
     def loop(self, count: Any) -> Any:
         """A context manager that emits a loop; `index` of what it gives is the iteration."""
@@ -113,11 +129,11 @@ class Emitter:
 
     def prefetch(self, address: Any, keep: int = 3) -> None:
         """Ask for the cache line at `address`, which need not exist. keep: 3 in the nearest cache, 2 in the next."""
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        function = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        function = self.builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
         numbers = [ir.Constant(I32, x) for x in (0, keep, 1)]  # to read, and data
-        self.builder.call(function, [self.builder.inttoptr(address, pointer), *numbers])
+        self.builder.call(function, [self.pointer(address, ir.IntType(8)), *numbers])
 
     def choose(self, condition: Any, values: tuple[int, int], emit: Callable[[int], None]) -> None:
         """Emit code for the first of two values, run where the condition holds, and for the second, run elsewhere."""

@@ -74,17 +74,15 @@ def _emit_pick(e: Emitter, numbers: Any, vectors: Any, bits: Any, count: Any, pl
     few = ir.IntType(PICKED)
     limit = e.spread([b.trunc(bits, I32)], PICKED)
     found = cgutils.alloca_once_value(b, e.number(0))
-    kinds = [kind, I32.as_pointer(), ir.VectorType(ir.IntType(1), PICKED)]
-    name = f"llvm.masked.compressstore.v{PICKED}i32"
-    store = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), kinds), name)
     with e.loop(vectors) as loop:
         first = b.mul(loop.index, e.number(PICKED))
         is_below = b.icmp_signed("<", e.load(e.onward(numbers, first), kind), limit)
         with b.if_then(b.icmp_signed("!=", places, e.number(0))):
             here = b.add(e.spread([b.trunc(first, I32)], PICKED), ir.Constant(kind, list(range(PICKED))))
-            b.call(store, [here, b.inttoptr(e.onward(places, b.load(found)), I32.as_pointer()), is_below])
+            place = e.pointer(e.onward(places, b.load(found)), I32)
+            e.call(f"masked.compressstore.v{PICKED}i32", ir.VoidType(), here, place, is_below)
         b.store(b.add(b.load(found), b.zext(b.ctpop(b.bitcast(is_below, few)), I64)), found)
-    b.store(b.load(found), b.inttoptr(count, I64.as_pointer()))
+    b.store(b.load(found), e.pointer(count, I64))
 
 
 # sketch_dots((codes, blocks, numbers of a column, query, out)): a row's codes, int16 query, fp32 out.

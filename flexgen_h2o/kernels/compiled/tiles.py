@@ -126,10 +126,8 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
     Nothing is asked for: these take so long that the hardware has the next weights in time."""
     b, (words, weight, x, x_step, sums, begun, *_) = e.builder, numbers
     kind, together = _FLOATS if is_float else _INTS, max(1, _VECTORS // rows)
-    apart, end = (
-        [[e.room(4 * (AVX2_CHUNK + LANES)) for _ in range(2)] for _ in range(rows)],
-        b.sub(words, e.number(LANES)),
-    )
+    apart = [[e.room(4 * (AVX2_CHUNK + LANES)) for _ in range(2)] for _ in range(rows)]
+    end = b.sub(words, e.number(LANES))
     with e.loop(b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))) as block:
         regular = b.mul(block.index, e.number(LANES))
         first = b.select(b.icmp_signed("<", regular, end), regular, end)
@@ -173,12 +171,8 @@ def _add_products(e: Emitter, total: Any, x: Any, w: Any) -> Any:
     """total + the numbers, or pairs of 16 bits, of x times those of w: sums of pairs hold in 32 bits."""
     if total.type == _FLOATS:
         return e.call(f"fma.v{LANES}f32", _FLOATS, x, w, total)
-    b, half = e.builder, LANES // 2
-    sums = []
-    for lanes in (list(range(half)), list(range(half, LANES))):
-        pair = [b.bitcast(e.shuffle(v, v, lanes), ir.VectorType(I16, LANES)) for v in (x, w)]
-        sums.append(e.call("x86.avx2.pmadd.wd", ir.VectorType(I32, half), *pair))
-    return b.add(total, e.join(sums))
+    pairs = (e.builder.bitcast(v, _PAIRS) for v in (x, w))
+    return e.builder.add(total, e.call_by_halves("x86.avx2.pmadd.wd", ir.VectorType(I32, LANES // 2), *pairs))
 
 
 def _amx(e: Emitter, name: str, *arguments: Any) -> None:
@@ -186,7 +180,7 @@ def _amx(e: Emitter, name: str, *arguments: Any) -> None:
     values = [ir.Constant(ir.IntType(8), a) if isinstance(a, int) else a for a in arguments]
     addresses = [i for i, a in enumerate(arguments) if not isinstance(a, int)][:1]
     for i in addresses:
-        values[i] = e.builder.inttoptr(arguments[i], ir.IntType(8).as_pointer())
+        values[i] = e.pointer(arguments[i], ir.IntType(8))
     e.call(f"x86.{name}", ir.VoidType(), *values)
 
 
