@@ -195,6 +195,7 @@ PACK_CHUNK = 2**20  # weights that are packed at a time
 REQUANTISE_CHUNK = 16 * 2**20  # weights in 4 bits that become int8 rows at a time, where they are kept in memory
 INT8_TILE = 2**21  # sums of int8 products that exist at a time
 BLOCK_CHUNK = 4 * 2**20  # bytes of a matrix that are brought into the blocked layout at a time
+STRIP_ROWS = 16  # of packed rows, that the compiled loop makes int8 together
 BLOCK_ROWS = 64  # of a panel of a blocked matrix; its rows and columns are multiples of this
 
 

@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 
 from flexgen_h2o.core.packing import GROUP, INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
-from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, REQUANTISE_CHUNK, TOKEN_CHUNK, UNPACK_CHUNK
+from flexgen_h2o.core.units import BLOCK_ROWS, INT8_TILE, REQUANTISE_CHUNK, STRIP_ROWS, TOKEN_CHUNK, UNPACK_CHUNK
 from flexgen_h2o.kernels import products
-from flexgen_h2o.kernels.linear import RowPart, block_words, words_of_blocks
+from flexgen_h2o.kernels.linear import RowPart, block_words, multiply_all, words_of_blocks
 from flexgen_h2o.kernels.packed import unpack_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows, row_slices
 
@@ -30,7 +30,6 @@ _LEVELS = 127.0
 _TINY = 1e-30  # as in compiled/int8.py
 _IN_CACHE = 8  # reading a row that is still in the cache costs about 1/8 of reading it from memory
 _EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
-STRIP_ROWS = 16  # of packed rows, that the compiled loop makes int8 together
 _MOST_COLUMNS = 2**16  # for the compiled loop: of 255 x 127 each int32 holds the sum
 # torch._int_mm on a card refuses 16 inputs and fewer, and columns and rows of a weight that are no multiples of 8.
 _CARD_INPUTS, _CARD_MULTIPLE = 32, 8
@@ -166,7 +165,7 @@ class RequantisedRows(_MultipliedInInt8):
 
     def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         whole = self.columns % GROUP == 0 and len(self) % STRIP_ROWS == 0 and self.columns <= _MOST_COLUMNS
-        if not (whole and is_compiled(out) and products.requantises(inputs.codes)):
+        if not (whole and is_compiled(out) and products.takes(inputs.codes, self.columns)):
             return None
         weight = self.packed.data_ptr(), self.packed.stride(0), len(self), self.columns
         ends = WORD * SlotPacking(self.columns, 4).value_words
@@ -179,12 +178,7 @@ class RequantisedRows(_MultipliedInInt8):
         for rows in row_slices(len(self), self.columns, _CARD_MULTIPLE, REQUANTISE_CHUNK):
             packed, some = self.packed[rows], None if bias is None else bias[rows]
             memory = self.workspace.get("int8 rows", len(packed), row_bytes, dtype=torch.uint8)
-            part = self._in_int8(packed, memory)
-            job = part.job(inputs, some, out[:, rows])
-            if job is None:
-                part.multiply(inputs, some, out[:, rows], adds)
-            else:
-                products.run((job,), self.codes, out.dtype, adds, relu=False)
+            multiply_all([(self._in_int8(packed, memory), inputs, some, out[:, rows], adds)])
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for some in row_slices(len(ids), self.columns):

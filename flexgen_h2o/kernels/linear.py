@@ -123,7 +123,7 @@ def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: to
 def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out = relu(x W^T + bias), the shapes as of `linear`. Returns out."""
     for rows, inputs in weight[0].inputs(x):
-        _multiply(_products(inputs, weight, bias, out[rows]), relu=True)
+        multiply_all(_products(inputs, weight, bias, out[rows]), relu=True)
     return out
 
 
@@ -137,7 +137,7 @@ def linear_each(
         kinds.setdefault(one[0][0].codes, []).append(one)
     for some in kinds.values():
         for rows, inputs in some[0][0][0].inputs(x):
-            _multiply([p for weight, bias, out in some for p in _products(inputs, weight, bias, out[rows], adds)])
+            multiply_all([p for weight, bias, out in some for p in _products(inputs, weight, bias, out[rows], adds)])
 
 
 def grouped_linear(
@@ -161,7 +161,7 @@ def grouped_linear(
                     if weights[expert][0].codes == kind:
                         bias = None if biases is None else biases[expert]
                         found += _products(mine, weights[expert], bias, out[own])
-            _multiply(found)
+            multiply_all(found)
 
 
 def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice]]:
@@ -185,7 +185,7 @@ def _products(
     return found
 
 
-def _multiply(found: Sequence[Product], relu: bool = False) -> None:
+def multiply_all(found: Sequence[Product], relu: bool = False) -> None:
     """All of them add to what is there, or none of those that the loop takes. These come first: other parts may take
     the inputs in another form, and change them in place."""
     jobs, others = [], list[Product]()

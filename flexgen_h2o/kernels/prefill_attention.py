@@ -80,6 +80,7 @@ def column_sums_reference(
     buffer = torch.empty(max(TILE_BYTES, rows * row_bytes) // dtype.itemsize, dtype=dtype, device=q.device)
     for piece in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
         queries, keys, ends, into = (t[piece].flatten(0, 1) for t in (q, k, lse, sums))
+        # Copied once at most: what is converted is contiguous then.
         heads, keys = len(keys), keys.to(dtype, memory_format=torch.contiguous_format).contiguous()
         for start in range(max(before, first_row), n, rows):
             end = min(n, start + rows)

@@ -26,11 +26,11 @@ _AS_LONG = 24  # input rows that are multiplied with a weight as long as it take
 @lru_cache
 def has_loop(dtype: torch.dtype, in_order: bool = False) -> bool:
     """Is the loop to be used for inputs of this dtype, on this CPU? in_order: with rows that are not blocked."""
-    if dtype == torch.bfloat16 and cpu_has("avx512bf16"):
+    if dtype != torch.bfloat16:
+        return dtype == torch.uint8 and (cpu_has("avx512vnni") or cpu_has("avx2"))
+    if cpu_has("avx512bf16"):
         return not cpu_has("amx-bf16") or (has_amx() and not in_order)
-    if dtype == torch.bfloat16:
-        return multiplies_slowly("cpu", dtype) and cpu_has("fma")
-    return dtype == torch.uint8 and (cpu_has("avx512vnni") or cpu_has("avx2"))
+    return multiplies_slowly("cpu", dtype) and cpu_has("fma")
 
 
 @lru_cache
@@ -50,11 +50,6 @@ def takes(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
     """Does the loop take these inputs, with rows of a weight of so many columns? in_order: as for `has_loop`."""
     nbytes = columns * x.itemsize
     return x.device.type == "cpu" and nbytes % _WORD == 0 and nbytes >= _LEAST and has_loop(x.dtype, in_order)
-
-
-def requantises(x: torch.Tensor) -> bool:
-    """Does the loop take these uint8 inputs, with rows in 4 bits that it makes int8?"""
-    return x.device.type == "cpu" and has_loop(x.dtype)
 
 
 class Job(NamedTuple):

@@ -67,25 +67,17 @@ def element_of(dtype: torch.dtype) -> np.number[Any]:
     return _ELEMENTS[dtype]
 
 
-_WITHOUT_AVX = ("corei7-avx", "core-avx-i", "sandybridge", "ivybridge", "nocona")  # for numba, whatever they have
-
-
 @lru_cache
 def cpu_has(feature: str) -> bool:
-    """Whether loops may use some instructions, by LLVM's name of them: those of this CPU, or those that the environment
-    tells numba to compile for."""
-    from llvmlite import binding
+    """Whether numba compiles for a CPU with some instructions, by LLVM's name of them: this one, but for what the
+    environment says."""
+    from numba import core
 
-    given, name = os.environ.get("NUMBA_CPU_FEATURES"), os.environ.get("NUMBA_CPU_NAME") or binding.get_host_cpu_name()
-    if given is None and name.lower() == "generic":
-        return False
-    if given is not None:
-        return f"+{feature}" in given.split(",")
-    has_avx = os.environ.get("NUMBA_ENABLE_AVX", "1") != "0" and name not in _WITHOUT_AVX
-    return (has_avx or not feature.startswith("avx")) and bool(binding.get_host_cpu_features().get(feature, False))
+    numba: Any = core  # without annotations
+    given = numba.config.CPU_FEATURES
+    return f"+{feature}" in (numba.codegen.get_host_cpu_features() if given is None else given).split(",")
 
 
-@lru_cache
 def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:
     """Does torch multiply this dtype number by number there, so that fp32 is several times as fast?"""
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has("avx2") and not cpu_has("avx512bw")

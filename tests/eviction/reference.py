@@ -26,7 +26,7 @@ from tests.eviction.policies import Policy, choose
 from tests.eviction.selection import Selection
 
 Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (heads, n, d) at positions (n,), rotary embeddings
-Pair = tuple[torch.Tensor, torch.Tensor]
+KeysValues = tuple[torch.Tensor, torch.Tensor]
 Kept = list[list[list[int]]]  # positions by layer and kv-head, ascending
 
 
@@ -36,9 +36,7 @@ class Stored(Protocol):
 
     is_near: bool
 
-    def columns(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, prompt_len: int, read: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def columns(self, layer: int, k: torch.Tensor, v: torch.Tensor, prompt_len: int, read: torch.Tensor) -> KeysValues:
         """k and v (kv, n, d) as they are found. read: (kv, n) bool, whether a query finds them so."""
         ...
 
@@ -156,7 +154,7 @@ def forward(
 
 
 def _page_scores(
-    q: torch.Tensor, columns: Pair, later: Pair, mask: torch.Tensor, prompt_len: int, page: int
+    q: torch.Tensor, columns: KeysValues, later: KeysValues, mask: torch.Tensor, prompt_len: int, page: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(kv, g, n, pages) scaled products with log(count), and mean values (kv, n, pages, d): of each query its own.
 

@@ -16,6 +16,7 @@ from llvmlite import ir
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS
+from flexgen_h2o.core.units import STRIP_ROWS as ROWS  # one word of each fills a vector
 from flexgen_h2o.kernels.compiled.emitter import F32, I32, Emitter, cgutils, emitted
 from flexgen_h2o.kernels.jit import (
     bits_to_float,
@@ -198,7 +199,6 @@ def _int8(code, ends, steps):  # type: ignore[no-untyped-def]
 
 # ---- strips
 
-ROWS = 16  # of a strip: one word of each fills a vector
 _WORD = 4  # columns of a word
 _GROUP_BYTES = ROWS * (GROUP // 2 + 4)  # of one group of a strip's packed rows
 _LINE = 64  # bytes of a cache line
@@ -281,11 +281,7 @@ def _on_bytes(e: Emitter, avx512: str, avx2: str, result: Any, *vectors: Any) ->
     """An instruction of 64 bytes, by its two names. result: the kind of its numbers."""
     if cpu_has("avx512bw"):
         return e.call(f"x86.avx512.{avx512}.512", ir.VectorType(result, 8 * GROUP // result.width), *vectors)
-    half, found = GROUP // 2, []
-    for first in (0, half):
-        some = [e.shuffle(v, v, list(range(first, first + half))) for v in vectors]
-        found.append(e.call(f"x86.avx2.{avx2}", ir.VectorType(result, 8 * half // result.width), *some))
-    return e.join(found)
+    return e.call_by_halves(f"x86.avx2.{avx2}", ir.VectorType(result, 4 * GROUP // result.width), *vectors)
 
 
 # strip((packed, row_bytes, ends, groups, out, totals)): packed: the address of 16 packed rows, `row_bytes` apart; ends:

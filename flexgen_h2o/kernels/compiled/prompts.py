@@ -29,7 +29,7 @@ from flexgen_h2o.kernels.jit import (
 from flexgen_h2o.kernels.workspace import cpu_has
 
 LANES = 16
-ROWS = 4  # of a tile: with 4 vectors each, 16 sums, which is enough to wait for none of them
+ROWS = 4  # of a tile: with 4 vectors each, 16 sums (of AVX-512), which is enough to wait for none of them
 WIDE = 64  # columns of a wide tile
 
 
