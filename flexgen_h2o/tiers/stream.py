@@ -112,7 +112,10 @@ def wait_all(events: Iterable[Waitable]) -> None:
 
 @dataclass(eq=False)
 class Region:
-    """`data`: uint8 view, 4 KiB aligned. Its first writer must wait for `after`, the last users of those bytes."""
+    """`data`: uint8 view, 4 KiB aligned. Its first writer must wait for `after`, the last users of those bytes.
+
+    freed: given back; users: who then still used it.
+    """
 
     start: int
     end: int
@@ -144,16 +147,23 @@ class Ring:
         if start is None:
             self._refused = size
             return None
-        self._old = [r for r in self._old if not all(u.is_done for u in r.users)]
-        after = [u for r in self._old if r.start < start + size and start < r.end for u in r.users]
-        region = Region(start, start + size, self._buffer[start : start + size], after)
+        end, after, others = start + size, list[Waitable](), list[Region]()
+        for old in self._old:
+            if all(user.is_done for user in old.users):
+                continue
+            if old.start < end and start < old.end:
+                after += old.users
+            if old.start < start or end < old.end:  # else whoever waits for the new region's users waits for these
+                others.append(old)
+        self._old = others
+        region = Region(start, end, self._buffer[start:end], after)
         self._live.append(region)
         return region
 
     def give_back(self, region: Region, users: Sequence[Waitable] = ()) -> None:
-        """The space may be taken again; its next writer waits for `users`."""
+        """The space may be taken again; its next writer waits for `users`, who have waited for `region.after`."""
         self._refused, region.freed = None, True
-        region.users = [u for u in users if not u.is_done]
+        region.users = [u for u in users or region.after if not u.is_done]
 
     def _place(self, size: int) -> int | None:
         if not self._live:

@@ -60,25 +60,32 @@ class Model:
 
     capacity: int
     live: list[Region] = field(default_factory=list)  # in the order they were taken, freed ones removed
+    last_users: dict[int, list[Event]] = field(default_factory=dict)
     users: dict[int, list[Event]] = field(default_factory=dict)
 
-    def unfinished(self, region: Region) -> set[Event]:
-        pages = range(region.start // PAGE, region.end // PAGE)
-        return {u for page in pages for u in self.users.get(page, ()) if not u.is_done}
+    def unfinished(self, region: Region, users: dict[int, list[Event]]) -> set[Event]:
+        return {u for page in pages_of(region) for u in users.get(page, ()) if not u.is_done}
 
     def check_taken(self, region: Region, nbytes: int) -> None:
         assert region.start % PAGE == 0 and region.start >= 0 and region.end <= self.capacity
         assert nbytes <= region.data.numel() == region.end - region.start < nbytes + PAGE + (nbytes == 0)
         assert all(region.end <= other.start or other.end <= region.start for other in self.live)
-        # Done ones may be named too (they cost nothing), unfinished users of other bytes may not.
-        assert {u for u in region.after if not u.is_done} == self.unfinished(region)
+        # Done ones may be named too (they cost nothing), and those that the last ones waited for, none else.
+        after = {u for u in region.after if not u.is_done}
+        assert self.unfinished(region, self.last_users) <= after <= self.unfinished(region, self.users)
         self.live.append(region)
 
     def free(self, index: int, users: list[Event]) -> Region:
         region = self.live.pop(index)
-        for page in range(region.start // PAGE, region.end // PAGE):
-            self.users.setdefault(page, []).extend(users)
+        for page in pages_of(region):
+            self.users.setdefault(page, []).extend(users or region.after)  # of one that nobody used, whom it waits for
+            if users:
+                self.last_users[page] = users
         return region
+
+
+def pages_of(region: Region) -> range:
+    return range(region.start // PAGE, region.end // PAGE)
 
 
 actions = st.lists(
