@@ -26,7 +26,7 @@ from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 
 PHASES = ("prefill", "decode")
 # Blocks that are simulated of a deep model, and twice as many: fewer where groups of experts make them many layers.
-CUT_BLOCKS, LEAST_BLOCKS, CUT_LAYERS = 6, 3, 24
+CUT_BLOCKS, LEAST_BLOCKS, CUT_LAYERS = 6, 2, 24
 MOST_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
 ALL = "all"  # seconds of a phase as a whole, beside those that each resource works
 Spent = dict[str, dict[str, float]]  # seconds by phase and by resource, and ALL
@@ -140,8 +140,9 @@ def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | No
 
 
 def cut_blocks(depth: int, layers: int) -> int:
-    """Of a model so deep, with so many layers, the fewer blocks that are walked."""
-    return max(LEAST_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers))
+    """Of a model so deep, with so many layers, the fewer blocks that are walked: an even number, since every other one
+    may attend to a window only."""
+    return max(LEAST_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers) // 2 * 2)
 
 
 def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:

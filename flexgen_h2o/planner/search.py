@@ -49,8 +49,9 @@ MOST_SOLVED = 64
 OPTIMISM = 1.25  # the LP knows no waits and no contention: a plan may take so much longer than it says
 # Candidates are simulated in the LP's order: the first 6; up to 24 until their schedules have 40,000 steps; after that
 # only those of at most 4,000 steps that the LP rates faster than the best. Blocks of many micro-batches take most steps
-# and wait most, which the LP does not know: alone they would hide what is better.
-LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS, FEW_STEPS = 6, 24, 40_000, 4_000
+# and wait most, which the LP does not know: alone they would hide what is better. One of more than 150,000 steps, as
+# 32 micro-batches of a model with 128 experts a block may have, is only simulated where nothing else is.
+LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS, FEW_STEPS, LONG_STEPS = 6, 24, 40_000, 4_000, 150_000
 MOST_STEPS = 4  # around the best
 EQUAL = 1.003  # plans whose seconds differ by less are equally fast
 TIGHTER = 0.95  # budgets for the LP where rounding found no way into the real ones
@@ -112,10 +113,11 @@ def _coarse(space: SearchSpace) -> list[Plan]:
     found: list[Plan] = []
     tried = steps = 0
     fastest = math.inf
-    for seconds, candidate, solution in _solved(space):
-        own = _steps(space, candidate.policy)
+    solved = [(_steps(space, one[1].policy), *one) for one in _solved(space)]
+    for own, seconds, candidate, solution in sorted(solved, key=lambda one: one[0] > LONG_STEPS):
         is_quick = steps <= QUICK_STEPS or (own <= FEW_STEPS and seconds < fastest)
-        if found and (tried == MOST_SIMULATED or (tried >= LEAST_SIMULATED and not is_quick)):
+        is_late = tried == MOST_SIMULATED or (tried >= LEAST_SIMULATED and not is_quick)
+        if found and (is_late or own > LONG_STEPS):
             continue
         tried, steps = tried + 1, steps + own
         found += _simulated(space, candidate, solution)
@@ -197,12 +199,12 @@ def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> 
 def _improved(space: SearchSpace, best: Plan) -> Plan:
     """Steps to the best neighbour, as long as there is a better one."""
     key = attrgetter("gpu_batch_size", "num_gpu_batches", "cpu_cache_compute", "compress_weight", "compress_cache")
-    tried = {key(best.policy)}
+    tried, most_steps = {key(best.policy)}, max(LONG_STEPS, _steps(space, best.policy))
     for _ in range(MOST_STEPS):
         found = [best]
         for candidate in _neighbours(space, best.policy):
             policy = candidate.policy
-            if key(policy) in tried or candidate.bound_s >= best.seconds:
+            if key(policy) in tried or candidate.bound_s >= best.seconds or _steps(space, policy) > most_steps:
                 continue
             tried.add(key(policy))
             solution = _solve(space, policy, candidate.depth, space.budgets)

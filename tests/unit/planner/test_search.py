@@ -222,6 +222,28 @@ def test_blocks_that_wait_do_not_hide_faster_ones(monkeypatch: pytest.MonkeyPatc
     assert tried[policies.LEAST_SIMULATED :] == [quick[0][1]]
 
 
+def test_the_longest_schedules_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts one by one, and 32 micro-batches: minutes to simulate, next to what takes seconds."""
+    spec = built_in_spec("openai/gpt-oss-120b")
+    assert spec is not None
+    need = WorkloadShape.full(10_000, 512, 128, spec[0].num_blocks)
+    budgets = {"device": 0, "host": int(7.2 * 10**9), "disk": 450 * 10**9}
+    space = SearchSpace(spec[0], need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets)
+    long, short = Policy(40, 32), Policy(313, 2)
+    assert policies._steps(space, short) <= policies.LONG_STEPS < policies._steps(space, long)
+    tried: list[Policy] = []
+    monkeypatch.setattr(
+        policies, "_simulated",
+        lambda _, one, solution: tried.append(one.policy) or [SimpleNamespace(policy=one.policy, seconds=9.0)],
+    )  # fmt: skip
+    for listed, simulated in (([short, long], [short]), ([long, short], [short]), ([long], [long])):
+        solved = [(1.0, Candidate(policy, SEQUENTIAL, 0.0), Solution(1.0, (), {})) for policy in listed]
+        monkeypatch.setattr(policies, "_solved", lambda _, solved=solved: solved)
+        policies._coarse(space)
+        assert tried == simulated
+        tried.clear()
+
+
 @pytest.mark.slow
 def test_more_memory_is_not_slower() -> None:
     """OLMoE on two cores: with 16 GB many micro-batches look best to the program, and wait."""
