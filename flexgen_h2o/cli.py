@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import signal
 import sys
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"flexgen-h2o {flexgen_h2o.__version__}")
         return EXIT_DONE
     if verb not in VERBS:
-        print(f"flexgen-h2o: unknown verb {verb!r}; known: {', '.join(VERBS)}", file=sys.stderr)
+        print(f"flexgen-h2o: unknown verb {verb!r}; {_nearest(verb)}known: {', '.join(VERBS)}", file=sys.stderr)
         return EXIT_USAGE
     try:
         module = importlib.import_module(VERBS[verb][0])
@@ -54,6 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     with called_as(verb):
         code: int = module.main(rest)
     return code
+
+
+def _nearest(word: str) -> str:
+    """The verb that somebody may mean, by its name or its module's."""
+    by_name = {module.rpartition(".")[2]: verb for verb, (module, _) in reversed(VERBS.items())} | {v: v for v in VERBS}
+    near = difflib.get_close_matches(word.replace("-", "_"), by_name, n=1)
+    return f"did you mean {by_name[near[0]]}? " if near else ""
 
 
 def _usage() -> str:

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
@@ -408,6 +409,15 @@ def boolean(text: str) -> bool:
     if text.lower() in ("false", "f", "no", "n", "0", "off"):
         return False
     raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+
+
+def number(text: str) -> float:
+    """Any number; for a percentage the message says how it is written."""
+    try:
+        return float(text)
+    except ValueError as error:
+        advice = f"; write {float(text[:-1]) / 100:g}" if re.fullmatch(r"\d+(\.\d+)?%", text) else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number{advice}") from error
 
 
 def positive(text: str) -> int:

@@ -255,7 +255,8 @@ def profile(offload_dir: Path) -> Finding:
     found = cached_profile("auto", offload_dir)
     if found is None:
         others = len([*user_cache_dir().glob("profile-*.json")])
-        text = f"none of this machine, disk and torch ({others} of others are kept)" if others else "none is kept"
+        kept = "one of another is kept" if others == 1 else f"{others} of others are kept"
+        text = f"none of this machine, disk and torch ({kept})" if others else "none is kept"
         return Finding("profile", text, MEASURE)
     text = f"{found.machine}, measured {found.date[:10]}"
     return Finding("profile", text, MEASURED_BUSY if found.was_disturbed else "")

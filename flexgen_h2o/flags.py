@@ -15,7 +15,7 @@ from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
-from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, positive
+from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, number, positive
 from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
@@ -72,7 +72,7 @@ def _arguments_of(f: Field[Any]) -> dict[str, Any]:
         return {"type": boolean, "nargs": "?", "const": True} if f.default else {"action": "store_true"}
     whole = positive if f.metadata.get("low") == 1 and f.default is not None else int
     more = {name: f.metadata[name] for name in ("action", "choices", "metavar", "nargs") if name in f.metadata}
-    return {"type": {"int": whole, "float": float, "str": str}[kind], **more}
+    return {"type": {"int": whole, "float": number, "str": str}[kind], **more}
 
 
 def _help_of(f: Field[Any]) -> str:

@@ -15,15 +15,20 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flexgen_h2o.cli_common import flag_of
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import read_json, write_whole
 from flexgen_h2o.core.units import format_bytes, format_seconds, shortened
+from flexgen_h2o.flags import EVICTION_FLAGS
 from flexgen_h2o.jobs.input import Scan
 from flexgen_h2o.jobs.output import count_rows, is_locked
 
 SCHEMA = 1
 RUNNING, DONE = "running", "done"
 _MOST = 2**63  # of any number; a year of seconds is 2**25
+# Of settings whose name is not the flag's; those of models and policies without a flag keep their names.
+_FLAGS = {"model.name": "--model", "sampling.max_tokens": "--gen-len", "eviction.name": "--eviction"}
+_FLAGS |= {f"eviction.{name}": flag for name, flag in EVICTION_FLAGS.items()}
 
 Made = TypeVar("Made")
 
@@ -78,10 +83,11 @@ def read_sidecar(output: Path) -> Sidecar | None:
 
 
 def differences(before: Sidecar, settings: dict[str, Any], scan: Scan) -> list[str]:
-    """What a restart would mix, in words; empty where it goes on as the output was begun. An input may have grown."""
+    """What a restart would mix, in words, by flag where there is one; empty where it goes on as the output was begun.
+    An input may have grown."""
     old, new = (dict(_flat(values)) for values in (before.settings, settings))
     found = [
-        f"{name} was {_short(old.get(name))} and is {_short(new.get(name))}"
+        f"{_flag(name)} was {_short(old.get(name))} and is {_short(new.get(name))}"
         for name in dict.fromkeys([*old, *new])
         if old.get(name) != new.get(name)
     ]
@@ -96,6 +102,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def _flag(name: str) -> str:
+    group, _, field = name.rpartition(".")
+    return _FLAGS.get(name, flag_of(field) if group in ("", "policy", "sampling") else name)
 
 
 def _short(value: Any) -> str:

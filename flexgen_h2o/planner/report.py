@@ -17,6 +17,7 @@ from flexgen_h2o.planner.profile import NOMINAL
 
 if TYPE_CHECKING:
     from flexgen_h2o.planner.lp import SearchSpace
+    from flexgen_h2o.planner.predict import Prediction
     from flexgen_h2o.planner.search import More, Plan
 
 # Names of planner.costs.RESOURCES for people, in the order of the table.
@@ -26,6 +27,7 @@ RESOURCES = {
 }  # fmt: skip
 LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
+BINDS = 0.8  # of a phase that a resource works; where none works so long, they wait for one another
 GUESSES = 8  # of the rows that balance computing and loading, each from the one before
 FEW_COLUMNS, FEW_FLAGS = 0.2, "--kv-budget 0.2 --compress-cache"  # that hold KV of more rows
 NIGHT_HOURS = 10
@@ -231,7 +233,14 @@ def _seconds(plan: Plan) -> Iterator[str]:
             rows.append([words, *(cell for pair in shares for cell in pair)])
     rows.append(["phase", *(cell for phase in PHASES for cell in (three_digits(total[phase]), ""))])
     yield from aligned(rows, right=True)
-    yield "bound: " + "; ".join(f"{phase} by {RESOURCES[found.binds(phase)]}" for phase in PHASES if total[phase])
+    yield "bound: " + "; ".join(bound_text(found, phase, seconds) for phase, seconds in total.items() if seconds)
+
+
+def bound_text(found: Prediction, phase: str, seconds: float) -> str:
+    """What binds a phase of so many seconds: `decode by disk read`."""
+    name = found.binds(phase)
+    share = found.busy[phase][name] / seconds
+    return f"{phase} by {RESOURCES[name] if share >= BINDS else f'none alone ({RESOURCES[name]} {share:.0%})'}"
 
 
 def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:

@@ -179,12 +179,12 @@ def test_a_helm_request_comes_back_with_its_result(
 
 
 MIXING = [
-    (("--temperature", 0.5), "sampling.temperature was 0.0 and is 0.5"),
-    (("--hh-ratio", 0.5), 'eviction.name was "full" and is "h2o"'),
-    (("--kv-budget", 0.5), 'eviction.name was "full" and is "h2o"'),
-    (("--dtype", "bfloat16"), 'dtype was "float32" and is "bfloat16"'),
-    (("--gpu-batch-size", 3), 'policy.gpu_batch_size was "auto" and is 3'),
-    (("--compress-weight",), "policy.compress_weight was false and is true"),
+    (("--temperature", 0.5), "--temperature was 0.0 and is 0.5"),
+    (("--hh-ratio", 0.5), '--eviction was "full" and is "h2o"'),
+    (("--kv-budget", 0.5), '--eviction was "full" and is "h2o"'),
+    (("--dtype", "bfloat16"), '--dtype was "float32" and is "bfloat16"'),
+    (("--gpu-batch-size", 3), '--gpu-batch-size was "auto" and is 3'),
+    (("--compress-weight",), "--compress-weight was false and is true"),
 ]
 
 

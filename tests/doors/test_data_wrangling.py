@@ -64,7 +64,7 @@ def test_a_run_goes_on(wrangle: Door, tmp_path: Path) -> None:
     assert "4 rows, 3 of them done before" in again.out
     assert results(tmp_path, "Beer", "validation", "default")[1:] == (found, rows)
     kept = answers.read_bytes()
-    for other, says in (("--sep-tok=|", "give another --run-tag"), ("--hh-size 9", "eviction.name was")):
+    for other, says in (("--sep-tok=|", "give another --run-tag"), ("--hh-size 9", "--eviction was")):
         refused = wrangle(f"{flags} {other}")
         assert refused.code == 2 and says in refused.err and refused.err.count("\n") == 1, refused.err
         assert answers.read_bytes() == kept

@@ -129,7 +129,7 @@ def test_a_profile_of_another_machine_is_no_profile(
     (kept / "profile-0123456789abcdef.json").write_text("{}")
     said = command("doctor --offload-dir o")
     assert said.code == 0
-    assert "none of this machine, disk and torch (1 of others are kept); measure it" in said.out
+    assert "none of this machine, disk and torch (one of another is kept); measure it" in said.out
 
 
 def test_memory_that_is_swapped_out_is_worth_a_look_and_hurts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

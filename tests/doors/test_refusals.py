@@ -75,6 +75,7 @@ RUN: Cases = [
     ("--prompts in.jsonl --cut-gen-len 4", "--cut-gen-len: only for the benchmark; leave --prompts out"),
     ("--prompts in.jsonl --debug-mode breakdown", "--debug-mode: only"), ("--prompts in.jsonl --stop end", "--stop: "),
     ("--prompts long.jsonl", f"--prompts[1]: {POSITIONS + 1} tokens, but"),
+    ("--kv-budget 12.5%", "--kv-budget: '12.5%' is not a number; write 0.125"),
 ]  # fmt: skip
 CLASHES: Cases = [
     ("--prompts in.jsonl --output in.jsonl", "--output in.jsonl: is the file of --prompts too"),
@@ -235,6 +236,14 @@ def refuse(place: Path, call: Callable[..., Answer], monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("command", "case"), TABLE, ids=lambda one: (one if isinstance(one, str) else one[0])[:80])
 def test_one_line_says_what_is_wrong(command: str, case: str | tuple[str, str], refuse: Callable[..., None]) -> None:
     refuse(command, *((case,) if isinstance(case, str) else case))
+
+
+@pytest.mark.parametrize(("word", "verb"), [("policy_search", "plan"), ("plna", "plan"), ("run_batch", "run-batch")])
+def test_a_verb_that_is_not_one(word: str, verb: str, call: Callable[..., Answer]) -> None:
+    answer = call(cli.main, word)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith(f"flexgen-h2o: unknown verb '{word}'; did you mean {verb}? known: ")
+    assert "did you mean" not in call(cli.main, "xyz").err
 
 
 PROMPT_LINES = [

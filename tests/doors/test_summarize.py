@@ -138,7 +138,7 @@ def test_a_restart_does_what_is_missing(run: Door, tmp_path: Path) -> None:
     out = run(f"{GRID} --policies h2o --gen-len 3", code=2)
     assert "requests.jsonl: is of other articles, or was made with other flags" in out.err
     out = run(f"{GRID} --policies h2o --seed 7", code=2)  # the job's own sidecar
-    assert "sampling.seed was 0 and is 7" in out.err
+    assert "--seed was 0 and is 7" in out.err
 
 
 def _tokens(row: dict[str, Any]) -> tuple[str, list[int]]:

@@ -49,7 +49,7 @@ def test_differences_are_named(source: Path) -> None:
     assert differences(one, SETTINGS, scan) == []
     other = {**SETTINGS, "policy": {"percent": [1, 3], "overlap": True}, "eviction": {"name": "h2o", "recent": 4}}
     assert differences(one, other, scan) == [
-        "policy.percent was [1, 2] and is [1, 3]",
+        "--percent was [1, 2] and is [1, 3]",
         "eviction.recent was null and is 4",
     ]
     source.write_text("{}\n[]\n")

@@ -10,7 +10,9 @@ import pytest
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import WorkloadShape, even_blocks
+from flexgen_h2o.planner.costs import RESOURCES
 from flexgen_h2o.planner.predict import MOST_WALKED, Machine, Prediction, predict, simulate, walked_sweeps
+from flexgen_h2o.planner.report import bound_text
 from flexgen_h2o.planner.work import weight_moves
 from tests.unit.planner.made_up import (
     BLOCKS,
@@ -121,6 +123,13 @@ def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
     assert found.busy["decode"]["disk_read"] == pytest.approx(found.decode_s, rel=0.3)
     plan = plan_of(disk, need, True)
     assert found.peak_bytes == {tier: plan.bytes_on(tier) for tier in TIERS}
+
+
+def test_what_works_for_a_part_of_the_time_binds_nothing_alone() -> None:
+    busy = dict.fromkeys(RESOURCES, 0.0) | {"disk_read": 7.0, "device_compute": 5.0}
+    found = Prediction(10.0, 8.0, 1, {}, {"prefill": busy, "decode": busy})
+    assert bound_text(found, "prefill", 10.0) == "prefill by none alone (disk read 70%)"
+    assert bound_text(found, "decode", 8.0) == "decode by disk read"
 
 
 # ---- monotony
