@@ -140,8 +140,7 @@ def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | No
 
 
 def cut_blocks(depth: int, layers: int) -> int:
-    """Of a model so deep, with so many layers, the fewer blocks that are walked: an even number, since every other one
-    may attend to a window only."""
+    """Of so many transformer blocks and layers the fewer that are walked: every other one may have a window."""
     return max(LEAST_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers) // 2 * 2)
 
 
