@@ -21,6 +21,7 @@ import torch
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
 from flexgen_h2o.kernels import products
+from flexgen_h2o.kernels.workspace import multiplies_slowly, row_slices
 
 
 class RowPart(ABC):
@@ -100,7 +101,16 @@ class InputRows(DenseRows):
     after each part."""
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
+        if not multiplies_slowly(inputs.device.type, inputs.dtype):
+            DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
+            return
+        for own in row_slices(*inputs.shape):
+            x = inputs[own].float()
+            for some in row_slices(self.rows.shape[1], len(self)):
+                result = x @ self.rows[:, some].float()
+                if bias is not None:
+                    result += bias[some]
+                out[own, some] = result.add_(out[own, some]) if adds else result
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """The loop takes rows that belong to outputs."""

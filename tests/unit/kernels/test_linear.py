@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels import linear as linear_kernels
-from flexgen_h2o.kernels import products
+from flexgen_h2o.kernels import products, workspace
 from flexgen_h2o.kernels.linear import (
     BlockedRows,
     DenseRows,
@@ -30,6 +30,10 @@ def cut(matrix: torch.Tensor, at: tuple[int, int], kind: type[DenseRows] = Dense
     """Row parts as tiers hold them: tensors of their own, empty ones left out."""
     a, b = sorted(at)
     return tuple(kind(part.clone()) for part in (matrix[:a], matrix[a:b], matrix[b:]) if len(part))
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
 
 
 cuts = st.tuples(st.integers(0, 12), st.integers(0, 12))
@@ -57,6 +61,18 @@ def test_linear_and_add_linear(
     assert (out.double() - expected - before.double()).abs().max() < 2 * TOLERANCE[dtype]
 
 
+def test_rows_of_inputs_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch multiplies bf16 number by number: some rows and some outputs at a time."""
+    monkeypatch.setattr(workspace, "UNPACK_CHUNK", 2**11)
+    monkeypatch.setattr(linear_kernels, "multiplies_slowly", lambda device, dtype: dtype == torch.bfloat16)
+    x, weight, bias, before = normal(40, 320), normal(320, 70) / 18, normal(70), normal(40, 70)
+    parts = tuple(InputRows(part) for part in weight.split([64, 35, 221]))
+    expected = x.double() @ weight.double() + bias.double()
+    assert (linear(x, parts, bias, torch.empty(40, 70).bfloat16()).double() - expected).abs().max() < 0.1
+    add_linear(out := before.clone(), x, parts, bias)
+    assert (out.double() - expected - before.double()).abs().max() < 0.1
+
+
 @given(st.lists(st.integers(0, 11), max_size=20), cuts, st.sampled_from(DTYPES))
 def test_lookup(ids: list[int], at: tuple[int, int], dtype: torch.dtype) -> None:
     table = torch.randn(12, 5).to(dtype)
@@ -68,10 +84,6 @@ def test_lookup(ids: list[int], at: tuple[int, int], dtype: torch.dtype) -> None
 # ---- blocked rows
 
 needs_loop = pytest.mark.skipif(not products.has_loop(torch.bfloat16), reason="nothing is compiled for bf16 here")
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).bfloat16()
 
 
 @needs_loop
