@@ -107,6 +107,9 @@ class AnswerSink(Silent):
     def __init__(self, write: Callable[[Sequence[Answer]], None]) -> None:
         self.write, self.notes = write, Notes()
 
+    def asked(self, tokens: int) -> None:
+        """The job's writer goes by rows."""
+
 
 def run_window(
     llm: LLM, reader: RequestReader, lines: Sequence[Line], window: int | None, refill: bool,

@@ -109,6 +109,9 @@ class Sink(Listener, Protocol):
     has_answers: bool
     notes: Notes
 
+    def asked(self, tokens: int) -> None:
+        """A row that was read may have so many new tokens; one that cannot be run: none."""
+
     def write(self, answers: Sequence[Answer]) -> None: ...
 
 
@@ -132,6 +135,7 @@ class JobWriter(Silent):
         self.notes = Notes()
         self._output, self._peak_bytes, self._max_errors = output, peak_bytes, max_errors
         self._done_before, self._began, self._written = before.rows, time.monotonic(), 0.0
+        self._asking, self._new = 0, 0  # rows that were read, and new tokens: theirs, or those that they may have
         with interrupts.held():  # it starts a thread
             self._bar = tqdm(
                 total=rows, initial=before.rows, unit="row", desc="batch", file=sys.stderr,
@@ -162,9 +166,13 @@ class JobWriter(Silent):
         self._output.sync_if_due()
         self._write_status_if_due()
 
+    def asked(self, tokens: int) -> None:
+        self._asking, self._new = self._asking + 1, self._new + tokens
+
     def finish(self, rows: Sequence[Row]) -> None:
         """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
         self.status.tokens -= sum(len(row.token_ids) - row.answered for row in rows)
+        self._new -= sum(row.asked - row.answered for row in rows)
 
     def end(self, state: str) -> None:
         """state: of the status file, for good."""
@@ -180,14 +188,22 @@ class JobWriter(Silent):
         status, now = self.status, time.monotonic()
         status.seconds = now - self._began
         status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
-        done_here = status.done - self._done_before
-        status.eta_s = status.seconds / done_here * (status.rows - status.done) if done_here else None
+        status.eta_s = self._left_s()
         self.notes.add(Notes(peak_bytes=self._peak_bytes()))
         status.prompt_tokens, status.spared_tokens = self.notes.prompt_tokens, self.notes.spared_tokens
         status.peak_bytes = self.notes.peak_bytes
         self._written = now
         self._bar.set_postfix_str(f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False)
         status.write(self._output.path)
+
+    def _left_s(self) -> float | None:
+        """By tokens, as if all rows were like those that were read, and these as long as they may be; where none are
+        counted, by rows. None: nothing is done yet."""
+        status, here = self.status, self.status.rows - self._done_before
+        if status.tokens and self._new:
+            return status.seconds * max(0.0, here * self._new / self._asking / status.tokens - 1)
+        done = status.done - self._done_before
+        return status.seconds / done * (here - done) if done else None
 
 
 class JobRows:
@@ -207,6 +223,7 @@ class JobRows:
             try:
                 request = reader.read(line)
             except RowError as error:
+                self.sink.asked(0)
                 self.sink.write([_failed(line.row, line.custom_id, line.number, error)])
                 bad += 1
                 if bad % MOST_BAD_LINES == 0:
@@ -215,6 +232,7 @@ class JobRows:
             if request.asked_model not in (None, model):
                 notes.other_models += 1
                 notes.first_other = notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
+            self.sink.asked(request.params.max_tokens)
             yield request
 
     def finish(self, done: Iterable[tuple[Request, Completion]]) -> None:

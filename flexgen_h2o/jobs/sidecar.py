@@ -120,7 +120,8 @@ class Status:
     prompt_tokens: of rows that the engine is done with, known as a window ends, with refill as the job ends.
     spared_tokens: those of them that were not computed, because rows that begin alike share them.
     other_rows, other_errors: rows in the output that answer no line of this input, as after --force with another one.
-    state: running, done, or what ended it. eta_s: None until a row is done. peak_bytes: of the budgets, by tier.
+    state: running, done, or what ended it. eta_s: None until a row has a token or is done. peak_bytes: of the budgets,
+    by tier.
     """
 
     state: str = RUNNING

@@ -21,10 +21,11 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import Cut, read_cut
+from flexgen_h2o.jobs.input import Cut, read_cut, scan_input
 from flexgen_h2o.jobs.on_ray import AnswerSink
+from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, Job, JobRows, window_rows
+from flexgen_h2o.jobs.runner import Answer, Job, JobRows, JobWriter, rows_before, window_rows
 from flexgen_h2o.jobs.sidecar import read_status
 from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, run_job, write_lines
@@ -267,6 +268,28 @@ def test_the_status_follows_the_job(source: Path, output: Path, words: Model, mo
     assert seen == [("running", 0, 3, True), ("running", 1, 3, False), ("running", 2, 3, False)]
     status = read_status(output)
     assert (status.state, status.done, status.peak_bytes) == ("done", 3, {"host": 5})
+
+
+def test_what_is_left_is_told_by_tokens(
+    source: Path, output: Path, words: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a row is done, and as rows turn out shorter than they might have been; one of four cannot be run."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
+    file = OutputFile(output)
+    writer = JobWriter(file, rows_before(file, scan_input(write_lines(source, *prompts(8))).ids), dict, shown=False)
+    for most in (8, 8, 0, 8):
+        writer.asked(most)
+    left = []
+    for clock.now, tokens, row in (
+        (110.0, 8, None), (120.0, 4, SimpleNamespace(token_ids=[1] * 5, answered=4, asked=8)),
+    ):  # fmt: skip
+        writer.sweep(tokens)
+        writer.finish([] if row is None else [row])  # type: ignore[list-item]
+        writer.end("running")
+        left.append(writer.status.eta_s)
+    file.close()
+    assert left == [10 * (48 / 8 - 1), 20 * (40 / 11 - 1)]
 
 
 # ---- memory
