@@ -88,6 +88,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self._given: dict[str, str] = {}
         self._words: set[str] = set()  # of the command line, too long to be quoted whole
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -5GiB is a wrong value, not a flag
 
     def error(self, message: str) -> NoReturn:
         for word in sorted(self._words, key=len, reverse=True):

@@ -50,6 +50,19 @@ def test_two_dashes_are_a_value_like_any_other(name: str) -> None:
             assert "--" in str(value) or option == "--cache_dir", option  # a folder that is not there yet
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_begins_with_a_minus_and_a_digit_is_a_value(name: str) -> None:
+    """A wrong one for nearly all; not a flag, for want of which the one before it has none."""
+    parser = parser_of(name, COMMANDS[name])
+    for action in parser._actions:
+        option = next((option for option in action.option_strings if option[:2] == "--"), None)
+        if option is not None and action.nargs is None:
+            try:
+                parser.parse_args([option, "-5GiB"])
+            except UsageError as refusal:
+                assert option in str(refusal) and "expected" not in str(refusal)  # noqa: PT017 - as above
+
+
 # ---- Flags without effect
 
 
