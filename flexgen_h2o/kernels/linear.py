@@ -12,7 +12,7 @@ in place: the bytes are the same in another order, so that the memory plan and t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -22,6 +22,8 @@ from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
 from flexgen_h2o.kernels import products
 from flexgen_h2o.kernels.workspace import multiplies_slowly, row_slices
+
+_MANY_ROWS = 256  # of inputs
 
 
 class RowPart(ABC):
@@ -78,11 +80,15 @@ class DenseRows(RowPart):
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         if not products.takes(inputs, self.rows.shape[1], in_order=True) or self.rows.stride(1) != 1:
             return None
+        if _is_for_fp32(inputs):
+            return None
         rows = self.rows
         return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out)
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        if adds:
+        if _is_for_fp32(inputs):
+            _multiply_in_fp32(inputs, self._strips, bias, out, adds)
+        elif adds:
             out.addmm_(inputs, self.rows.t())
             if bias is not None:
                 out.add_(bias)
@@ -90,6 +96,10 @@ class DenseRows(RowPart):
             torch.mm(inputs, self.rows.t(), out=out)
         else:
             torch.addmm(bias, inputs, self.rows.t(), out=out)
+
+    def _strips(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        for some in row_slices(*self.rows.shape):
+            yield some, self.rows[some].float().t()
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         torch.index_select(self.rows, 0, ids, out=out)
@@ -101,16 +111,14 @@ class InputRows(DenseRows):
     after each part."""
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        if not multiplies_slowly(inputs.device.type, inputs.dtype):
+        if multiplies_slowly(inputs.device.type, inputs.dtype):
+            _multiply_in_fp32(inputs, self._strips, bias, out, adds)
+        else:
             DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
-            return
-        for own in row_slices(*inputs.shape):
-            x = inputs[own].float()
-            for some in row_slices(self.rows.shape[1], len(self)):
-                result = x @ self.rows[:, some].float()
-                if bias is not None:
-                    result += bias[some]
-                out[own, some] = result.add_(out[own, some]) if adds else result
+
+    def _strips(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        for some in row_slices(self.rows.shape[1], len(self)):
+            yield some, self.rows[:, some].float()
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """The loop takes rows that belong to outputs."""
@@ -122,6 +130,26 @@ class InputRows(DenseRows):
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError("tables of embeddings are not stored so")
+
+
+def _is_for_fp32(inputs: torch.Tensor) -> bool:
+    """Are they so many that torch's products in fp32 are faster than the compiled loop's in bf16?"""
+    return len(inputs) >= _MANY_ROWS and multiplies_slowly(inputs.device.type, inputs.dtype)
+
+
+def _multiply_in_fp32(
+    inputs: torch.Tensor, strips: Callable[[], Iterable[tuple[slice, torch.Tensor]]], bias: torch.Tensor | None,
+    out: torch.Tensor, adds: bool,
+) -> None:  # fmt: skip
+    """`RowPart.multiply`, some inputs and some outputs at a time. strips: which outputs, and the weights of these,
+    (columns, some) in fp32."""
+    for own in row_slices(len(inputs), 1, most=2 * _MANY_ROWS):
+        x = inputs[own].float()
+        for some, weight in strips():
+            result = x @ weight
+            if bias is not None:
+                result += bias[some]
+            out[own, some] = result.add_(out[own, some]) if adds else result
 
 
 def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -258,9 +286,23 @@ class BlockedRows(RowPart):
     def __len__(self) -> int:
         return len(self.memory)
 
-    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job:
+    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         assert inputs.dtype == self.memory.dtype
+        if _is_for_fp32(inputs):
+            return None
         return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
+
+    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+        _multiply_in_fp32(inputs, self._strips, bias, out, adds)
+
+    def _strips(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        columns = self.memory.shape[1]
+        for some in row_slices(len(self), columns, BLOCK_ROWS):
+            words = self.memory[some].view(torch.int32).view(-1, columns // 2, BLOCK_ROWS).transpose(0, 1)
+            bits = words.new_empty(len(words), 2, *words.shape[1:])  # bf16 is the upper half of fp32
+            torch.bitwise_left_shift(words, 16, out=bits[:, 0])
+            torch.bitwise_and(words, -(2**16), out=bits[:, 1])
+            yield some, bits.view(torch.float32).view(columns, -1)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         words = self.memory.shape[1] * self.memory.itemsize // WORD

@@ -17,6 +17,7 @@ from flexgen_h2o.kernels.linear import (
     RowParts,
     add_linear,
     block_rows,
+    block_words,
     linear,
     lookup,
 )
@@ -61,16 +62,25 @@ def test_linear_and_add_linear(
     assert (out.double() - expected - before.double()).abs().max() < 2 * TOLERANCE[dtype]
 
 
-def test_rows_of_inputs_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch multiplies bf16 number by number: some rows and some outputs at a time."""
+@pytest.mark.parametrize("rows", [7, 40])
+def test_products_in_fp32(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch multiplies bf16 number by number: some inputs and some outputs at a time, of many inputs, and of rows
+    of inputs with any number of them."""
     monkeypatch.setattr(workspace, "UNPACK_CHUNK", 2**11)
+    monkeypatch.setattr(linear_kernels, "_MANY_ROWS", 9)
     monkeypatch.setattr(linear_kernels, "multiplies_slowly", lambda device, dtype: dtype == torch.bfloat16)
-    x, weight, bias, before = normal(40, 320), normal(320, 70) / 18, normal(70), normal(40, 70)
-    parts = tuple(InputRows(part) for part in weight.split([64, 35, 221]))
+    x, weight, bias, before = normal(rows, 320), normal(320, 214) / 18, normal(214), normal(rows, 214)
+    words = weight.t().contiguous()
+    blocked = words[:128].clone()
+    block_words(blocked.clone().view(torch.int32), blocked.view(-1))
     expected = x.double() @ weight.double() + bias.double()
-    assert (linear(x, parts, bias, torch.empty(40, 70).bfloat16()).double() - expected).abs().max() < 0.1
-    add_linear(out := before.clone(), x, parts, bias)
-    assert (out.double() - expected - before.double()).abs().max() < 0.1
+    kinds: list[RowParts] = [tuple(InputRows(part) for part in weight.split([64, 35, 221])), (DenseRows(words),)]
+    if rows > 9 or products.has_loop(torch.bfloat16):
+        kinds.append((BlockedRows(blocked), DenseRows(words[128:])))
+    for parts in kinds:
+        assert (linear(x, parts, bias, torch.empty(rows, 214).bfloat16()).double() - expected).abs().max() < 0.1
+        add_linear(out := before.clone(), x, parts, bias)
+        assert (out.double() - expected - before.double()).abs().max() < 0.1
 
 
 @given(st.lists(st.integers(0, 11), max_size=20), cuts, st.sampled_from(DTYPES))
