@@ -395,7 +395,7 @@ class LLM:
         for place in sorted(places, key=str):
             compile_subprocess(
                 warm_up, place, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
-                part.spec.rotary is not None, partial(formats.warm_up, form),
+                part.spec.rotary is not None, partial(formats.warm_up, form, experts=bool(part.spec.experts)),
             )  # fmt: skip
         if policy.attn_sparsity < 1:
             compile_subprocess(warm_up_selection, self._device.torch_device, dtype, packing_of(part.spec, policy))

@@ -5,14 +5,14 @@
 
 Claim: unpacking and decode attention move their bytes at 0.7 of the bandwidth of a copy within the card. Shapes are
 those of OPT-6.7B with 32 rows of 544 columns, and of LLaMA-3-8B with 8 rows of 2,048. Counted are the bytes that a
-kernel cannot leave out: KV columns, packed numbers, what it writes. tests/unit/kernels/test_triton.py compares the
+kernel cannot leave out: KV columns, packed numbers, what it writes. tests/unit/kernels/test_triton*.py compare the
 kernels with their references, on a card too.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -33,6 +33,7 @@ from flexgen_h2o.kernels.coded import (
 )
 from flexgen_h2o.kernels.decode_step import GAIN, PLACE, StepSlots, attend_step, attend_step_reference
 from flexgen_h2o.kernels.elementwise import rms_norm, silu_gated
+from flexgen_h2o.kernels.linear import DenseRows, grouped_linear, linear
 from flexgen_h2o.kernels.packed import pack_columns_reference, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.quantised import unpack_mxfp4
@@ -40,6 +41,7 @@ from flexgen_h2o.kernels.quantised import unpack_mxfp4
 COPIED = 2**30  # bytes
 GATED = ("unpack", "decode")  # kernels that a gate is for
 DECODED = ", decoded first"  # behind the name of a product: the same by its reference
+EXPERTS = 8  # of a group
 WINDOW = 16  # newest columns that stay whole
 SIZES = (16_384, 4_096, 32, 544, 512), (64, 128, 2, 24, 16)  # rows and columns of a matrix, rows, columns, prompt
 
@@ -110,6 +112,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         out = some(height, width)
         yield Case(f"unpack, {bits} bits", partial(unpack_rows, packed, bits, out), packed.nbytes + out.nbytes)
     yield from coded_cases(device, dtype, height, width)
+    yield from expert_cases(device, dtype, height // EXPERTS, width)
     for name, heads, kv_heads, count, of_row in (
         ("OPT", 32, 32, rows, columns), ("LLaMA", 32, 8, max(1, rows // 4), 2048 if rows > 2 else columns),
     ):  # fmt: skip
@@ -150,6 +153,25 @@ def coded_cases(device: torch.device, dtype: torch.dtype, height: int, width: in
         name, first = f"product, {kind}, {tokens} rows", partial(multiply_coded_reference, x, codes, None, y)
         yield Case(name, partial(multiply, x, codes, None, y), nbytes)
         yield Case(name + DECODED, first, nbytes + 2 * height * width * x.element_size())
+
+
+def expert_cases(device: torch.device, dtype: torch.dtype, height: int, width: int) -> Iterator[Case]:
+    """Products of EXPERTS matrices with a few rows each, in one launch and one after another."""
+    weights = torch.randn(EXPERTS, height, width, device=device, dtype=dtype)
+    parts = [(DenseRows(weight),) for weight in weights]
+    for tokens in (1, FEW_ROWS):
+        x, y = (torch.randn(EXPERTS * tokens, n, device=device, dtype=dtype) for n in (width, height))
+        each = zip(x.split(tokens), parts, y.split(tokens), strict=True)
+        alone = [partial(linear, own, part, None, out) for own, part, out in each]
+        together = partial(grouped_linear, x, [tokens] * EXPERTS, ((parts, None, y),))
+        nbytes, name = sum(t.nbytes for t in (weights, x, y)), f"experts, {tokens} rows each"
+        yield Case(name, together, nbytes)
+        yield Case(f"{name}, one after another", partial(_call_each, alone), nbytes)
+
+
+def _call_each(functions: Sequence[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
 
 
 def step_slots(k: torch.Tensor, columns: int, records: bool, bits: int) -> StepSlots:

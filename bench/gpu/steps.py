@@ -166,15 +166,15 @@ def _weights(setting: Setting) -> Step:
 def _parity(setting: Setting) -> Iterator[Step]:
     """Tokens of the engine, and kernels beside their references; where there is no card by Triton's interpreter."""
     interpreted = setting.device == "cpu"
-    kernels = "tests/unit/kernels/test_triton.py"
+    kernels = "tests/unit/kernels/test_triton.py", "tests/unit/kernels/test_triton_weights.py"
     for name, tests, marked, limit in (
-        ("parity-tests", "tests/gpu", "gpu", PARITY_S),
+        ("parity-tests", ("tests/gpu",), "gpu", PARITY_S),
         ("kernel-tests", kernels, "not slow" if interpreted else "slow or not slow", KERNEL_PARITY_S),
     ):
         found = setting.results / f"{name}.xml"
         command = (
             sys.executable, "-m", "pytest", "-q", "--rootdir", str(common.ROOT), "-m", marked,
-            str(common.ROOT / tests), f"--junitxml={found}", *_processes(setting),
+            *(str(common.ROOT / path) for path in tests), f"--junitxml={found}", *_processes(setting),
         )  # fmt: skip
         environment = {"FLEXGEN_GPU_TEST_DEVICE": setting.device}
         yield Step(name, "tests", command, limit, found, environment)

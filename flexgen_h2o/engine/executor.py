@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 
@@ -26,6 +25,7 @@ from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.engine.weight_units import waits_for_router
+from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.evict import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -33,7 +33,7 @@ from flexgen_h2o.kvcache.prefixes import Sharing
 from flexgen_h2o.kvcache.rows import Move, SlotTable
 from flexgen_h2o.kvcache.slots import PromptAttention
 from flexgen_h2o.models import Attention, Hidden, Weights, family_of
-from flexgen_h2o.tiers.device import upload
+from flexgen_h2o.models.layers import count_choices, sort_choices
 from flexgen_h2o.tiers.stream import Region, Waitable
 
 Order = Callable[[int, int], Iterator[Step]]
@@ -134,7 +134,8 @@ class Executor:
         self._parts: dict[int, list[SweepInput]] = {}  # of the inputs, which attend one after the other
         self._joined: dict[str, dict[int, tuple[int, ...]]] = {}  # HiddenStore.joined in this sweep, by kind of layer
         self._attending: JoinedAttention | None = None
-        self._chosen: dict[int, frozenset[int]] = {}  # experts that tokens of the micro-batches joined to one go to
+        self._counts: dict[int, list[int]] = {}  # `Hidden.counts` of the micro-batches joined to one
+        self._unsorted: set[int] = set()  # those whose choices are as routed
         for k in range(count):
             self._begin_sweep(k)
         self._sweep = Sweep()
@@ -181,7 +182,7 @@ class Executor:
         together = (k,) if layer.kind in ATTENTION_KINDS else self._opened(layer, k)
         if not together:  # computed with an earlier one
             return None
-        if layer.kind == "experts" and self._in_step and self._chosen[k].isdisjoint(layer.experts):
+        if layer.kind == "experts" and self._in_step and not any(self._counts[k][expert] for expert in layer.experts):
             self._engine.hidden.skip((step.sweep, step.layer, k))
             return None
         phases = {self._inputs[j].phase for j in together}
@@ -208,7 +209,10 @@ class Executor:
         layer, k, w, hidden = self._layers[step.layer], step.micro_batch, self._weights.opened, self._hidden
         spec, family, ws = self._engine.spec, self._family, self._workspace
         if layer.kind == "experts":
-            family.experts(spec, w, layer.experts, hidden, ws)
+            if k in self._unsorted:
+                self._unsorted.remove(k)
+                sort_choices(hidden)
+            family.experts(spec, w, layer.experts, hidden._replace(counts=self._counts[k]), ws)
         elif hidden.mixed is not None and self._layers[step.layer - 1].kind == "experts" and self._attending is None:
             hidden.x.add_(hidden.mixed)
         if layer.kind == "receive" and self._wire is not None:
@@ -247,13 +251,13 @@ class Executor:
 
     def _route(self, run: tuple[int, ...], w: Weights, hidden: Hidden) -> None:
         """Choose the experts of the tokens of micro-batches."""
-        assert hidden.mixed is not None and hidden.chosen is not None
-        self._family.route(self._engine.spec, w, hidden, self._workspace)
+        spec = self._engine.spec
+        assert hidden.mixed is not None and hidden.chosen is not None and spec.experts is not None
+        self._family.route(spec, w, hidden, self._workspace)
         hidden.mixed.zero_()
-        if self._in_step:
-            tokens = [len(self._inputs[k].ids) for k in run]
-            for k, chosen in zip(run, hidden.chosen.split(tokens), strict=True):
-                self._chosen[k] = frozenset(chosen.flatten().tolist())
+        counts = count_choices(hidden.chosen, [len(self._inputs[k].ids) for k in run], spec.experts.count)
+        self._counts.update(zip(run, counts, strict=True))
+        self._unsorted.update(run)
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
@@ -281,8 +285,8 @@ class Executor:
         if self._in_step and layer.kind == "attention" and self._engine.spec.experts_of(layer.block):
             runs = self._joined["experts"]
             for first, run in runs.items():
-                self._chosen[first] = frozenset().union(*(self._chosen[k] for k in run))
-            self._weights.choose(layer.block, chain.from_iterable(self._chosen[first] for first in runs))
+                self._counts[first] = list(map(sum, zip(*(self._counts[k] for k in run), strict=True)))
+            self._weights.choose(layer.block, (e for first in runs for e, n in enumerate(self._counts[first]) if n))
         if step.layer < len(self._layers) - 1:
             return False
         if self._sweep.fed:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -385,7 +386,7 @@ class HiddenStore:
     def open(self, key: UnitKey, region: Region | None, last: int | None = None) -> Hidden:
         """last: of micro-batches that are opened together (`joined`), of which the key names the first."""
         _, layer, k = key
-        tokens, found = sum(self._now[k : k + 1 if last is None else last + 1]), list[torch.Tensor]()
+        tokens, found = sum(self._now[k : k + 1 if last is None else last + 1]), list[Any]()
         if region is not None:
             wait_all(region.after)
         elif layer == 0:  # what was there before is of no use any more

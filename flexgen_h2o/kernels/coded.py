@@ -1,22 +1,25 @@
-"""Products with weights in few bits on a card: of few input rows from the codes, in one launch; of more, decoded first.
+"""Products on a card with weights in few bits, and with those of experts.
 
 Up to FEW_ROWS input rows a product takes as long as its weight takes to come from memory, and codes are a quarter of
-what they are decoded into. A weight that is decoded first is written, and read again by each micro-batch.
+what they are decoded into: they are decoded in registers, in one launch. For more, the weight is decoded first, which
+is written, and read again by each micro-batch. Products of experts with few rows each are one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.linear import DenseRows, RowPart
+from flexgen_h2o.kernels.linear import DenseRows, Product, RowPart
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
+from flexgen_h2o.kernels.workspace import upload
 
 FEW_ROWS = 32
 ROWS_AT_A_TIME = 32  # of the weight, a program
@@ -27,7 +30,7 @@ _COLUMNS_AT_A_TIME = 128
 class Codes:
     """words: (n, W) int32, columns' codes from the lowest bits on. group_params: (n, groups), what `group` columns
     share: a scale and a least value in an int32, or, in MXFP4, an exponent in a uint8. decode: fills (n, columns) of
-    any float dtype, and returns it."""
+    any float dtype, and returns it. bits: 0 where words are the columns themselves, of a float dtype."""
 
     words: torch.Tensor
     group_params: torch.Tensor
@@ -62,15 +65,7 @@ def multiply_coded(
     (tokens, columns), rows = x.shape, len(codes.words)
     assert tokens <= FEW_ROWS and columns == codes.columns and out.shape == (tokens, rows)
     assert x.stride(1) == out.stride(1) == codes.words.stride(1) == codes.group_params.stride(1) == 1
-    tensors = x, codes.words, codes.group_params, x if bias is None else bias, out
-    strides = (t.stride(0) for t in (x, codes.words, codes.group_params, out))
-    reference = partial(multiply_coded_reference, x, codes, bias, out, adds)
-    arguments = *tensors, tokens, rows, columns, *strides, codes.group
-    triton.launch(
-        "products.coded", (-(-rows // ROWS_AT_A_TIME),), reference, arguments, BITS=codes.bits, MX=codes.is_mx,
-        BIASED=bias is not None, ADDS=adds, TOKENS=triton.power_of_two(tokens, 16), ROWS=ROWS_AT_A_TIME,
-        WORDS=_COLUMNS_AT_A_TIME * codes.bits // 32,
-    )  # fmt: skip
+    _launch(_Few(x, codes, bias, out, adds), partial(multiply_coded_reference, x, codes, bias, out, adds))
 
 
 def multiply_coded_reference(
@@ -81,11 +76,95 @@ def multiply_coded_reference(
     DenseRows(weight).multiply(x, bias, out, adds)
 
 
+def multiply_together(found: Sequence[Product]) -> list[Product]:
+    """Multiply at most FEW_ROWS input rows each with weights of one shape and kind, those that are not in few bits too,
+    in one launch. Returns the other products, and what would be alone in one."""
+    alike, others = dict[Hashable, list[tuple[Product, _Few]]](), list[Product]()
+    for product in found:
+        few = _few_of(product)
+        if few is None:
+            others.append(product)
+        else:
+            alike.setdefault(few.kind, []).append((product, few))
+    for some in alike.values():
+        products, fews = zip(*some, strict=True)
+        if len(some) == 1:
+            others += products
+        else:
+            _launch(fews[0], partial(_multiply_each, products), fews)
+    return others
+
+
+def _few_of(product: Product) -> _Few | None:
+    """None: it is not for `multiply_together`."""
+    part, inputs, bias, out, adds = product
+    if not triton.takes(out) or len(inputs) > FEW_ROWS:
+        return None
+    if isinstance(part, CodedRows):
+        return _Few(inputs, part.kept, bias, out, adds)
+    if type(part) is DenseRows and part.rows.stride(1) == 1:  # rows of its subclasses are something else
+        rows, columns = part.rows, part.rows.shape[1]
+        return _Few(inputs, Codes(rows, rows, columns, columns, 0, lambda out: out.copy_(rows)), bias, out, adds)
+    return None
+
+
+def _multiply_each(products: Sequence[Product]) -> None:
+    for part, *given in products:
+        part.multiply(*given)
+
+
+class _Few(NamedTuple):
+    """A product, as of `multiply_coded`."""
+
+    x: torch.Tensor
+    codes: Codes
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    adds: bool
+
+    @property
+    def kind(self) -> Hashable:
+        """What those have in common that are one launch."""
+        codes, bias = self.codes, self.bias
+        form = codes.words.shape, codes.columns, codes.group, codes.bits, codes.is_mx
+        return *form, *self.strides, self.x.dtype, bias is None, self.adds
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.x, self.codes.words, self.codes.group_params, self.x if self.bias is None else self.bias, self.out
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(t.stride(0) for t in (self.x, self.codes.words, self.codes.group_params, self.out))
+
+    def places(self, first: _Few) -> list[int]:
+        """How many numbers behind those of `first` each of the tensors begins."""
+        pairs = zip(self.tensors, first.tensors, strict=True)
+        return [(own.data_ptr() - its.data_ptr()) // its.itemsize for own, its in pairs]
+
+
+def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few] = ()) -> None:
+    """all_of: several of one kind, `first` among them."""
+    codes, rows, table, is_aligned = first.codes, len(first.codes.words), first.codes.words, False
+    if all_of:
+        places = [few.places(first) for few in all_of]
+        numbers = torch.tensor([[len(few.x), *own] for few, own in zip(all_of, places, strict=True)])
+        table, is_aligned = upload(numbers, first.x.device), not any(own[1] % 16 for own in places)
+    grid = -(-rows // ROWS_AT_A_TIME), max(1, len(all_of))
+    arguments = *first.tensors, table, len(first.x), rows, codes.columns, *first.strides, codes.group
+    triton.launch(
+        "products.few_rows", grid, reference, arguments, BITS=codes.bits, MX=codes.is_mx,
+        BIASED=first.bias is not None, ADDS=first.adds, TABLE=bool(all_of), ALIGNED=is_aligned,
+        TOKENS=triton.power_of_two(max(len(few.x) for few in all_of or (first,)), 16), ROWS=ROWS_AT_A_TIME,
+        WORDS=_COLUMNS_AT_A_TIME * (codes.bits or 32) // 32,
+    )  # fmt: skip
+
+
 class CodedRows(RowPart):
     """Rows (n, columns) that are decoded, into `decoded`, when they are first wanted whole."""
 
     def __init__(self, codes: Codes, decoded: DenseRows) -> None:
-        self._codes, self._decoded, self._is_decoded = codes, decoded, False
+        self.kept, self._decoded, self._is_decoded = codes, decoded, False
 
     def __len__(self) -> int:
         return len(self._decoded)
@@ -95,7 +174,7 @@ class CodedRows(RowPart):
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         if len(inputs) <= FEW_ROWS:
-            multiply_coded(inputs, self._codes, bias, out, adds)
+            multiply_coded(inputs, self.kept, bias, out, adds)
         else:
             self._whole().multiply(inputs, bias, out, adds)
 
@@ -104,6 +183,6 @@ class CodedRows(RowPart):
 
     def _whole(self) -> DenseRows:
         if not self._is_decoded:
-            self._codes.decode(self._decoded.rows)
+            self.kept.decode(self._decoded.rows)
             self._is_decoded = True
         return self._decoded

@@ -50,6 +50,11 @@ def clamped_gate(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor)
 
     x: (rows, 2 x width), gate and up in turns; out: (rows, width). Both of one dtype, contiguous.
     """
+    if triton.takes(x) and x.is_contiguous() and out.is_contiguous():
+        count, reference = out.numel(), partial(clamped_gate_reference, x, alpha, limit, out)
+        arguments = x, out, float(alpha), float(limit), count
+        triton.launch("rows.clamped_gate", (-(-count // 1024),), reference, arguments, BLOCK=1024)
+        return out
     if not is_compiled(x):
         return clamped_gate_reference(x, alpha, limit, out)
     (rows, width), fits = out.shape, x.shape == (len(out), 2 * out.shape[1]) and x.dtype == out.dtype

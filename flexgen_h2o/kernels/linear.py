@@ -20,7 +20,7 @@ import torch
 
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
-from flexgen_h2o.kernels import products
+from flexgen_h2o.kernels import products, triton
 from flexgen_h2o.kernels.workspace import multiplies_slowly, row_slices
 
 _MANY_ROWS = 256  # of inputs
@@ -189,6 +189,8 @@ def grouped_linear(
     expert the weight, of each the bias or none at all, and out (rows, sum out_i) of all. What is compiled is one pass
     over all of them, which the threads share.
     """
+    from flexgen_h2o.kernels.coded import multiply_together
+
     kinds = {weight[0].codes: weight[0] for weights, _, _ in maps for weight in weights}
     for kind, part in kinds.items():  # a quantised checkpoint may have left some matrices plain
         for rows, inputs in part.inputs(x):
@@ -199,7 +201,7 @@ def grouped_linear(
                     if weights[expert][0].codes == kind:
                         bias = None if biases is None else biases[expert]
                         found += _products(mine, weights[expert], bias, out[own])
-            multiply_all(found)
+            multiply_all(multiply_together(found) if triton.takes(x) else found)
 
 
 def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice]]:

@@ -83,6 +83,12 @@ def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has("avx2") and not cpu_has("avx512bw")
 
 
+def upload(host: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """A host tensor on a device. A card gets it in the order of its stream, and nobody waits for it."""
+    pinned = host.pin_memory() if where.type == "cuda" else host
+    return pinned.to(where, non_blocking=True)
+
+
 def row_slices(rows: int, columns: int, multiple: int = 1, most: int | None = None) -> Iterator[slice]:
     """So many rows at a time that their numbers are about `most`, or UNPACK_CHUNK, and a multiple of `multiple`."""
     step = max(1, (most or UNPACK_CHUNK) // (columns * multiple)) * multiple

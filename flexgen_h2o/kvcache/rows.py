@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from flexgen_h2o.core.packing import window_of
+from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs, query_weights
-from flexgen_h2o.tiers.device import upload
 
 Move = tuple[int, int]  # from sequence, to sequence
 

@@ -5,7 +5,7 @@ are the same network share one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -50,13 +50,15 @@ class Hidden(NamedTuple):
 
     Of a mixture of experts also: mixed, (tokens, width): the sum up to now of what experts give for each token, which
     is added to x after the last of them; chosen (int32) and weights (fp32), (tokens, per_token): the experts of each
-    token and their weights, as the block's router has them.
+    token and their weights, as the block's router has them, and then as `sort_choices` orders them; counts: how many
+    tokens have chosen each expert.
     """
 
     x: torch.Tensor
     mixed: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    counts: Sequence[int] = ()
 
 
 class Queries(NamedTuple):
@@ -87,7 +89,8 @@ class Family(Protocol):
     the residual stream, changed in place. `attention` computes the whole of a block that has no tensors for `mlp`; it
     yields its queries and is sent what they have attended to (`end_attention`), so that several micro-batches, each
     with KV of its own, may be computed as one.
-    A block with experts has `route` after `attention`, with the same tensors, and then `experts` for each group.
+    A block with experts has `route` after `attention`, with the same tensors, and, once choices are sorted, `experts`
+    for each group.
     `head` fills the logits (rows, n) that n rows of its table give for some positions, x (rows, hidden), left as it is.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -147,6 +147,22 @@ def route_tokens(
         hidden.weights[a:b], hidden.chosen[a:b] = choose(logits)
 
 
+def count_choices(chosen: torch.Tensor, tokens: Sequence[int], experts: int) -> Iterator[list[int]]:
+    """`Hidden.counts` of so many tokens each, one after another. chosen: of all. A card is waited for once."""
+    for some in chosen.cpu().split(list(tokens)):
+        yield some.flatten().bincount(minlength=experts).tolist()
+
+
+def sort_choices(hidden: Hidden) -> None:
+    """Bring what tokens have chosen in the order of the experts, those of one expert in that of their tokens: `weights`
+    and, in the place of its number, where each expert was in `chosen`."""
+    assert hidden.chosen is not None and hidden.weights is not None
+    chosen, weights = hidden.chosen.view(-1), hidden.weights.view(-1)
+    places = chosen.sort(stable=True).indices
+    chosen.copy_(places)
+    weights.copy_(weights[places])
+
+
 # (inputs of each expert of a group, these (n, hidden) one after another, where outputs go)
 GroupProduct = Callable[[Sequence[int], torch.Tensor, torch.Tensor], None]
 
@@ -154,25 +170,23 @@ GroupProduct = Callable[[Sequence[int], torch.Tensor, torch.Tensor], None]
 def mix_experts(
     group: range, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor], compute: GroupProduct
 ) -> None:
-    """Add to `hidden.mixed` what each expert of the group gives for the tokens that have chosen it, times its weight.
+    """Add to `hidden.mixed` what each expert of the group gives for the tokens that have chosen it, times its weight,
+    once `sort_choices` has ordered them.
 
     A token's experts are added one after another, in the order of their numbers: the sum, rounded each time as
     transformers does, depends neither on groups nor on the other tokens.
     """
-    mixed, chosen, weights = hidden.mixed, hidden.chosen, hidden.weights
-    assert mixed is not None and chosen is not None and weights is not None
-    flat = chosen.view(-1)
-    here = ((flat >= group.start) & (flat < group.stop)).nonzero().squeeze(1)
-    numbers, order = flat[here].sort(stable=True)
-    here = here[order]
-    ends = torch.bincount(numbers - group.start, minlength=len(group)).cumsum(0).tolist()
-    for first, end in token_chunks(len(here)):
-        places = here[first:end]
-        tokens = places // chosen.shape[1]
-        x = ws.get("routed", len(places), mixed.shape[1])
+    mixed, places, weights = hidden.mixed, hidden.chosen, hidden.weights
+    assert mixed is not None and places is not None and weights is not None
+    start, per_token = sum(hidden.counts[: group.start]), places.shape[1]
+    ends = list(accumulate((hidden.counts[expert] for expert in group), initial=start))
+    for first, end in token_chunks(ends[-1] - start):
+        first, end = start + first, start + end
+        tokens = places.view(-1)[first:end] // per_token
+        x = ws.get("routed", end - first, mixed.shape[1])
         inputs = normed(torch.index_select(hidden.x, 0, tokens, out=x))
-        compute([max(0, min(b, end) - max(a, first)) for a, b in pairwise([0, *ends])], inputs, x)
-        add_weighted(x, tokens.int(), weights.view(-1)[places], mixed)
+        compute([max(0, min(b, end) - max(a, first)) for a, b in pairwise(ends)], inputs, x)
+        add_weighted(x, tokens, weights.view(-1)[first:end], mixed)
 
 
 def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tuple[int | None, ...]:

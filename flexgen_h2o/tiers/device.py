@@ -227,12 +227,6 @@ class _CudaFence:
         return bool(self._event.query())
 
 
-def upload(host: torch.Tensor, where: torch.device) -> torch.Tensor:
-    """A host tensor on a device. A card gets it in the order of its stream, and nobody waits for it."""
-    pinned = host.pin_memory() if where.type == "cuda" else host
-    return pinned.to(where, non_blocking=True)
-
-
 _LOCAL = threading.local()
 
 

@@ -41,8 +41,8 @@ class Case(NamedTuple):
 
 
 def cases(card: int) -> Iterator[Case]:
-    """bf16 is for cards that compute in it."""
-    for kind in ("fp32", "fp16", *(["bf16"] if card >= 80 else [])):
+    """In fp32, and in 16 bits as the card computes in them: bf16 where it does in that."""
+    for kind in ("fp32", "bf16" if card >= 80 else "fp16"):
         t, dtype = NUMBERS[kind], DTYPES[kind]
         for bits in (4, 8):
             yield Case(rows.unpack, ("*i32", t, "i32", "i32", "i32", "i32"), {"BITS": bits, "BLOCK": 1024})
@@ -50,6 +50,7 @@ def cases(card: int) -> Iterator[Case]:
             sizes = "i32", "i32", "i32", "fp32"
             yield Case(rows.rms_norm, (t, t, t, *sizes), {"ONCE": once, "BLOCK": 4096})
         yield Case(rows.silu_gated, (t, t, "i32"), {"BLOCK": 1024})
+        yield Case(rows.clamped_gate, (t, t, "fp32", "fp32", "i32"), {"BLOCK": 1024})
         yield from coded_cases(t)
         sizes = "i32", "i32", "i32", "i32", "i32"
         yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
@@ -75,19 +76,18 @@ def cases(card: int) -> Iterator[Case]:
 
 
 def coded_cases(t: str) -> Iterator[Case]:
-    """Of weights in 4 or 8 bits and in MXFP4."""
+    """Of weights in 4 or 8 bits and in MXFP4, and of experts."""
     yield Case(products.unpack_mxfp4, ("*i32", "*u8", t, "i32", "i32", "i32"), {"BLOCK": 1024})
-    for bits, mx, whole, tokens in (
-        (4, False, True, 16),
-        (4, False, False, 32),
-        (8, False, True, 32),
-        (4, True, True, 32),
-    ):
+    for bits, mx, whole, tokens, grouped in (
+        (4, False, True, 16, False), (4, False, False, 32, False), (8, False, True, 32, False),
+        (4, True, True, 32, False), (4, False, False, 16, True), (4, True, True, 32, True), (0, False, True, 32, True),
+    ):  # fmt: skip
+        words = "*i32" if bits else t
         yield Case(
-            products.coded,
-            (t, "*i32", "*u8" if mx else "*i32", t, t, *["i32"] * 8),
-            {"BITS": bits, "MX": mx, "BIASED": whole, "ADDS": whole, "TOKENS": tokens, "ROWS": ROWS_AT_A_TIME,
-             "WORDS": 4 * bits},
+            products.few_rows,
+            (t, words, "*u8" if mx else words, t, t, "*i64" if grouped else words, *["i32"] * 8),
+            {"BITS": bits, "MX": mx, "BIASED": whole, "ADDS": whole and not grouped, "TABLE": grouped,
+             "ALIGNED": grouped, "TOKENS": tokens, "ROWS": ROWS_AT_A_TIME, "WORDS": 4 * (bits or 32)},
         )  # fmt: skip
 
 

@@ -177,7 +177,22 @@ def test_sinks_are_part_of_the_launch(tmp_path, eviction: str, packed: bool) -> 
     expected, *_ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=ONE_LAUNCH[eviction])
     tokens, card = on_fake_card(folder, "all on the device", ONE_LAUNCH[eviction], compress_cache=packed)
     assert tokens == expected and not card.races
-    assert card.per_step("decode attention", "sync") == 1, "the host is told which experts the router has chosen"
+    assert 0 < card.per_step("decode attention", "sync") <= 1, "the host is told which experts the router has chosen"
+    assert card.per_step("decode experts", "sync") == 0
+    assert card.per_step("decode experts", "launch") <= 17, "products of two experts, two each, among them"
+
+
+@pytest.mark.parametrize("bits", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_of_a_group_are_one_launch(tmp_path, bits: int) -> None:
+    """Gates and ups, and downs, whatever their number: weights in 16 bits, or in 4."""
+    config = {**CONFIGS["llama"], "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3}
+    folder = model_folder(tmp_path, {**config, "intermediate_size": 64})
+    more: dict[str, Any] = {"compress_weight": True, "weight_bits": bits} if bits else {}
+    expected, *_ = generate(folder, Policy(4, 1, **more), "cpu", MemoryBudget(host="1GiB"))
+    tokens, card = on_fake_card(folder, "all on the device", None, expert_group=4, **more)
+    assert tokens == expected and not card.races
+    assert card.per_step("decode experts", "sync") == 0
+    assert card.per_step("decode experts", "launch") <= 12, card.places
 
 
 @pytest.mark.parametrize(("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o-norm", False)}))

@@ -18,7 +18,7 @@ from flexgen_h2o.engine import memory_plan
 from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, moe
-from flexgen_h2o.models.layers import mix_experts
+from flexgen_h2o.models.layers import count_choices, mix_experts, sort_choices
 from tests.eviction.engine import run_with
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.conftest import EOS_LENGTHS
@@ -154,16 +154,20 @@ def test_chunks_of_inputs_are_mixed_as_one(tokens: int) -> None:
     x = torch.randn(tokens, 4, generator=generator)
     chosen = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(tokens)]).int()
     weights = torch.rand(tokens, 2, generator=generator)
+    (counts,) = count_choices(chosen, [tokens], 6)
+    assert counts == torch.bincount(chosen.flatten(), minlength=6).tolist()
     mixed, sizes = torch.zeros(tokens, 4), {"routed": TOKEN_CHUNK * 16}
     ws = Workspace(torch.empty(TOKEN_CHUNK * 16, dtype=torch.uint8), sizes, torch.float32)
 
+    hidden = Hidden(x, mixed, chosen.clone(), weights.clone(), counts)
+    sort_choices(hidden)
     for group in (range(4), range(4, 6)):
         factors = torch.tensor(group) + 1
 
         def compute(counts: Sequence[int], inputs: torch.Tensor, out: torch.Tensor, factors: Any = factors) -> None:
             out.copy_(inputs * factors.repeat_interleave(torch.tensor(counts)).unsqueeze(1))
 
-        mix_experts(group, Hidden(x, mixed, chosen, weights), ws, torch.Tensor.clone, compute)
+        mix_experts(group, hidden, ws, torch.Tensor.clone, compute)
     want = torch.zeros(tokens, 4)
     for expert in range(6):
         here = chosen == expert

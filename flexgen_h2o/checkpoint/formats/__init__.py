@@ -375,19 +375,21 @@ def layout_of(form: WeightFormat, tensor: TensorSpec) -> TensorLayout:
     return form.layout(tensor.whole).of_rows(range(tensor.first, tensor.first + tensor.shape[0]))
 
 
-def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> None:
+def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, experts: bool = False) -> None:
     """Compile what decoding and products need: decode and multiply zeros, in rows that can be blocked and in one that
-    cannot; on a card from codes, too."""
+    cannot; on a card from codes, too. experts: and what their products are on a card."""
     import torch
 
+    from flexgen_h2o.kernels import triton
     from flexgen_h2o.kernels.coded import FEW_ROWS
     from flexgen_h2o.kernels.int8 import BUFFERS
-    from flexgen_h2o.kernels.linear import linear, linear_each
+    from flexgen_h2o.kernels.linear import grouped_linear, linear, linear_each
     from flexgen_h2o.kernels.workspace import Workspace
 
     sizes = dict.fromkeys(BUFFERS, 2**17)
     workspace = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device), sizes, dtype)
     for rows, columns in product((BLOCK_ROWS, 8), form.sample_columns):
+        is_last = (rows, columns) == (BLOCK_ROWS, form.sample_columns[-1])  # one kernel is for all multiples of 16
         layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
         part = Part("device", 0, layout.cut_shape[0])
         pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
@@ -396,7 +398,7 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> Non
             memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
             weight, held = form.decoded_parts(layout, memory, workspace), [Held(part, pieces)]
             form.decode(layout, held, weight)
-            if (rows, columns) == (BLOCK_ROWS, form.sample_columns[-1]):  # one kernel is for all multiples of 16
+            if is_last:
                 coded = form.coded_parts(layout, held, weight)
         else:
             weight = form.row_parts(layout, pieces, workspace, blocks=True)
@@ -404,3 +406,7 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> Non
         linear(x[:1], weight, None, out[:1])
         for few, bias, adds in product((x[:1], x), (None, out[0].clone()), (False, True)) if coded else ():
             linear_each(few, ((coded, bias, out[: len(few)]),), adds)
+        for some, tokens, biases in product((weight, coded), (1, FEW_ROWS), (None, [out[0].clone()] * 2)):
+            if experts and some and is_last and triton.takes(x):
+                inputs, result = (torch.cat([t[:tokens]] * 2) for t in (x, out))
+                grouped_linear(inputs, [tokens] * 2, (([some] * 2, biases, result),))

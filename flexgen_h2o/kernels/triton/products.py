@@ -1,21 +1,38 @@
-"""Products of few input rows with weights that are decoded in registers."""
+"""Products of few input rows; weights in few bits are decoded in registers."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+FIELDS = tl.constexpr(6)  # of a product in `table`
+
 
 @triton.jit(do_not_specialize=("tokens",))
-def coded(
-    x, words, group_params, bias, out, tokens, rows, columns, x_row, words_row, params_row, out_row, group,
-    BITS: tl.constexpr, MX: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr,
+def few_rows(
+    x, words, group_params, bias, out, table, tokens, rows, columns, x_row, words_row, params_row, out_row, group,
+    BITS: tl.constexpr, MX: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr, TABLE: tl.constexpr,
+    ALIGNED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """All tokens with ROWS rows of the weight, WORDS words of each at a time. group_params: of a group of columns its
-    scale and least value in a word, or, MX, its exponent in a byte. Sums are in fp32; weights are rounded to x's dtype
-    first."""
-    per_word: tl.constexpr = 32 // BITS
+    """All tokens with ROWS rows of the weight, WORDS words of each at a time. BITS: of a column; 0: words are numbers
+    of x's dtype. group_params: of a group of columns its scale and least value in a word, or, MX, its exponent in a
+    byte. Sums are in fp32; weights are rounded to x's dtype first.
+
+    TABLE: of several products, each of which has FIELDS int64 in `table`: its tokens, and how many numbers behind x,
+    words, group_params, bias and out its own begin; ALIGNED: those of words, in 16s.
+    """
+    per_word: tl.constexpr = 32 // BITS if BITS else 1
+    if TABLE:
+        own = table + tl.program_id(1) * FIELDS
+        tokens = tl.load(own)
+        x += tl.load(own + 1)
+        first_word = tl.load(own + 2)
+        if ALIGNED:
+            first_word = tl.multiple_of(first_word, 16)
+        words += first_word
+        group_params += tl.load(own + 3)
+        bias += tl.load(own + 4)
+        out += tl.load(own + 5)
     token = tl.arange(0, TOKENS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([TOKENS, ROWS], tl.float32)
@@ -23,14 +40,17 @@ def coded(
         column = first + tl.arange(0, WORDS) * per_word  # the first of each word
         loads = (row < rows)[:, None] & (column < columns)[None, :]
         word = tl.load(words + row[:, None] * words_row + (column // per_word)[None, :], mask=loads, other=0)
-        end = tl.load(group_params + row[:, None] * params_row + (column // group)[None, :], mask=loads, other=0)
-        code = (word[:, :, None] >> (tl.arange(0, per_word) * BITS)[None, None, :]) & ((1 << BITS) - 1)
-        if MX:
-            weight = twice_e2m1(code) * half_power(end)[:, :, None]
+        if BITS == 0:
+            tile = word
         else:
-            scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
-            weight = code.to(tl.float32) * scale[:, :, None] + least[:, :, None]
-        tile = tl.reshape(weight.to(x.dtype.element_ty), [ROWS, WORDS * per_word])
+            end = tl.load(group_params + row[:, None] * params_row + (column // group)[None, :], mask=loads, other=0)
+            code = (word[:, :, None] >> (tl.arange(0, per_word) * BITS)[None, None, :]) & ((1 << BITS) - 1)
+            if MX:
+                weight = twice_e2m1(code) * half_power(end)[:, :, None]
+            else:
+                scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
+                weight = code.to(tl.float32) * scale[:, :, None] + least[:, :, None]
+            tile = tl.reshape(weight.to(x.dtype.element_ty), [ROWS, WORDS * per_word])
         each = first + tl.arange(0, WORDS * per_word)
         wanted = (token < tokens)[:, None] & (each < columns)[None, :]
         inputs = tl.load(x + token[:, None] * x_row + each[None, :], mask=wanted, other=0.0)

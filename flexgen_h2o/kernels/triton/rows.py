@@ -50,6 +50,19 @@ def silu_gated(gate, up, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def clamped_gate(x, out, alpha, limit, count, BLOCK: tl.constexpr):
+    """BLOCK numbers of `clamped_gate`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    kind = out.dtype.element_ty
+    gate = tl.minimum(tl.load(x + 2 * at, mask=inside, other=0.0).to(tl.float32), limit)
+    up = tl.load(x + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
+    up = _rounded(tl.minimum(tl.maximum(up, -limit), limit) + 1, kind)
+    share = _rounded(1 / (1 + tl.exp(-_rounded(gate * alpha, kind))), kind)
+    tl.store(out + at, (up * _rounded(gate * share, kind)).to(kind), mask=inside)
+
+
+@triton.jit
 def rotate(q, k, positions, frequencies, scaling, q_token, k_token, heads, width, pairs, BLOCK: tl.constexpr):
     """A head of a token: the `heads` first are q's, those behind k's. Angles in fp32; products in the dtype."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

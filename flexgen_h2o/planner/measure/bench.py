@@ -24,14 +24,14 @@ from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend
-from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kernels.workspace import Workspace, upload
 from flexgen_h2o.kvcache.evict import keep_prompt_columns
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.rows import SlotTable
 from flexgen_h2o.kvcache.slots import KVRows
 from flexgen_h2o.planner.profile import AS_FAST, Curve
 from flexgen_h2o.planner.profile import Products as Rates
-from flexgen_h2o.tiers.device import Device, upload
+from flexgen_h2o.tiers.device import Device
 
 
 @dataclass(frozen=True)

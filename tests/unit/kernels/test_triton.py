@@ -12,22 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.checkpoint.formats import Held, PackedFormat, WeightFormat
-from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
-from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
-from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels import prefill_attention, triton
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
-from flexgen_h2o.kernels.coded import (
-    FEW_ROWS,
-    CodedRows,
-    Codes,
-    groupwise_codes,
-    multiply_coded,
-    multiply_coded_reference,
-    mxfp4_codes,
-)
 from flexgen_h2o.kernels.decode_step import (
     PLACE,
     StepSlots,
@@ -38,18 +25,16 @@ from flexgen_h2o.kernels.decode_step import (
 )
 from flexgen_h2o.kernels.elementwise import (
     Rotation,
+    clamped_gate,
+    clamped_gate_reference,
     rms_norm,
     rms_norm_reference,
     silu_gated,
     silu_gated_reference,
 )
-from flexgen_h2o.kernels.linear import DenseRows, linear, lookup
 from flexgen_h2o.kernels.packed import (
     pack_columns_reference,
-    pack_rows,
     unpack_columns,
-    unpack_rows,
-    unpack_rows_reference,
 )
 from flexgen_h2o.kernels.prefill_attention import (
     causal_attention_lse,
@@ -57,9 +42,7 @@ from flexgen_h2o.kernels.prefill_attention import (
     column_sums,
     column_sums_reference,
 )
-from flexgen_h2o.kernels.quantised import unpack_mxfp4, unpack_mxfp4_reference
 from flexgen_h2o.kvcache.rows import query_weight_table
-from flexgen_h2o.tiers.stream import Part
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
@@ -95,118 +78,6 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("columns", [8, 64, 120, 1000, 2304])
-def test_unpacked_weights_are_the_same_to_the_bit(dtype: torch.dtype, bits: int, columns: int) -> None:
-    packed = pack_rows(torch.randn(3, columns, device="cpu"), bits).to(torch.get_default_device())
-    assert packed.shape[1] == SlotPacking(columns, bits).slot_bytes
-    found, expected = (torch.empty(3, columns, dtype=dtype) for _ in range(2))
-    unpack_rows(packed, bits, found)
-    unpack_rows_reference(packed, bits, expected)
-    if dtype == torch.bfloat16 and not ON_CARD:  # the interpreter cuts off what a card rounds
-        torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-    else:
-        assert torch.equal(found, expected)
-
-
-CODED = [(1, 1, 8), (3, 33, 72), (17, 5, 200), (32, 70, 64)]  # input rows, rows of the weight, columns
-
-
-@pytest.mark.parametrize(
-    ("shape", "bits", "adds", "dtype"),
-    some_slow(CODED, [4, 8], [False, True], MULTIPLIED, fast=(CODED[1], 4, True, torch.float16)),
-)
-def test_products_with_coded_weights(shape: tuple[int, int, int], bits: int, adds: bool, dtype: torch.dtype) -> None:
-    tokens, rows, columns = shape
-    packed = pack_rows(torch.randn(rows, columns, device="cpu"), bits).to(torch.get_default_device())
-    check_coded(groupwise_codes(packed, bits, columns), torch.randn(tokens, columns).to(dtype), adds)
-
-
-def mxfp4(rows: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales: all codes."""
-    scales = torch.randint(120, 132, (rows, groups), dtype=torch.uint8)
-    return torch.randint(0, 256, (rows, groups, 16), dtype=torch.uint8), scales
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype"), some_slow([(1, 1, 1), (5, 40, 5), (32, 33, 8)], MULTIPLIED, fast=((5, 40, 5), torch.float16))
-)
-def test_products_with_mxfp4_weights(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    tokens, rows, groups = sizes
-    x = torch.randn(tokens, 32 * groups).to(dtype) / 8
-    check_coded(mxfp4_codes(*mxfp4(rows, groups)), x, adds=False)
-
-
-def check_coded(codes: Codes, x: torch.Tensor, adds: bool) -> None:
-    """With inputs and results whose rows lie apart."""
-    x, rows = torch.cat([x, x], 1)[:, : codes.columns], len(codes.words)
-    found, bias = torch.randn(len(x), rows + 3).to(x.dtype)[:, 1 : rows + 1], torch.randn(rows).to(x.dtype)
-    expected = found.clone()
-    multiply_coded(x, codes, bias if adds else None, found, adds)
-    weight = codes.decode(torch.empty(rows, codes.columns, dtype=x.dtype)).float()
-    exact = x.float() @ weight.t() + (bias.float() + expected.float() if adds else 0)
-    torch.testing.assert_close(found, exact.to(x.dtype), rtol=CLOSE[x.dtype], atol=CLOSE[x.dtype])
-    multiply_coded_reference(x, codes, bias if adds else None, expected, adds)
-    torch.testing.assert_close(found, expected, rtol=4 * CLOSE[x.dtype], atol=4 * CLOSE[x.dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unpacked_mxfp4_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
-    """Every code with every exponent; the last columns of a matrix whose rows lie apart."""
-    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(256, 1, 1).view(-1, 64, 16)
-    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(-1, 64)
-    if dtype == torch.bfloat16 and not ON_CARD:  # the interpreter cuts off what a card rounds: numbers near 0
-        scales = scales.clamp(min=8)
-    found, expected = (torch.zeros(64, 2050, dtype=dtype)[:, 2:] for _ in range(2))
-    unpack_mxfp4(codes, scales, found)
-    unpack_mxfp4_reference(codes, scales, expected)
-    assert torch.equal(found, expected)
-
-
-FORMATS = [Groupwise(4, 4), Groupwise(4, 8), Mxfp4(4)]
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_formats_multiply_few_rows_from_codes(form: WeightFormat) -> None:
-    """A matrix that is whole; of one in two parts, or to be decoded into int8, they do not."""
-    layout = form.layout(TensorSpec("", form.sample_name or "a", (5, 96)))
-    part, memory = Part("device", 0, 5), torch.zeros(5 * layout.decoded_row_bytes, dtype=torch.uint8)
-    decoded = (DenseRows(memory.view(torch.float32).view(5, 96)),)
-    if isinstance(form, PackedFormat):
-        pieces = [form.encode(torch.randn(5, 96, device="cpu")).flatten().to(memory.device)]
-    else:
-        pieces = [t.flatten() for t in mxfp4(5, 3)]
-    held = Held(part, pieces)
-    coded = form.coded_parts(layout, [held], decoded)
-    x = torch.randn(2, 96)
-    found = linear(x, coded, None, torch.empty(2, 5))
-    assert not decoded[0].rows.any()
-    form.decode(layout, [held], decoded)
-    torch.testing.assert_close(found, linear(x, decoded, None, torch.empty(2, 5)), rtol=1e-4, atol=1e-4)
-    assert not form.coded_parts(layout, [held, held], decoded)
-    assert not replace(form, to_int8=True).coded_parts(layout, [held], decoded)
-
-
-def test_coded_rows_are_decoded_once_for_many_rows() -> None:
-    packed = pack_rows(torch.randn(6, 64, device="cpu"), 4).to(torch.get_default_device())
-    calls, whole, codes = list[torch.Tensor](), torch.zeros(6, 64), groupwise_codes(packed, 4, 64)
-
-    def decode(out: torch.Tensor) -> torch.Tensor:
-        calls.append(codes.decode(out))
-        return out
-
-    rows = CodedRows(replace(codes, decode=decode), DenseRows(whole))
-    x, few = torch.randn(FEW_ROWS + 1, 64), torch.empty(FEW_ROWS, 6)
-    linear(x[1:], (rows,), None, few)
-    assert not calls
-    many, found = torch.empty(FEW_ROWS + 1, 6), torch.empty(2, 64)
-    linear(x, (rows,), None, many)
-    lookup(torch.tensor([5, 0]), (rows,), found)
-    assert len(calls) == 1 and torch.equal(found, whole[[5, 0]])
-    torch.testing.assert_close(few, many[1:], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 8), (5, 100), (2, 3, 64)])
 @pytest.mark.parametrize("once", [False, True])
 def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], once: bool) -> None:
@@ -223,6 +94,15 @@ def test_silu_gated(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     expected = silu_gated_reference(gate.clone(), up)
     torch.testing.assert_close(silu_gated(gate, up), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (7, 1024)])
+def test_clamped_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, found = 4 * torch.randn(shape[0], 2 * shape[1]).to(dtype), torch.empty(shape, dtype=dtype)
+    expected = clamped_gate_reference(x.clone(), 1.702, 7.0, torch.empty_like(found))
+    clamped_gate(x, 1.702, 7.0, found)
+    torch.testing.assert_close(found, expected, rtol=3 * CLOSE[dtype], atol=3 * CLOSE[dtype])  # four roundings
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -129,14 +129,17 @@ def test_a_card_is_warmed_up_for_products_with_codes(form: WeightFormat, monkeyp
     seen = set()
 
     def launch(name: str, grid: object, reference: Callable[[], object], given: object, **constants: Any) -> None:
-        if name == "products.coded":
-            seen.add((constants["TOKENS"], constants["BIASED"], constants["ADDS"]))
+        if name == "products.few_rows":
+            kind = ("one", "dense", "coded")[constants["TABLE"] * (1 + bool(constants["BITS"]))]
+            seen.add((kind, constants["TOKENS"], constants["BIASED"], constants["ADDS"]))
         reference()
 
     monkeypatch.setattr(triton, "takes", lambda *tensors: True)
     monkeypatch.setattr(triton, "launch", launch)
     formats.warm_up(form, CPU, torch.float32)
-    assert seen == set(product((16, 32), (False, True), (False, True)))
+    assert seen == (alone := set(product(["one"], (16, 32), (False, True), (False, True))))
+    formats.warm_up(form, CPU, torch.float32, experts=True)
+    assert seen - alone == set(product(("dense", "coded"), (16, 32), (False, True), [False]))
 
 
 def test_what_is_compiled_is_stamped_with_all_that_it_has() -> None:

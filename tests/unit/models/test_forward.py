@@ -20,6 +20,7 @@ from flexgen_h2o.kernels.linear import DenseRows, InputRows, RowParts, vector
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, with_sinks
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, Queries, end_attention, family_of, llama, spec_from_config
+from flexgen_h2o.models.layers import count_choices, sort_choices
 from tests.parity.cases import FAMILY_SHAPES
 from tests.parity.reference import random_model, stored_tensors
 
@@ -84,6 +85,9 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
             size = (n, spec.experts.per_token)
             hidden = Hidden(x, torch.zeros_like(x), torch.empty(size, dtype=torch.int32), torch.empty(size))
             family.route(spec, roles(attention), hidden, ws)
+            (counts,) = count_choices(hidden.chosen, [n], spec.experts.count)
+            hidden = hidden._replace(counts=counts)
+            sort_choices(hidden)
             for group in (range(2), range(2, spec.experts.count)):
                 tensors_of_group = spec.experts.inputs[i] + tuple(t for e in group for t in spec.experts_of(i)[e])
                 family.experts(spec, roles(tensors_of_group), group, hidden, ws)
