@@ -4,9 +4,10 @@ A matrix split over tiers arrives as several parts, each a run of its rows; a wh
 ever copied together: each is multiplied where it lies and fills its own columns of the result, or, where rows are
 inputs (`InputRows`), adds its share to all of them.
 
-In bf16 on a CPU the compiled loop of kernels/products.py multiplies, where there is one, and torch elsewhere. Rows may
-be in the loop's blocked layout, in which it need not bring them first; with AMX it takes only these. They are blocked
-in place: the bytes are the same in another order, so that the memory plan and the owner of the memory need not know.
+In bf16 on a CPU the compiled loop of kernels/products.py multiplies, where there is one, and torch elsewhere, which
+also takes many inputs where the CPU has AVX2 alone, some of the weight at a time as fp32. Rows may be in the loop's
+blocked layout, in which it need not bring them first; with AMX it takes only these. They are blocked in place: the
+bytes are the same in another order, so that the memory plan and the owner of the memory need not know.
 """
 
 from __future__ import annotations
