@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,23 +95,16 @@ class EngineLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Without the system's message where the template does not take one."""
-        from jinja2.exceptions import TemplateError
-
         if not self.llm.model.has_chat_template:
             raise UsageError(f"--apply-chat-template: {self.llm.model.name} has no chat template; leave it out")
 
-        def text_of(history: list[dict[str, str]]) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    history, tokenize=False, add_generation_prompt=add_generation_prompt,
-                    continue_final_message=not add_generation_prompt,
-                )
-            )  # fmt: skip
-
+        without_system = [message for message in chat_history if message["role"] != "system"]
+        with suppress(ValueError):
+            return self.llm.model.chat_text(chat_history, add_generation_prompt)
         try:
-            return text_of(chat_history)
-        except TemplateError:
-            return text_of([message for message in chat_history if message["role"] != "system"])
+            return self.llm.model.chat_text(without_system, add_generation_prompt)
+        except ValueError as error:
+            raise UsageError(f"--apply-chat-template: the model's template refuses: {error}; leave it out") from error
 
     def get_model_info(self) -> dict[str, Any]:
         """For the results' file."""

@@ -128,7 +128,7 @@ class Model:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins. ValueError if the template does not take it,
         TooLongError where it is too long."""
-        text = self._chat_text(messages)
+        text = self.chat_text(messages)
         self.check_fits(text)
         return self.encode_more(text)
 
@@ -141,18 +141,22 @@ class Model:
         messages = [] if system is None else [{"role": "system", "content": system}]
         for text in users:
             messages += [{"role": "user", "content": text}, {"role": "assistant", "content": _ANSWER_MARK}]
-        head, answer, turn = self._chat_text(messages[:-1]).rpartition(_ANSWER_MARK)
+        head, answer, turn = self.chat_text(messages[:-1]).rpartition(_ANSWER_MARK)
         if bool(answer) != (len(users) > 1) or head.count(_ANSWER_MARK) != max(0, len(users) - 2):
             raise ValueError("it leaves out answers that came before")
         self.check_fits(turn)
         return self.encode_more(turn)
 
-    def _chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], answers: bool = True) -> str:
+        """A conversation by the chat template, up to where an answer begins, or, without `answers`, to the end of its
+        last message, which goes on. ValueError and TooLongError as of `encode_chat`."""
         assert self.tokenizer is not None
         try:
             _bound_template(self.tokenizer)
             with _quiet():
-                text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                text = self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers
+                )
         except TooLongError:
             raise
         except Exception as error:  # of the template's language: many kinds

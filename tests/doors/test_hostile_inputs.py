@@ -297,7 +297,7 @@ def test_a_usual_chat_template_writes_what_it_does_in_transformers(words_model: 
     text = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert "4/4" not in text and "3/3/1" in text and "empty" in text and "<X>ayb" in text
     for _ in range(2):
-        assert model._chat_text(messages) == text
+        assert model.chat_text(messages) == text
 
 
 def with_template(model: Path, tmp_path: Path, template: str) -> Path:

@@ -264,6 +264,19 @@ def test_what_cannot_be_generated_is_refused(ours: EngineLM, given: dict[str, An
         ours.generate_until(requests("generate_until", [("x", given)]))
 
 
+def test_chat_templates(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes no system's message, as HFLM has it; one that takes nothing, and one that never ends."""
+    history = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    refuse = "{{ raise_exception('not that') }}"
+    template = f"{{% if messages[0].role == 'system' %}}{refuse}{{% endif %}}{{{{ messages[0].content }}}}"
+    monkeypatch.setattr(ours.tokenizer, "chat_template", template + "{% if add_generation_prompt %}>{% endif %}")
+    assert (ours.apply_chat_template(history), ours.apply_chat_template(history, False)) == ("hi>", "hi")
+    for bad, says in ((refuse, "template refuses: not that"), ("{% for i in range(10**9) %}x{% endfor %}", "template")):
+        monkeypatch.setattr(ours.tokenizer, "chat_template", bad)
+        with pytest.raises(UsageError, match=says):
+            ours.apply_chat_template(history)
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     random_model(0).save_pretrained(tmp_path)
     with LLM(tmp_path, Policy(1, 1), device="cpu") as llm, pytest.raises(UsageError, match="no tokenizer"):
