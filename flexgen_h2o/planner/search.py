@@ -164,7 +164,8 @@ def _likely_blocks(space: SearchSpace, policy: Policy) -> float:
 
 
 def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
-    """The coarse grid's candidates with the LP's placements and seconds of the pile, fastest first."""
+    """The coarse grid's candidates with the LP's placements and seconds of the pile, fastest first. Where some hidden
+    states move, none are joined, which the LP does not see: it says too few seconds, which rule nothing out."""
     found: list[tuple[float, Candidate, Solution]] = []
     fastest = math.inf
     for candidate in candidates(space)[:MOST_SOLVED]:
@@ -173,7 +174,7 @@ def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
         solution = _solve(space, candidate.policy, candidate.depth, space.budgets)
         if solution is not None:
             found.append((solution.seconds * _likely_blocks(space, candidate.policy), candidate, solution))
-            fastest = min(fastest, found[-1][0])
+            fastest = min(fastest, found[-1][0] if round(solution.shares[4], 2) in (0, 1) else math.inf)
     return sorted(found, key=itemgetter(0))
 
 
@@ -250,10 +251,11 @@ def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
 
 
 def _largest(space: SearchSpace) -> Iterator[Policy]:
-    """For a few numbers of micro-batches the largest ones with which everything is on the device, in memory, or all in
-    memory but the weights; and of as many blocks those that are equal. Measured with the base policy's switches, tried
-    with all."""
-    rows, kinds = space.need.rows, ((IN_MEMORY, MEMORY[:1]), (IN_MEMORY, MEMORY), (STREAMED_WEIGHTS, MEMORY))
+    """For a few numbers of micro-batches the largest ones with which everything is on the device, in memory, all in
+    memory but the weights, or hidden states alone on a card; and of as many blocks those that are equal. Measured with
+    the base policy's switches, tried with all."""
+    rows, kinds = space.need.rows, [(IN_MEMORY, MEMORY[:1]), (IN_MEMORY, MEMORY), (STREAMED_WEIGHTS, MEMORY)]
+    kinds += [] if space.machine.device_is_host else [((0, 100, 0, 100, 100, 0), MEMORY[:1])]
     for batches in (k for k in FEW_BATCHES if k <= rows):
         for percent, tiers in kinds:
             gbs = _most_rows(space, replace(space.base, num_gpu_batches=batches, percent=percent), tiers)
@@ -388,10 +390,8 @@ def too_small(space: SearchSpace) -> str:
     reads = disk_reads(space, held.policy)
     more = worth_more(_with_budgets(space, enough), reads)
     read = f" and {format_bytes(reads)} of disk reads" if reads else ""
-    full = [
-        text for tier, nbytes in enough.items()
-        if (text := advice(tier, space.budgets.get(tier), nbytes)) != f"raise --{tier}-mem"
-    ]  # fmt: skip
+    said = ((advice(tier, space.budgets.get(tier), n), f"raise --{tier}-mem") for tier, n in enough.items())
+    full = [text for text, usual in said if text != usual]
     return (
         f"{given} {'is' if len(enough) == 1 else 'are'} too small for any policy by "
         f"{', '.join(map(format_bytes, held.over.values()))}; the smallest that would do: {needed} "
