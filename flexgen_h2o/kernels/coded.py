@@ -78,7 +78,7 @@ def multiply_coded_reference(
 
 def multiply_together(found: Sequence[Product]) -> list[Product]:
     """Multiply at most FEW_ROWS input rows each with weights of one shape and kind, those that are not in few bits too,
-    in one launch. Returns the other products, and what would be alone in one."""
+    in one launch on a card. Returns the other products, and what would be alone in one."""
     alike, others = dict[Hashable, list[tuple[Product, _Few]]](), list[Product]()
     for product in found:
         few = _few_of(product)
@@ -98,7 +98,7 @@ def multiply_together(found: Sequence[Product]) -> list[Product]:
 def _few_of(product: Product) -> _Few | None:
     """None: it is not for `multiply_together`."""
     part, inputs, bias, out, adds = product
-    if not triton.takes(out) or len(inputs) > FEW_ROWS:
+    if len(inputs) > FEW_ROWS:
         return None
     if isinstance(part, CodedRows):
         return _Few(inputs, part.kept, bias, out, adds)

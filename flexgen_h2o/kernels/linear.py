@@ -79,9 +79,8 @@ class DenseRows(RowPart):
         return len(self.rows)
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
-        if not products.takes(inputs, self.rows.shape[1], in_order=True) or self.rows.stride(1) != 1:
-            return None
-        if _is_for_fp32(inputs):
+        is_taken = products.takes(inputs, self.rows.shape[1], in_order=True) and self.rows.stride(1) == 1
+        if not is_taken or _is_for_fp32(inputs):
             return None
         rows = self.rows
         return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out)

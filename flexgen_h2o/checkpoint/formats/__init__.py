@@ -406,7 +406,8 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, expert
         linear(x[:1], weight, None, out[:1])
         for few, bias, adds in product((x[:1], x), (None, out[0].clone()), (False, True)) if coded else ():
             linear_each(few, ((coded, bias, out[: len(few)]),), adds)
-        for some, tokens, biases in product((weight, coded), (1, FEW_ROWS), (None, [out[0].clone()] * 2)):
-            if experts and some and is_last and triton.takes(x):
-                inputs, result = (torch.cat([t[:tokens]] * 2) for t in (x, out))
-                grouped_linear(inputs, [tokens] * 2, (([some] * 2, biases, result),))
+        if not (experts and is_last and triton.takes(x)):
+            continue
+        for some, tokens, biases in product(filter(None, (weight, coded)), (1, FEW_ROWS), (None, [out[0].clone()] * 2)):
+            inputs, result = (torch.cat([t[:tokens]] * 2) for t in (x, out))
+            grouped_linear(inputs, [tokens] * 2, (([some] * 2, biases, result),))
