@@ -160,22 +160,16 @@ def _page_scores(
 
     Keys and values of columns that left with the prefill are summed up as they were, later ones as the cache has them.
     """
-    kv, g, n, d = q.shape
-    products, means = torch.full((kv, g, n, -(-n // page)), -math.inf), torch.zeros(kv, n, -(-n // page), d)
-    for head, i in product(range(kv), range(prompt_len, n)):
-        for number in range(-(-n // page)):
-            here = range(number * page, min(i + 1, (number + 1) * page))
-            gone = [j for j in here if not mask[head, i, j]]
-            if not gone:
-                continue
-            early = [j < prompt_len and not mask[head, prompt_len, j] for j in gone]
-            key, value = (
-                torch.stack([(whole if first else kept)[head, j] for j, first in zip(gone, early, strict=True)]).mean(0)
-                for whole, kept in zip(columns, later, strict=True)
-            )
-            products[head, :, i, number] = q[head, :, i] @ key * d**-0.5 + math.log(len(gone))
-            means[head, i, number] = value
-    return products, means
+    n, place = q.shape[2], torch.arange(q.shape[2])
+    left = ~mask & mask.new_ones(n, n).tril() & (place >= prompt_len)[:, None]
+    gone = left[:, :, None] & (place // page == place[::page, None] // page)  # (kv, n, pages, n)
+    count, early = gone.sum(-1, keepdim=True), ~mask[:, prompt_len, :, None] & (place < prompt_len)[:, None]
+    keys, means = (
+        gone.float() @ torch.where(early, whole, kept)[:, None] / count.clamp(min=1)
+        for whole, kept in zip(columns, later, strict=True)
+    )
+    products = torch.einsum("kgid,kipd->kgip", q, keys) * q.shape[-1] ** -0.5
+    return products + count[:, None, :, :, 0].log(), means
 
 
 def rolled_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, turn: Turn) -> torch.Tensor:

@@ -36,17 +36,17 @@ class Selection:
             estimates = torch.stack([self._estimates(q[head, x, i], codes, centre, step) for x in range(g)])
             sink = sinks[head, :, None]
             read = self._read(torch.cat([estimates, sink], dim=1).softmax(1)[:, :-1].amax(0))
-            rest = [j for j in range(i + 1) if j not in read]
+            rest = {*range(i + 1)} - {*read}
             logits = estimates.clone()
             logits[:, read] = scores[head, :, i, read]
             p = torch.cat([logits, sink], dim=1).softmax(1)
-            for j in read:
-                out[head, :, i - prompt_len] += p[:, j, None] * found[head, i, j]
-            for j in rest:
-                block = range(j // BLOCK * BLOCK, min(i + 1, (j // BLOCK + 1) * BLOCK))
-                others = [x for x in block if x in rest]
-                total = v[head, list(block)].sum(0) - sum(found[head, i, x] for x in block if x in read)
-                out[head, :, i - prompt_len] += p[:, j, None] * total / len(others)
+            out[head, :, i - prompt_len] = p[:, read] @ found[head, i, read]
+            for first in range(0, i + 1, BLOCK):
+                block = range(first, min(i + 1, first + BLOCK))
+                others = [j for j in block if j in rest]
+                if others:
+                    total = v[head, list(block)].sum(0) - sum(found[head, i, j] for j in block if j not in rest)
+                    out[head, :, i - prompt_len] += p[:, others].sum(1, keepdim=True) * total / len(others)
         return out
 
     def _codes(self, k: torch.Tensor, prompt_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

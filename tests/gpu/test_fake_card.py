@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o import MemoryBudget, Policy
+from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import BaseWeightStream
@@ -20,27 +20,29 @@ from flexgen_h2o.kvcache.eviction import H2ONorm
 from flexgen_h2o.tiers.stream import NOTHING
 from tests.gpu.fake_card import NAME, Card
 from tests.gpu.fake_engine import deferred_transfers, fake_card
-from tests.gpu.test_cuda_parity import (
-    BUDGET,
-    CONFIGS,
-    H2O,
-    HALVES,
-    PLACEMENTS,
-    generate,
-    model_folder,
-    off_by,
-    prompts,
-)
+from tests.gpu import test_cuda_parity
+from tests.gpu.test_cuda_parity import BUDGET, GREEDY, H2O, HALVES, PLACEMENTS, model_folder, off_by, prompts
 
+CONFIGS = {name: {**config, "num_hidden_layers": 2} for name, config in test_cuda_parity.CONFIGS.items()}
+FEW_TOKENS = SamplingParams(8, ignore_eos=True)  # a sweep takes a second on the fake card
 PROMPTS_OF_A_BATCH = 3  # of different lengths: each is computed by itself
 EVICTIONS = {"full": None, "h2o": H2O(heavy_size=6, recent_size=3)}
 
 
-def on_fake_card(folder, placement: str, eviction: Any = None, dtype: str = "float32", **more: Any):
+def generate(folder, policy: Policy, device: str, budget: MemoryBudget, **more: Any):
+    return test_cuda_parity.generate(folder, policy, device, budget, **{"params": FEW_TOKENS, **more})
+
+
+def params_of(placement: str) -> SamplingParams:
+    """Columns on a disk are to be written back too."""
+    return GREEDY if sum(PLACEMENTS[placement]["percent"][2:4]) < 100 else FEW_TOKENS
+
+
+def on_fake_card(folder, placement: str, eviction: Any = None, **more: Any):
     """Tokens, and what was counted."""
     with fake_card() as card:
-        policy = Policy(3, 2, **PLACEMENTS[placement], **more)
-        tokens, *_ = generate(folder, policy, "cuda", BUDGET, dtype=dtype, eviction=eviction)
+        policy, params = Policy(3, 2, **PLACEMENTS[placement], **more), params_of(placement)
+        tokens, *_ = generate(folder, policy, "cuda", BUDGET, eviction=eviction, params=params)
     return tokens, card
 
 
@@ -59,9 +61,10 @@ FAST = {("normal", "h2o", "KV on host")}
 
 @pytest.mark.parametrize(("family", "eviction", "placement"), some_slow(product(FAMILIES, EVICTIONS, PLACEMENTS), FAST))
 def test_tokens_are_those_of_the_cpu_and_nothing_races(tmp_path, family: str, eviction: str, placement: str) -> None:
-    folder = model_folder(tmp_path, CONFIGS[family])
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=EVICTIONS[eviction])
-    tokens, card = on_fake_card(folder, placement, EVICTIONS[eviction])
+    folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
+    in_ram, params = MemoryBudget(host="1GiB"), params_of(placement)
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", in_ram, eviction=kept, params=params)
+    tokens, card = on_fake_card(folder, placement, kept)
     assert tokens == expected
     assert not card.races
 
@@ -126,9 +129,10 @@ def test_a_fence_that_is_left_out_is_a_race(tmp_path, monkeypatch, drop, placeme
 )
 def test_bytes_that_move_at_the_last_moment_are_the_same(tmp_path, eviction: str, placement: str) -> None:
     folder, kept = model_folder(tmp_path, CONFIGS["normal"]), EVICTIONS[eviction]
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept)
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept, params=GREEDY)
     with deferred_transfers():
-        tokens, *_ = generate(folder, Policy(3, 2, **PLACEMENTS[placement]), "cpu", BUDGET, eviction=kept)
+        policy = Policy(3, 2, **PLACEMENTS[placement])
+        tokens, *_ = generate(folder, policy, "cpu", BUDGET, eviction=kept, params=GREEDY)
     assert tokens == expected
 
 
