@@ -44,7 +44,6 @@ from flexgen_h2o.kernels.prefill_attention import (
 )
 from flexgen_h2o.kvcache.rows import query_weight_table
 
-interpreter = pytest.importorskip("triton.runtime.interpreter")
 ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
 HAS_BF16 = not ON_CARD or torch.cuda.is_bf16_supported(including_emulation=False)
 DTYPES = (torch.float32, *([torch.bfloat16] if HAS_BF16 else []), torch.float16)
@@ -61,6 +60,7 @@ def some_slow(*lists: Iterable[Any], fast: tuple[Any, ...]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
     if ON_CARD:
         with torch.device("cuda"):
             yield
