@@ -120,7 +120,7 @@ def attend_rows(element, forms, jobs, state, beside, first, end):  # type: ignor
     one = np.empty((slots.group, form.width), np.float32)
     size = 4 // planes(element) * slots.group * form.width
     for r in range(first, end):
-        filled, q_at = ints_at(slots.filled)[r], slots.q + r * size
+        filled, q_at = np.int64(ints_at(slots.filled)[r]), slots.q + r * size
         spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
         if pages.pages:
             spread_beside(FLOAT, element, q_at, pages.width, of_pages)
@@ -133,7 +133,7 @@ def attend_rows(element, forms, jobs, state, beside, first, end):  # type: ignor
             restore_centre(element, q_at, whole.centres + 2 * r * form.width, form.width, filled, p)
         if whole.columns:
             spread_beside(element, element, q_at, whole.width, of_whole)
-            beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, 0)
+            beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, np.int64(0))
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         softmax(p, filled, slots, pages, r)
         if whole.columns:
@@ -146,7 +146,7 @@ def attend_rows(element, forms, jobs, state, beside, first, end):  # type: ignor
             beside_mix(FLOAT, page_values(pages), r, of_pages, p, end_of_slots)
             add_sums(FLOAT, of_pages, one)
         if whole.columns:
-            beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, 0)
+            beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, np.int64(0))
             add_sums(element, of_whole, one)
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         for g in range(slots.group):
@@ -170,7 +170,7 @@ def over_row(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped
     layout = (form.lanes, form.places, form.chunks, 4 * form.low_words)
     scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
     size = 4 * words * BLOCK
-    at, j, inside = row.at, 0, 0
+    at, j, inside = row.at, np.int64(0), np.int64(0)
     while j < row.filled:
         run = min(row.filled - j, slots.per_segment - inside) // BLOCK
         count = max(1, run)
@@ -338,8 +338,9 @@ def put_new(element, forms, job, new, whole, first, end):  # type: ignore[no-unt
             above = number_at(element, keys, r * width + i) - number_at(_BF16, centres, i)
             smoothed[r - first, i] = above / number_at(_BF16, ranges, i)
     packed_keys, packed_values = job.column_keys + first * job.keys_step, job.column_values + first * job.values_step
-    pack_rows(FLOAT, form, smoothed.ctypes.data, packed_keys, job.key_bytes // 4, 0, count)
-    pack_rows(element, of_values, values + first * size, packed_values, job.value_bytes // 4, 0, count)
+    none, source = np.int64(0), np.int64(smoothed.ctypes.data)
+    pack_rows(FLOAT, form, source, packed_keys, job.key_bytes // 4, none, count)
+    pack_rows(element, of_values, values + first * size, packed_values, job.value_bytes // 4, none, count)
     put(job, 1, first, end)
     for r in range(first, end):
         slot, place = longs_at(job.slots + r * job.slots_step)[0], longs_at(places)[r]

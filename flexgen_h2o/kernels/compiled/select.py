@@ -124,7 +124,7 @@ def attend_packed_rows(element, forms, jobs, sketch, whole, first, end):  # type
         if whole.columns:
             _find(ints_at(whole.slots + 4 * r * whole.columns), found.places, count, places)
             spread_beside(element, element, q_at, whole.width, of_whole)
-            beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, 0)
+            beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, np.int64(0))
             packed_slots.exchange(places, newest, p, False)
         _gather(job.values, value_job.words, found.offsets[1], count, values)
         _weigh(job, r, count, found, p)
@@ -135,7 +135,7 @@ def attend_packed_rows(element, forms, jobs, sketch, whole, first, end):  # type
         packed_slots.gather(of_values, attn_out, one)
         _add_rest(sketch, r, found, of_sums, one)
         if whole.columns:
-            beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, 0)
+            beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, np.int64(0))
             add_sums(element, of_whole, one)
         for g in range(job.group):
             for i in range(form.width):
@@ -319,7 +319,7 @@ def _weigh(job, r, count, found, p):  # type: ignore[no-untyped-def]
 @jit
 def _add_rest(sketch, r, found, of_sums, sums):  # type: ignore[no-untyped-def]
     """Add the blocks' values by their weights to `sums` (g, width)."""
-    beside_mix(FLOAT, Columns(sketch.blocks, sketch.width, sketch.sums), r, of_sums, found.weights, 0)
+    beside_mix(FLOAT, Columns(sketch.blocks, sketch.width, sketch.sums), r, of_sums, found.weights, np.int64(0))
     add_sums(FLOAT, of_sums, sums)
 
 

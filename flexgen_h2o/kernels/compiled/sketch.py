@@ -125,7 +125,7 @@ def fill(element, sketch, fed, first, end):  # type: ignore[no-untyped-def]
 def add(element, sketch, fed, first, end):  # type: ignore[no-untyped-def]
     """The only column of each of the rows first..end-1."""
     for r in range(first, end):
-        _add_column(element, sketch, r, fed, 0, longs_at(fed.slots)[r])
+        _add_column(element, sketch, r, fed, np.int64(0), longs_at(fed.slots)[r])
 
 
 @jit

@@ -111,7 +111,7 @@ def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-un
     of_pages, sums = beside_scratch(FLOAT, slots.group, pages.width), np.empty((slots.group, pages.width), np.float32)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
-        filled = ints_at(slots.filled)[r]
+        filled = np.int64(ints_at(slots.filled)[r])
         offset = r * slots.group * slots.words * 4
         if pages.pages:
             spread_beside(FLOAT, element, slots.q + offset, pages.width, of_pages)
@@ -141,7 +141,7 @@ def over_row(element, slots, row, gathered, scratch, p):  # type: ignore[no-unty
     ahead = max(1, AHEAD // (BLOCK * 4 * words)) * BLOCK
     scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
     tile = vectors.SLOTS * 4 * words  # bytes
-    at, inside = row.at, 0
+    at, inside = row.at, np.int64(0)
     for j in range(0, row.filled, BLOCK):
         ahead_at = address_ahead(slots, at, j + ahead, row.filled, inside + ahead, row.next_at)
         block = take(slots, at, inside, j, row.filled, gathered)
