@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from flexgen_h2o import LLM, SamplingParams, batch, evaluate, flex_opt, policy_search
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import MOST_LINE_BYTES
+from flexgen_h2o.models import templates
 from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 
@@ -266,8 +267,10 @@ ENDS = ("chat template makes more than", "characters, too many", "'lipsum' is un
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_chat_template_that_writes_without_end(
-    template: str, refusal: Callable[..., str], words_model: Path, tmp_path: Path
+    template: str, refusal: Callable[..., str], words_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With fewer steps than there are, which take seconds; the row of a job, below, has them all."""
+    monkeypatch.setattr(templates, "_MOST_STEPS", 2**18)
     folder = with_template(words_model, tmp_path, template)
     path = prompts_with(tmp_path, json.dumps({"prompt": CONTENT}))
     line = refusal("flex_opt", "--model", folder, "--chat", "--prompts", path)

@@ -30,12 +30,12 @@ def layers(command: Door, tmp_path: Path) -> Callable[[str], tuple[dict[str, Any
 def test_other_rows_gain_from_the_schedule(layers: Door, command: Door, tmp_path: Path) -> None:
     """On the shipped model, whose first and last layers need their columns and whose third needs hardly any."""
     asked = "--kv-budget 0.5 --eviction h2o-norm --compress-cache"
-    rows = "--num-prompts 8 --recall-prompts 4 --prompt-len 160 --gen-len 16 --gpu-batch-size 8"
+    rows = "--num-prompts 4 --recall-prompts 4 --prompt-len 160 --gen-len 12 --gpu-batch-size 4"
     found, out = layers(f"{rows} {asked} --markdown l.md")
     shares = [layer["share"] for layer in found["layers"]]
     weights = [float(weight) for weight in found["schedule"].split("/")]
     assert len(weights) == 6 and weights == pytest.approx(shares, rel=1e-2)
-    assert found["share"] == 88 / 176 == pytest.approx(sum(shares) / 6)
+    assert found["share"] == 86 / 172 == pytest.approx(sum(shares) / 6)
     assert weights[2] < min(weights[0], weights[5])
     losses = [layer["loss"] for layer in found["layers"]]
     assert losses[0][0] > losses[0][-1] >= 0 and losses[2][0] < losses[0][0] / 4

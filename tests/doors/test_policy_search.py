@@ -124,7 +124,7 @@ def test_eviction_counts_and_is_printed(plan: Door) -> None:
 
 def test_small_losses_are_the_fastest_way_to_have_all_columns(plan: Door) -> None:
     """It never drops a column, says what it costs, and its command runs it; without a card it may read a share."""
-    asked = "--model facebook/opt-125m --num-prompts 64 --prompt-len 1000 --gen-len 500 --host-mem 2GiB"
+    asked = "--model facebook/opt-125m --num-prompts 16 --prompt-len 1000 --gen-len 100 --host-mem 1GiB"
     for hardware in ("card", "host"):
         none, small = (object_of(plan(f"{asked} --kv-loss {loss} --json", hardware)) for loss in ("none", "small"))
         assert small["eta_s"] <= none["eta_s"] and small["details"]["workload"]["eviction"]["name"] == "full"

@@ -311,7 +311,7 @@ def test_on_a_terminal(forks: Forks, tmp_path: Path) -> None:
     os.write(master, b"half a li")
     wait_for(b"half a li")
     os.write(master, b"\x03")
-    while not select.select([master], [], [], 20)[0]:  # CPython misses one that comes just before it waits for a key
+    while not select.select([master], [], [], 5)[0]:  # CPython misses one that comes just before it waits for a key
         os.write(master, b"\x03")
     wait_for(b"> ")
     os.write(master, b"/memory\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stand_in", [False, True])
-@pytest.mark.parametrize("switches", SWITCHES)
-@pytest.mark.parametrize("shape", ["normal", "llama, one kv-head, odd sizes", "post-norm, narrow embedding (350m)"])
-@pytest.mark.parametrize("placement", ["device and disk in halves", "weights on disk"])
+PACKED_SHAPES = "normal", "llama, one kv-head, odd sizes", "post-norm, narrow embedding (350m)"
+PACKED_CASES = product(("device and disk in halves", "weights on disk"), PACKED_SHAPES, SWITCHES, (False, True))
+
+
+@pytest.mark.parametrize(("placement", "shape", "switches", "stand_in"), thinned(PACKED_CASES, 5))
 def test_packed_weights_and_products_in_int8(
-    shape: str, placement: str, switches: str, stand_in: bool, reference: Callable[[str], Reference],
+    placement: str, shape: str, switches: str, stand_in: bool, reference: Callable[[str], Reference],
     offload_dir: Path, forced: Callable[[], None],
 ) -> None:  # fmt: skip
     known, policy = reference(shape), Policy(2, 2, PLACEMENTS[placement], **SWITCHES[switches])
@@ -130,8 +132,9 @@ def test_quantised_checkpoints(name: str, tmp_path: Path, forced: Callable[[], N
     assert (near - logits).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", ["normal", "untied head", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), thinned(product(("bfloat16", "float32"), ("normal", "untied head", "qwen3_moe")), 2)
+)
 def test_samples_and_log_probabilities(
     shape: str, dtype: str, reference: Callable[[str], Reference], tmp_path: Path, forced: Callable[[], None]
 ) -> None:

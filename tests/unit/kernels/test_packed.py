@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -302,8 +303,16 @@ def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: 
     return whole, Pages(*means, torch.randint(0, 4, (rows, pages), generator=g).int())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "bits"), [(64, 4), (80, "4/2"), (128, 3), (33, 8)])
+FEW_NEW_COLUMNS = {(64, 4, torch.bfloat16), (80, "4/2", torch.float32), (128, 3, torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("width", "bits", "dtype"),
+    [
+        pytest.param(*form, dtype, marks=[] if (*form, dtype) in FEW_NEW_COLUMNS else pytest.mark.slow)
+        for form, dtype in product([(64, 4), (80, "4/2"), (128, 3), (33, 8)], DTYPES)
+    ],
+)
 @pytest.mark.parametrize("count", [0, 8])
 def test_new_columns_go_to_slots_and_among_whole_ones(
     dtype: torch.dtype, width: int, bits: int | str, count: int
