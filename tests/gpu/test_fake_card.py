@@ -18,9 +18,9 @@ from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm
 from flexgen_h2o.tiers.stream import NOTHING
+from tests.gpu import test_cuda_parity
 from tests.gpu.fake_card import NAME, Card
 from tests.gpu.fake_engine import deferred_transfers, fake_card
-from tests.gpu import test_cuda_parity
 from tests.gpu.test_cuda_parity import BUDGET, GREEDY, H2O, HALVES, PLACEMENTS, model_folder, off_by, prompts
 
 CONFIGS = {name: {**config, "num_hidden_layers": 2} for name, config in test_cuda_parity.CONFIGS.items()}

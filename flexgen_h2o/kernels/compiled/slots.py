@@ -97,7 +97,7 @@ class Pass(NamedTuple):
     is_dots: bool
     at: int
     next_at: int
-    filled: int
+    filled: int | np.int64
 
 
 @jit
