@@ -15,6 +15,7 @@ SKETCH_BLOCK = 32  # columns whose sketches lie together, which are a page of it
 LEAST_PROMPT = 64  # columns that a sketch's grid is made of, at least: rows with shorter prompts read all of theirs
 SKETCH_CODES = 8  # of one channel after another, in a 16-bit number
 PAGE_STEP = 4  # pages and whole columns of a row are multiples of it, as the decode kernel reads them
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's codes; those with the fourth bit set are negative
 GROUP = 64  # values that share a scale and a least value, at most
 _STEP = 8  # values; groups are multiples of it, so that in 4 and in 8 bits they begin with a word
 _FEW_BITS_STEP = 16  # the same, in 2 and in 3 bits

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flexgen_h2o.core.packing import INT8_ROW_BYTES
-from flexgen_h2o.core.units import BLOCK_ROWS
+from flexgen_h2o.core.packing import E2M1, GROUP, INT8_ROW_BYTES
+from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows, row_slices
+from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, parallel_rows, row_slices
 
 MX_BLOCK = 32  # numbers that share a scale, in 16 bytes
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -55,7 +54,7 @@ def _unpack_mxfp4_on_card(blocks: torch.Tensor, scales: torch.Tensor, out: torch
 
 def unpack_mxfp4_reference(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`unpack_mxfp4` in torch operations, with the same bits."""
-    numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=out.device)
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=out.device)
     for some in row_slices(len(out), out.shape[1]):
         codes = torch.stack([blocks[some] & 15, blocks[some] >> 4], dim=-1).flatten(-2)
         exponents = scales[some].int().sub_(127).unsqueeze(-1)
@@ -270,6 +269,23 @@ def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) ->
             else:
                 _fill_in_order(part[at], codes[some], scales[some], sums[some])
         start += len(part)
+
+
+def fill_blocks_from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, first: int, out: BlockedInt8) -> bool:
+    """`fill_int8_rows` of what `unpack_mxfp4` gives, with the same bits, in one pass over the codes. False: nothing was
+    done, as the loop takes only strips of STRIP_ROWS rows of whole groups of GROUP columns, on CPUs with AVX2."""
+    rows, columns = len(scales), out.columns
+    if rows % STRIP_ROWS or first % STRIP_ROWS or columns % GROUP or not cpu_has("avx2"):
+        return False
+    from flexgen_h2o.kernels.compiled import quantised as loops
+
+    sums = out.memory.data_ptr() + len(out) * columns
+    job = loops.StripJob(
+        blocks.data_ptr(), scales.data_ptr(), scales.shape[1], first, out.memory.data_ptr(), columns, sums,
+        out.scales.data_ptr(),
+    )  # fmt: skip
+    parallel_rows(partial(loops.mxfp4_strips, job), rows // STRIP_ROWS, STRIP_ROWS * 2 * columns)
+    return True
 
 
 def _sum_rows(codes: torch.Tensor, out: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, pieces_of
 from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.kernels.coded import Codes
+    from flexgen_h2o.kernels.int8 import BlockedInt8
 
 _BLOCK = 32  # numbers that share a scale
 _RULES: Rules = {"modules_to_not_convert": None, "dequantize": None}
@@ -70,6 +71,17 @@ class Mxfp4(Quantised):
         from flexgen_h2o.kernels.quantised import unpack_mxfp4
 
         unpack_mxfp4(*_shaped(part.rows, pieces), out)
+
+    def fill_blocks(self, layout: TensorLayout, held: Sequence[Held], out: BlockedInt8) -> bool:
+        from flexgen_h2o.kernels.quantised import fill_blocks_from_mxfp4
+
+        for one in held:
+            first, end = one.part.start, min(one.part.end, len(out))
+            if first < end:
+                codes = _shaped(end - first, [*pieces_of(layout, one, first, end)])
+                if not fill_blocks_from_mxfp4(*codes, first, out):
+                    return False
+        return True
 
 
 def _shaped(rows: int, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ from flexgen_h2o.tiers.stream import Part
 if TYPE_CHECKING:
     import torch
 
+    from flexgen_h2o.kernels.int8 import BlockedInt8
     from flexgen_h2o.kernels.linear import RowParts
 
 # Values that a key may have; None: any, because nothing of how numbers are decoded depends on it.
@@ -116,17 +117,23 @@ class Quantised(WeightFormat):
         import torch
 
         from flexgen_h2o.core.units import BLOCK_ROWS
-        from flexgen_h2o.kernels.int8 import Int8Rows
+        from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows
         from flexgen_h2o.kernels.quantised import fill_int8_rows
         from flexgen_h2o.kernels.workspace import row_slices
 
         rows, columns = layout.shape
         parts = [some.packed for some in out if isinstance(some, Int8Rows)]
-        some_rows = list(row_slices(rows, columns, BLOCK_ROWS))
-        values = torch.empty(some_rows[0].stop, columns, device=held[0].pieces[0].device)
-        for some in some_rows:
-            here = self.decode_range(layout, held, some.start, values[: some.stop - some.start])
-            fill_int8_rows(here, some.start, parts)
+        done = len(parts[0]) if isinstance(parts[0], BlockedInt8) and self.fill_blocks(layout, held, parts[0]) else 0
+        values = None
+        for some in row_slices(rows - done, columns, BLOCK_ROWS):
+            if values is None:
+                values = torch.empty(some.stop, columns, device=held[0].pieces[0].device)
+            here = self.decode_range(layout, held, done + some.start, values[: some.stop - some.start])
+            fill_int8_rows(here, done + some.start, parts)
+
+    def fill_blocks(self, layout: TensorLayout, held: Sequence[Held], out: BlockedInt8) -> bool:
+        """The first rows of a matrix as int8 rows in one pass, where there is a loop for that. False: there is none."""
+        return False
 
 
 def names_of(tensor: TensorSpec, kind: str) -> tuple[str, ...]:

@@ -9,12 +9,13 @@ of AVX2 for each half.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 
-from flexgen_h2o.core.packing import GROUP
+from flexgen_h2o.core.packing import E2M1, GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.core.units import STRIP_ROWS as ROWS  # one word of each fills a vector
 from flexgen_h2o.kernels.compiled.emitter import F32, I32, Emitter, cgutils, emitted
@@ -169,7 +170,12 @@ def largest_of(ends, groups):  # type: ignore[no-untyped-def]
     for g in range(groups):
         most = max(most, float_to_bits(decoded(np.uint32(0), ends[g])) & _MAGNITUDE)
         most = max(most, float_to_bits(decoded(_MOST, ends[g])) & _MAGNITUDE)
-    largest = bits_to_float(np.uint32(most))
+    return factor_of(bits_to_float(np.uint32(most)))
+
+
+@jit
+def factor_of(largest):  # type: ignore[no-untyped-def]
+    """The largest magnitude of a row, and 127 over it; zeros where it is too small."""
     steps = quotient(_LEVELS, largest)
     if largest < _TINY:
         largest = steps = np.float32(0)
@@ -200,6 +206,7 @@ def _int8(code, ends, steps):  # type: ignore[no-untyped-def]
 # ---- strips
 
 _WORD = 4  # columns of a word
+_ALL_ZERO = -1024
 _GROUP_BYTES = ROWS * (GROUP // 2 + 4)  # of one group of a strip's packed rows
 _LINE = 64  # bytes of a cache line
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
@@ -207,8 +214,17 @@ _BYTES, _HALVES = ir.VectorType(_I8, GROUP), ir.VectorType(_I16, GROUP // 2)
 _WORDS, _FLOATS = ir.VectorType(I32, ROWS), ir.VectorType(F32, ROWS)
 
 
-def _emit_strip(e: Emitter, packed: Any, row_bytes: Any, ends: Any, groups: Any, out: Any, totals: Any) -> None:
-    b = e.builder
+def _strip(end_bytes: int, table: Callable[[Emitter, Any, Any], Any]) -> Any:
+    """end_bytes: of what says how GROUP codes of a row are scaled; table: makes their int8 values of its address."""
+
+    def emit(e: Emitter, *places: Any) -> None:
+        _emit_strip(e, end_bytes, table, *places)
+
+    return emitted(emit)
+
+
+def _emit_strip(e: Emitter, end_bytes: int, table: Any, *places: Any) -> None:
+    b, (packed, row_bytes, ends, ends_step, groups, out, totals) = e.builder, places
     sums = cgutils.alloca_once(b, _WORDS)
     b.store(e.constant(_WORDS, 0), sums)
     with e.loop(groups) as loop:
@@ -216,9 +232,9 @@ def _emit_strip(e: Emitter, packed: Any, row_bytes: Any, ends: Any, groups: Any,
         for row in range(ROWS):
             start = b.add(packed, b.mul(row_bytes, e.number(row)))
             step = e.load(b.add(totals, e.number(4 * row)), F32)
-            pair = e.load(b.add(b.add(start, ends), b.mul(loop.index, e.number(4))), I32)
+            end = b.add(b.add(ends, b.mul(ends_step, e.number(row))), b.mul(loop.index, e.number(end_bytes)))
             codes = e.load(b.add(start, b.mul(loop.index, e.number(GROUP // 2))), ir.VectorType(_I8, GROUP // 2))
-            lines.append(b.bitcast(_look_up(e, _table(e, pair, step), codes), _WORDS))
+            lines.append(b.bitcast(_look_up(e, table(e, end, step), codes), _WORDS))
         # Of the next strip: 16 rows side by side are too many for the hardware to prefetch.
         ahead = b.add(b.add(packed, b.mul(row_bytes, e.number(ROWS))), b.mul(loop.index, e.number(_GROUP_BYTES)))
         for line in range(0, _GROUP_BYTES, _LINE):
@@ -237,9 +253,8 @@ def _emit_row(e: Emitter, packed: Any, ends: Any, groups: Any, out: Any, total: 
     sums = cgutils.alloca_once(b, _WORDS)
     b.store(e.constant(_WORDS, 0), sums)
     with e.loop(groups) as loop:
-        pair = e.load(b.add(ends, b.mul(loop.index, e.number(4))), I32)
         codes = e.load(b.add(packed, b.mul(loop.index, e.number(GROUP // 2))), ir.VectorType(_I8, GROUP // 2))
-        values = _look_up(e, _table(e, pair, step), codes)
+        values = _look_up(e, _table(e, b.add(ends, b.mul(loop.index, e.number(4))), step), codes)
         e.store(values, b.add(out, b.mul(loop.index, e.number(GROUP))))
         b.store(b.add(b.load(sums), _halves_added(e, _pair_sums(e, values))), sums)
     e.store(e.call(f"vector.reduce.add.v{ROWS}i32", I32, b.load(sums)), total)
@@ -251,16 +266,57 @@ def _halves_added(e: Emitter, halves: Any) -> Any:
     return b.add(b.ashr(b.shl(pairs, half), half), b.ashr(pairs, half))
 
 
-def _table(e: Emitter, pair: Any, step: Any) -> Any:
-    """The int8 values of the 16 codes of a group, four times over."""
-    b, pairs = e.builder, e.spread([pair], ROWS)
+def _table(e: Emitter, ends: Any, step: Any) -> Any:
+    """The int8 values of the 16 codes of a group, four times over. ends: the address of its scale and least value."""
+    b, pairs = e.builder, e.spread([e.load(ends, I32)], ROWS)
     scale = b.bitcast(b.shl(pairs, e.constant(_WORDS, 16)), _FLOATS)
     least = b.bitcast(b.and_(pairs, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
     codes = ir.Constant(_FLOATS, [float(code) for code in range(ROWS)])
-    values = b.fmul(b.fadd(b.fmul(codes, scale), least), e.spread([step], ROWS))
-    rounded = e.call(f"rint.v{ROWS}f32", _FLOATS, values)
-    table = b.trunc(b.fptosi(rounded, _WORDS), ir.VectorType(_I8, ROWS))
+    table = _rounded(e, b.fmul(b.fadd(b.fmul(codes, scale), least), e.spread([step], ROWS)))
     return e.shuffle(table, table, [i % ROWS for i in range(GROUP)])
+
+
+def _mxfp4_table(e: Emitter, scales: Any, step: Any) -> Any:
+    """The int8 values of the 16 codes of two MXFP4 blocks, twice each. scales: the address of theirs."""
+    b, tables = e.builder, []
+    numbers = ir.Constant(_FLOATS, [*E2M1, *(-number for number in E2M1)])
+    for i in range(2):
+        scale = b.zext(e.load(b.add(scales, e.number(i)), _I8), I32)
+        half = b.lshr(scale, ir.Constant(I32, 1))
+        powers = [
+            b.shl(b.add(part, ir.Constant(I32, more)), ir.Constant(I32, 23))
+            for part, more in ((half, 63), (b.sub(scale, half), 64))
+        ]  # 2^(scale - 127) may be no normal number
+        value = numbers
+        for power in powers:
+            value = b.fmul(value, e.spread([b.bitcast(power, F32)], ROWS))
+        tables.append(_rounded(e, b.fmul(value, e.spread([step], ROWS))))
+    return e.shuffle(tables[0], tables[1], [i % ROWS + i // (GROUP // 2) * ROWS for i in range(GROUP)])
+
+
+def _emit_mxfp4_largest(e: Emitter, blocks: Any, scales: Any, groups: Any, out: Any) -> None:
+    """Codes m and scales s: 2 s + m orders magnitudes, as exponent and mantissa bits of floats do. But 0.5, m = 1, is
+    one power less than 1, and 0 less than all."""
+    b = e.builder
+    bytes_, halves, scale_pair = (ir.VectorType(*kind) for kind in ((_I8, 32), (_I16, 32), (_I8, 2)))
+    most = cgutils.alloca_once(b, halves)
+    b.store(e.constant(halves, _ALL_ZERO), most)
+    with e.loop(groups) as loop:
+        codes = e.load(b.add(blocks, b.mul(loop.index, e.number(GROUP // 2))), bytes_)
+        seven = e.constant(bytes_, 7)
+        pair = b.and_(codes, seven), b.and_(b.lshr(codes, e.constant(bytes_, 4)), seven)
+        m = b.zext(e.call("umax.v32i8", bytes_, *pair), halves)
+        for code, order in ((0, _ALL_ZERO), (1, 0)):
+            m = b.select(b.icmp_unsigned("==", m, e.constant(halves, code)), e.constant(halves, order), m)
+        pair = b.zext(e.load(b.add(scales, b.mul(loop.index, e.number(2))), scale_pair), ir.VectorType(_I16, 2))
+        twice = b.shl(e.shuffle(pair, pair, [i // 16 for i in range(32)]), e.constant(halves, 1))
+        b.store(e.call("smax.v32i16", halves, b.load(most), b.add(twice, m)), most)
+    e.store(b.sext(e.call("vector.reduce.smax.v32i16", _I16, b.load(most)), I32), out)
+
+
+def _rounded(e: Emitter, values: Any) -> Any:
+    whole = e.call(f"rint.v{ROWS}f32", _FLOATS, values)
+    return e.builder.trunc(e.builder.fptosi(whole, _WORDS), ir.VectorType(_I8, ROWS))
 
 
 def _look_up(e: Emitter, table: Any, codes: Any) -> Any:
@@ -284,10 +340,13 @@ def _on_bytes(e: Emitter, avx512: str, avx2: str, result: Any, *vectors: Any) ->
     return e.call_by_halves(f"x86.avx2.{avx2}", ir.VectorType(result, 4 * GROUP // result.width), *vectors)
 
 
-# strip((packed, row_bytes, ends, groups, out, totals)): packed: the address of 16 packed rows, `row_bytes` apart; ends:
-# the offset of a row's scales and least values; groups: of a row; out: the address of the strip; totals: of 16 floats,
-# the factors of the values before they are rounded, which become the negative sums of the rows, int32.
-strip = emitted(_emit_strip)
+# strip((packed, row_bytes, ends, ends_step, groups, out, totals)): packed: the address of 16 packed rows, `row_bytes`
+# apart; ends: of the scales and least values of the first one, `ends_step` from those of the next; groups: of a row;
+# out: the address of the strip; totals: of 16 floats, the factors of the values before they are rounded, which become
+# the negative sums of the rows, int32. mxfp4_strip: ends are the scales; groups are two blocks each.
+# mxfp4_largest((blocks, scales, groups, out)): the order of the largest magnitude of a row, int32; negative: it is 0.
+mxfp4_largest = emitted(_emit_mxfp4_largest)
+strip, mxfp4_strip = _strip(4, _table), _strip(2, _mxfp4_table)
 # row_of_groups((packed, ends, groups, out, total)): packed, ends: the addresses of a packed row, and of its scales and
 # least values; out: of its int8 values; total: of a float, the factor of the values, which becomes their sum, int32.
 row_of_groups = emitted(_emit_row)

@@ -249,8 +249,8 @@ def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
                 ints_at(ends)[PANEL + i + r] = 0
                 floats_at(factors)[i + r] = factor
             floats_at(own)[r] = floats_at(factors)[i + r]
-        codes = packed + group * (GROUP // 2)
-        strip((codes, job.row_step, packed + job.ends + 4 * group - codes, groups, out + 4 * i, own))
+        places = packed + group * (GROUP // 2), job.row_step, packed + job.ends + 4 * group, job.row_step
+        strip((*places, groups, out + 4 * i, own))
         for r in range(LANES):
             ints_at(ends)[PANEL + i + r] += ints_at(own)[r] * np.int32(job.zero)
 

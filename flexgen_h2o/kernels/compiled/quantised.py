@@ -1,4 +1,4 @@
-"""The compiled loops of `quantised`: matrices of checkpoints in few bits into bf16 or fp32.
+"""The compiled loops of `quantised`: matrices of checkpoints in few bits into bf16 or fp32, or into int8 rows.
 
 Two neighbours at a time: in bf16 they make one 4-byte word, so that a vector of words is stored as it comes.
 """
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexgen_h2o.core.units import BLOCK_ROWS
+from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
+from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, factor_of, mxfp4_largest, mxfp4_strip
 from flexgen_h2o.kernels.jit import (
     HIGH,
     bits_to_float,
@@ -89,6 +90,54 @@ def _any_block(element, at, scale, out):  # type: ignore[no-untyped-def]
     for i in range(_BLOCK):
         code = np.uint32(codes[i >> 1]) >> np.uint32(4 * (i & 1))
         set_number(element, out, i, bits_to_float(np.uint32(_half(code, base) << np.uint32(16))) * power)
+
+
+class StripJob(NamedTuple):
+    """Addresses of the first row's blocks and scales, of a blocked int8 matrix, and of its rows' negative sums and
+    scales. groups: blocks of a row; first: the matrix's row that the first one becomes."""
+
+    blocks: int
+    scales: int
+    groups: int
+    first: int
+    out: int
+    columns: int
+    sums: int
+    row_scales: int
+
+
+@jit
+def mxfp4_strips(job, first, end):  # type: ignore[no-untyped-def]
+    """Strips first..end-1 of STRIP_ROWS rows."""
+    factors = np.empty(STRIP_ROWS, np.float32)
+    own, row_bytes = np.int64(factors.ctypes.data), job.groups * _PAIRS
+    for strip in range(first, end):
+        blocks, scales = job.blocks + strip * STRIP_ROWS * row_bytes, job.scales + strip * STRIP_ROWS * job.groups
+        row = job.first + strip * STRIP_ROWS
+        for r in range(STRIP_ROWS):
+            largest, factor = factor_of(
+                _largest(blocks + r * row_bytes, scales + r * job.groups, job.groups, own + 4 * r)
+            )
+            floats_at(job.row_scales)[row + r] = largest * SCALE_STEP
+            floats_at(own)[r] = factor
+        out = job.out + row // BLOCK_ROWS * BLOCK_ROWS * job.columns + 4 * (row % BLOCK_ROWS)
+        mxfp4_strip((blocks, row_bytes, scales, job.groups, job.groups // 2, out, own))
+        for r in range(STRIP_ROWS):
+            ints_at(job.sums)[row + r] = ints_at(own)[r]
+
+
+@jit
+def _largest(blocks, scales, groups, room):  # type: ignore[no-untyped-def]
+    """The largest magnitude of a row."""
+    mxfp4_largest((blocks, scales, groups // 2, room))
+    order = ints_at(room)[0]
+    if order < np.int32(0):
+        return np.float32(0)
+    power, half = order >> np.int32(1), order >> np.int32(2)
+    number = np.float32(1.5) if order & np.int32(1) else np.float32(1)
+    # 2^(power - 128) may be no normal number.
+    number *= bits_to_float(np.uint32((half + np.int32(63)) << np.int32(23)))
+    return number * bits_to_float(np.uint32((power - half + np.int32(63)) << np.int32(23)))
 
 
 @jit

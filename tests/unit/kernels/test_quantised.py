@@ -12,9 +12,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.kernels import quantised, workspace
-from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows
+from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, blank_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import linear
 from flexgen_h2o.kernels.quantised import Groups, stored_groups
+from flexgen_h2o.kernels.workspace import cpu_has
 from tests.unit.weight_room import int8_values, int8_workspace
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -140,6 +141,27 @@ def test_columns_of_groups_that_are_not_there(bad: int) -> None:
     index[5] = bad
     with pytest.raises(ValueError, match=r"groups .*, of 2"):
         stored_groups(index.view(torch.uint8), 2, 16, 0)
+
+
+@pytest.mark.skipif(not cpu_has("avx2"), reason="the loop is made of instructions of AVX2")
+@pytest.mark.parametrize("columns", [64, 192, 2880])
+def test_mxfp4_becomes_int8_rows_in_one_pass(columns: int) -> None:
+    """With the bits that decoding into float32 and quantising give: any scale, codes that are all small, and rows of
+    zeros, in pieces."""
+    rows, groups = 128, columns // 32
+    blocks = torch.randint(0, 256, (rows, groups, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (rows, groups), dtype=torch.uint8)
+    blocks[:20] &= 0x99  # 0 and 0.5
+    blocks[3], blocks[4], scales[5], scales[6], scales[7, 0], scales[8] = 0, 0x88, 0, 1, 254, 60
+    memories = [torch.full((rows, int8_row_bytes(columns)), 9, dtype=torch.uint8) for _ in range(2)]
+    (one,), want = (blank_int8_rows(memory) for memory in memories)
+    assert isinstance(one, BlockedInt8)
+    quantised.fill_int8_rows(quantised.unpack_mxfp4(blocks, scales, torch.empty(rows, columns)), 0, want)
+    for some in (slice(0, 48), slice(48, 128)):
+        assert quantised.fill_blocks_from_mxfp4(blocks[some], scales[some], some.start, one)
+    assert torch.equal(*memories)
+    assert not quantised.fill_blocks_from_mxfp4(blocks[:8], scales[:8], 0, one)
+    assert not quantised.fill_blocks_from_mxfp4(blocks[:16], scales[:16], 8, one)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(192, 128), (130, 64), (5, 30)])
