@@ -131,6 +131,11 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (
 
 
 @jit
+def keep(array):  # type: ignore[no-untyped-def]
+    """An array whose address is used until here: numba frees it behind its last use by name."""
+
+
+@jit
 def exp2(x):  # type: ignore[no-untyped-def]
     """2**x in fp32, to one part in 10**7. Below 2**-126 it gives 2**-126; NaN stays NaN."""
     x = np.float32(-126) if x < np.float32(-126) else x

@@ -40,6 +40,7 @@ from flexgen_h2o.kernels.jit import (
     float_to_bits,
     ints_at,
     jit,
+    keep,
     longs_at,
     number_at,
     ordered,
@@ -341,6 +342,7 @@ def put_new(element, forms, job, new, whole, first, end):  # type: ignore[no-unt
     none, source = np.int64(0), np.int64(smoothed.ctypes.data)
     pack_rows(FLOAT, form, source, packed_keys, job.key_bytes // 4, none, count)
     pack_rows(element, of_values, values + first * size, packed_values, job.value_bytes // 4, none, count)
+    keep(smoothed)
     put(job, 1, first, end)
     for r in range(first, end):
         slot, place = longs_at(job.slots + r * job.slots_step)[0], longs_at(places)[r]

@@ -119,7 +119,7 @@ def mxfp4_strips(job, first, end):  # type: ignore[no-untyped-def]
                 _largest(blocks + r * row_bytes, scales + r * job.groups, job.groups, own + 4 * r)
             )
             floats_at(job.row_scales)[row + r] = largest * SCALE_STEP
-            floats_at(own)[r] = factor
+            factors[r] = factor
         out = job.out + row // BLOCK_ROWS * BLOCK_ROWS * job.columns + 4 * (row % BLOCK_ROWS)
         mxfp4_strip((blocks, row_bytes, scales, job.groups, job.groups // 2, out, own))
         for r in range(STRIP_ROWS):
