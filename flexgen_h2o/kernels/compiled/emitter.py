@@ -163,6 +163,16 @@ def _generator(emit: Callable[..., None]) -> Callable[..., Any]:
     return generate
 
 
+def room(nbytes: int) -> Any:
+    """An intrinsic that gives the address of so many bytes of the loop's own stack."""
+
+    @intrinsic
+    def run(_context: Any) -> Any:
+        return types.int64(), lambda _context, builder, _signature, _arguments: Emitter(builder).room(nbytes)
+
+    return run
+
+
 def emitted(emit: Callable[..., None]) -> Any:
     """An intrinsic of one tuple of numbers, which runs what emit(emitter, *numbers) emits."""
 

@@ -206,7 +206,9 @@ def _int8(code, ends, steps):  # type: ignore[no-untyped-def]
 # ---- strips
 
 _WORD = 4  # columns of a word
-_ALL_ZERO = -1024
+_ALL_ZERO = -1024  # what orders a block of zeros below all others
+_ORDER_BITS = 22  # of a float below its exponent and first mantissa bit
+_INFINITE = 255 << 1
 _GROUP_BYTES = ROWS * (GROUP // 2 + 4)  # of one group of a strip's packed rows
 _LINE = 64  # bytes of a cache line
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
@@ -233,7 +235,8 @@ def _emit_strip(e: Emitter, end_bytes: int, table: Any, *places: Any) -> None:
             start = b.add(packed, b.mul(row_bytes, e.number(row)))
             step = e.load(b.add(totals, e.number(4 * row)), F32)
             end = b.add(b.add(ends, b.mul(ends_step, e.number(row))), b.mul(loop.index, e.number(end_bytes)))
-            codes = e.load(b.add(start, b.mul(loop.index, e.number(GROUP // 2))), ir.VectorType(_I8, GROUP // 2))
+            at = b.add(start, b.mul(loop.index, e.number(GROUP // 2)))
+            codes = e.load(at, ir.VectorType(_I8, GROUP // 2), align=1)
             lines.append(b.bitcast(_look_up(e, table(e, end, step), codes), _WORDS))
         # Of the next strip: 16 rows side by side are too many for the hardware to prefetch.
         ahead = b.add(b.add(packed, b.mul(row_bytes, e.number(ROWS))), b.mul(loop.index, e.number(_GROUP_BYTES)))
@@ -279,39 +282,39 @@ def _table(e: Emitter, ends: Any, step: Any) -> Any:
 def _mxfp4_table(e: Emitter, scales: Any, step: Any) -> Any:
     """The int8 values of the 16 codes of two MXFP4 blocks, twice each. scales: the address of theirs."""
     b, tables = e.builder, []
-    numbers = ir.Constant(_FLOATS, [*E2M1, *(-number for number in E2M1)])
+    twice = ir.Constant(_FLOATS, [2 * number for number in (*E2M1, *(-number for number in E2M1))])
     for i in range(2):
-        scale = b.zext(e.load(b.add(scales, e.number(i)), _I8), I32)
-        half = b.lshr(scale, ir.Constant(I32, 1))
-        powers = [
-            b.shl(b.add(part, ir.Constant(I32, more)), ir.Constant(I32, 23))
-            for part, more in ((half, 63), (b.sub(scale, half), 64))
-        ]  # 2^(scale - 127) may be no normal number
-        value = numbers
-        for power in powers:
-            value = b.fmul(value, e.spread([b.bitcast(power, F32)], ROWS))
+        scale = b.zext(e.load(b.add(scales, e.number(i)), _I8, align=1), I32)
+        # 2^(scale - 128); as 0 where it is no normal number, since beside the least row, of 1e-30, all these become 0.
+        bits = e.call("usub.sat.i32", I32, scale, ir.Constant(I32, 1))
+        power = b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
+        value = b.fmul(twice, e.spread([power], ROWS))
         tables.append(_rounded(e, b.fmul(value, e.spread([step], ROWS))))
     return e.shuffle(tables[0], tables[1], [i % ROWS + i // (GROUP // 2) * ROWS for i in range(GROUP)])
 
 
 def _emit_mxfp4_largest(e: Emitter, blocks: Any, scales: Any, groups: Any, out: Any) -> None:
-    """Codes m and scales s: 2 s + m orders magnitudes, as exponent and mantissa bits of floats do. But 0.5, m = 1, is
-    one power less than 1, and 0 less than all."""
+    """Codes m and scales s: 2 s + m, less 2, are exponent and first mantissa bit of a magnitude. But 0.5, m = 1, is one
+    power less than 1, and 0 less than all."""
     b = e.builder
     bytes_, halves, scale_pair = (ir.VectorType(*kind) for kind in ((_I8, 32), (_I16, 32), (_I8, 2)))
     most = cgutils.alloca_once(b, halves)
     b.store(e.constant(halves, _ALL_ZERO), most)
     with e.loop(groups) as loop:
-        codes = e.load(b.add(blocks, b.mul(loop.index, e.number(GROUP // 2))), bytes_)
+        codes = e.load(b.add(blocks, b.mul(loop.index, e.number(GROUP // 2))), bytes_, align=1)
         seven = e.constant(bytes_, 7)
         pair = b.and_(codes, seven), b.and_(b.lshr(codes, e.constant(bytes_, 4)), seven)
         m = b.zext(e.call("umax.v32i8", bytes_, *pair), halves)
         for code, order in ((0, _ALL_ZERO), (1, 0)):
             m = b.select(b.icmp_unsigned("==", m, e.constant(halves, code)), e.constant(halves, order), m)
-        pair = b.zext(e.load(b.add(scales, b.mul(loop.index, e.number(2))), scale_pair), ir.VectorType(_I16, 2))
+        both = e.load(b.add(scales, b.mul(loop.index, e.number(2))), scale_pair, align=1)
+        pair = b.zext(both, ir.VectorType(_I16, 2))
         twice = b.shl(e.shuffle(pair, pair, [i // 16 for i in range(32)]), e.constant(halves, 1))
         b.store(e.call("smax.v32i16", halves, b.load(most), b.add(twice, m)), most)
-    e.store(b.sext(e.call("vector.reduce.smax.v32i16", _I16, b.load(most)), I32), out)
+    order = b.sub(e.call("vector.reduce.smax.v32i16", _I16, b.load(most)), ir.Constant(_I16, 2))
+    for name, bound in (("smax", 0), ("smin", _INFINITE)):  # no normal number becomes 0 or so, a larger one infinite
+        order = e.call(f"{name}.i16", _I16, order, ir.Constant(_I16, bound))
+    e.store(b.shl(b.zext(order, I32), ir.Constant(I32, _ORDER_BITS)), out)
 
 
 def _rounded(e: Emitter, values: Any) -> Any:
@@ -344,7 +347,8 @@ def _on_bytes(e: Emitter, avx512: str, avx2: str, result: Any, *vectors: Any) ->
 # apart; ends: of the scales and least values of the first one, `ends_step` from those of the next; groups: of a row;
 # out: the address of the strip; totals: of 16 floats, the factors of the values before they are rounded, which become
 # the negative sums of the rows, int32. mxfp4_strip: ends are the scales; groups are two blocks each.
-# mxfp4_largest((blocks, scales, groups, out)): the order of the largest magnitude of a row, int32; negative: it is 0.
+# mxfp4_largest((blocks, scales, groups, out)): the largest magnitude of a row into a float; one that is no normal
+# number may be any such. groups: as of mxfp4_strip.
 mxfp4_largest = emitted(_emit_mxfp4_largest)
 strip, mxfp4_strip = _strip(4, _table), _strip(2, _mxfp4_table)
 # row_of_groups((packed, ends, groups, out, total)): packed, ends: the addresses of a packed row, and of its scales and

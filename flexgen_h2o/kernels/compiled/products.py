@@ -13,15 +13,13 @@ of the inputs alone, and not on how a matrix is split.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
-from flexgen_h2o.kernels.compiled.emitter import Emitter, prefetch
+from flexgen_h2o.kernels.compiled.emitter import prefetch, room
 from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled, strip
 from flexgen_h2o.kernels.compiled.tiles import (
     AVX2_CHUNK,
@@ -272,15 +270,5 @@ def _gather_ends(job, row, ends):  # type: ignore[no-untyped-def]
         ints_at(ends)[PANEL + i] = ints_at(job.row_sums + (row + i) * job.sum_step)[0] * np.int32(job.zero)
 
 
-def _room(nbytes: int) -> Any:
-    """An intrinsic that gives the address of so many bytes of the loop's own stack."""
-
-    @intrinsic
-    def run(_context: Any) -> Any:
-        return types.int64(), lambda _context, builder, _signature, _arguments: Emitter(builder).room(nbytes)
-
-    return run
-
-
-_sums_room, _strip_room, _ends_room = _room(_TOKENS * STEP), _room(_AMX_CHUNK * STEP), _room(2 * STEP)
-_factors_room, _registers_room = _room(STEP + LINE), _room(REGISTERS)
+_sums_room, _strip_room, _ends_room = room(_TOKENS * STEP), room(_AMX_CHUNK * STEP), room(2 * STEP)
+_factors_room, _registers_room = room(STEP + LINE), room(REGISTERS)

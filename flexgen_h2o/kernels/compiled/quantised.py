@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
+from flexgen_h2o.kernels.compiled.emitter import room
 from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, factor_of, mxfp4_largest, mxfp4_strip
 from flexgen_h2o.kernels.jit import (
     HIGH,
@@ -27,6 +28,7 @@ from flexgen_h2o.kernels.jit import (
 
 _PAIRS = 16  # of a block
 _BLOCK = 32
+_strip_room = room(4 * STRIP_ROWS)
 
 
 class Mxfp4Job(NamedTuple):
@@ -109,35 +111,18 @@ class StripJob(NamedTuple):
 @jit
 def mxfp4_strips(job, first, end):  # type: ignore[no-untyped-def]
     """Strips first..end-1 of STRIP_ROWS rows."""
-    factors = np.empty(STRIP_ROWS, np.float32)
-    own, row_bytes = np.int64(factors.ctypes.data), job.groups * _PAIRS
+    own, row_bytes, groups = _strip_room(), job.groups * _PAIRS, job.groups // 2
     for strip in range(first, end):
         blocks, scales = job.blocks + strip * STRIP_ROWS * row_bytes, job.scales + strip * STRIP_ROWS * job.groups
         row = job.first + strip * STRIP_ROWS
         for r in range(STRIP_ROWS):
-            largest, factor = factor_of(
-                _largest(blocks + r * row_bytes, scales + r * job.groups, job.groups, own + 4 * r)
-            )
+            mxfp4_largest((blocks + r * row_bytes, scales + r * job.groups, groups, own + 4 * r))
+            largest, floats_at(own)[r] = factor_of(floats_at(own)[r])
             floats_at(job.row_scales)[row + r] = largest * SCALE_STEP
-            factors[r] = factor
         out = job.out + row // BLOCK_ROWS * BLOCK_ROWS * job.columns + 4 * (row % BLOCK_ROWS)
-        mxfp4_strip((blocks, row_bytes, scales, job.groups, job.groups // 2, out, own))
+        mxfp4_strip((blocks, row_bytes, scales, job.groups, groups, out, own))
         for r in range(STRIP_ROWS):
             ints_at(job.sums)[row + r] = ints_at(own)[r]
-
-
-@jit
-def _largest(blocks, scales, groups, room):  # type: ignore[no-untyped-def]
-    """The largest magnitude of a row."""
-    mxfp4_largest((blocks, scales, groups // 2, room))
-    order = ints_at(room)[0]
-    if order < np.int32(0):
-        return np.float32(0)
-    power, half = order >> np.int32(1), order >> np.int32(2)
-    number = np.float32(1.5) if order & np.int32(1) else np.float32(1)
-    # 2^(power - 128) may be no normal number.
-    number *= bits_to_float(np.uint32((half + np.int32(63)) << np.int32(23)))
-    return number * bits_to_float(np.uint32((power - half + np.int32(63)) << np.int32(23)))
 
 
 @jit
