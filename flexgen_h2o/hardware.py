@@ -155,9 +155,8 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
     body = [[f"{i:g} to {i * shape:g}", *(three_digits(c.at(r) / GIGA) for r in rows)] for shape, i, c in products]
     yield f"{dtype}: products, GFLOP/s"
     yield from _columns([head, *body])
-    yield from _curves(
-        {"times faster, blocked": rates.blocked_speedup, "times faster, int8": rates.int8_speedup}, scale=1.0
-    )
+    faster = {"blocked": rates.blocked_speedup, "int8": rates.int8_speedup, "int8 from int4": rates.int4_speedup}
+    yield from _curves({f"times faster, {held}": curve for held, curve in faster.items()}, scale=1.0)
     yield f"{dtype}: GFLOP/s by tokens of a prompt"
     yield from _curves(
         {"attention of prompts": rates.prefill_attention_flops_per_s, "column sums": rates.column_sums_flops_per_s}
@@ -178,8 +177,7 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
         "sampling, G logits/s": rates.logits_per_s,
     }
     yield f"{dtype}: others"
-    faster = "int4 to int8 on the device, times faster", three_digits(rates.requantise_speedup)
-    yield from _columns([*((what, three_digits(rate / GIGA)) for what, rate in others.items()), faster])
+    yield from _columns([(what, three_digits(rate / GIGA)) for what, rate in others.items()])
     if rates.decode_speedup:
         yield f"{dtype}: quantised checkpoints, times faster than int4 to dtype"
         yield from _columns([(name, three_digits(ratio)) for name, ratio in rates.decode_speedup.items()])

@@ -111,7 +111,7 @@ def rates_of(card: Card, values: Mapping[str, float]) -> ComputeRates:
     host = card.host_memory * values["host_attention"]
     # 2 d FLOPs are counted for each of the n x n scores of a head (half of them are masked, all are computed).
     per_score = values["score_bytes"] / streaming + 4 * HEAD_DIM / (card.peak_flops * values[f"matmul.{card.name}"])
-    return ComputeRates(
+    rates = ComputeRates(
         matmul_flops_per_s=((1.0, ((4096.0, roofline(card, values)),)),),
         prefill_attention_flops_per_s=Curve.flat(2 * HEAD_DIM / per_score),
         column_sums_flops_per_s=Curve.flat(HEAD_DIM / (ITEMSIZE / streaming)),
@@ -124,6 +124,7 @@ def rates_of(card: Card, values: Mapping[str, float]) -> ComputeRates:
         host_dequantise_bytes_per_s=host,
         logits_per_s=streaming / 8,
     )
+    return rates.requantising(ITEMSIZE)
 
 
 def profile_of(card: Card, values: Mapping[str, float], date: str = "", source: str = "") -> HardwareProfile:
@@ -200,6 +201,7 @@ def notes_of(card: Card, values: Mapping[str, float]) -> dict[str, str]:
         f16 + "host_dequantise_bytes_per_s": "assumed: as host attention; no run tells",
         f16 + "logits_per_s": "assumed: 8 bytes a logit at the memory rate",
         f16 + "blocked_speedup": "1: a card's matrices are held in order",
-        f"{f16}int8_speedup, {f16}requantise_speedup": "1: no card has run products in int8",
+        f16 + "int8_speedup": "1: no card has run products in int8",
+        f16 + "int4_speedup": "what products in the dtype and unpacking take together",
     }
     return {name: note for names, note in by_fields.items() for name in names.split(", ")}

@@ -44,6 +44,7 @@ QUICK = replace(
 )  # fmt: skip
 IN_RAM, KV_DISK, W_DISK, ALL_DISK = (100, 0) * 3, (100, 0, 0, 0, 100, 0), (0, 0, 100, 0, 100, 0), (0,) * 6
 SPLIT = (50, 0, 50, 0, 100, 0)
+INT4 = {"compress_weight": True, "int8_compute": True}
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ CASES = (
     case("1.3b", "KV on disk", policy(16, 2, KV_DISK), 32, (192, 12)),
     case("1.3b", "KV on disk, H2O", policy(16, 2, KV_DISK), 32, (192, 12), heavy=0.1),
     case("1.3b", "KV in RAM, H2O", policy(32, 1, IN_RAM), 32, (192, 16), heavy=0.1),
+    case("1.3b", "in int8, few rows", policy(8, 1, IN_RAM, int8_compute=True), 8, (64, 16)),
+    case("1.3b", "in int8 from 4 bits, few rows", policy(8, 1, IN_RAM, **INT4), 8, (64, 16)),
+    case("1.3b", "in int8 from 4 bits", policy(64, 1, IN_RAM, **INT4), 64, (64, 16)),
     case("2.7b", "three tiers, KV on the host", policy(8, 2, (20, 50, 0, 100, 0, 100)), 16, (64, 8), device_mem="3GiB"),
     case("6.7b", "weights on disk", policy(8, 2, W_DISK), 16, (32, 8)),
     case("6.7b", "weights split, H2O", policy(16, 1, (40, 0, 100, 0, 100, 0)), 16, (64, 8), heavy=0.1),

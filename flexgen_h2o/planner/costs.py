@@ -156,8 +156,7 @@ class Costs:
         kind = self._kind_of[unit]
         if kind not in self._dequantised:
             rates, form = self.profile.rates(self.dtype), self.at.form
-            unpacking = rates.requantise_speedup if form.in_int8 else 1.0
-            faster = rates.decode_speedup.get(form.decoder, unpacking)
+            faster = rates.decode_speedup.get(form.decoder, 1.0)
             nbytes = _decoded_elements(layouts_of(self.at.form, self.layers.units[unit].tensors)) * self.at.itemsize
             self._dequantised[kind] = nbytes / (rates.device_dequantise_bytes_per_s * faster)
         return self._dequantised[kind]
@@ -252,14 +251,11 @@ class Costs:
             if count and rows:
                 rate = rates.matmul_rate(rows, product.inner, product.outer)
                 if self.at.form.in_int8:
-                    rate *= rates.int8_speedup.at(rows)
+                    rate *= (rates.int4_speedup if self.at.form.requantises else rates.int8_speedup).at(rows)
                 elif product.blocked:
                     rate *= rates.blocked_speedup.at(rows)
                 flops = 2.0 * rows * product.inner * product.outer
                 seconds += count * (flops / rate + self.profile.kernel_s)
-                if self.at.form.requantises:
-                    decoded = product.inner * product.outer * self.at.itemsize
-                    seconds += count * decoded / (rates.device_dequantise_bytes_per_s * rates.requantise_speedup)
         return seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:

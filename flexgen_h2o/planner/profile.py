@@ -21,7 +21,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
 from flexgen_h2o.core.units import GIB
 
-PROFILE_SCHEMA = 5
+PROFILE_SCHEMA = 6
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
 # EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
 UNKNOWN_INT8_SPEEDUP = 1.6
@@ -87,9 +87,9 @@ class ComputeRates:
     elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: packed weights in
     4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how
     many times faster products are with matrices in RAM that are held blocked (kernels/linear.py), over [rows];
-    int8_speedup: the same of products in int8 (kernels/int8.py), inputs and results included. requantise_speedup:
-    how many times faster the same values in 4 bits become int8 rows than the dtype. decode_speedup: by DECODERS, how
-    many times faster than 4 bits become the dtype matrices of quantised checkpoints do (`mxfp4`), or become int8 rows
+    int8_speedup: the same of products in int8 (kernels/int8.py), inputs and results included; int4_speedup: of those
+    with rows in 4 bits, which become int8 rows as they are multiplied. decode_speedup: by DECODERS, how many times
+    faster than 4 bits become the dtype matrices of quantised checkpoints do (`mxfp4`), or become int8 rows
     (`mxfp4_int8`); one that is not there takes as long as 4 bits.
     """
 
@@ -106,7 +106,7 @@ class ComputeRates:
     logits_per_s: float
     blocked_speedup: Curve = AS_FAST
     int8_speedup: Curve = AS_FAST
-    requantise_speedup: float = 1.0
+    int4_speedup: Curve = AS_FAST
     decode_speedup: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -123,6 +123,17 @@ class ComputeRates:
             )
             self._product_rates[key] = Curve(by_shape).at(outer / inner)
         return self._product_rates[key]
+
+    def requantising(self, itemsize: int, faster: float = 1.0) -> ComputeRates:
+        """With the int4_speedup of square matrices whose 4 bits become int8 rows first, `faster` times as fast as they
+        become the dtype, and are multiplied then."""
+        ((width, over_rows), *_), points = self.matmul_flops_per_s[0][1], []
+        becoming_s = itemsize / (self.device_dequantise_bytes_per_s * faster)  # of a number of the matrix
+        for rows, _ in over_rows.points:
+            in_order_s = 2 * rows / self.matmul_rate(rows, width, width)
+            in_int8_s = in_order_s / self.int8_speedup.at(rows)
+            points.append((rows, max(1 / MOST_SPEEDUP, in_order_s / (in_int8_s + becoming_s))))
+        return replace(self, int4_speedup=Curve(tuple(points)))
 
 
 @dataclass(frozen=True)
@@ -212,10 +223,8 @@ NOMINAL = "nominal"
 
 def nominal_profile(device_is_host: bool) -> HardwareProfile:
     """Two CPU cores with an NVMe disk, or the same with a card of 16 GB: round figures, none of them measured."""
-    in_bf16 = replace(_host_rates(3e11), int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP))
-    compute = {"float32": _host_rates(1e11), "bfloat16": in_bf16}
-    if not device_is_host:
-        compute = {dtype: _card_rates(2e13) for dtype in ("float32", "bfloat16", "float16")}
+    dtypes = ("float32", "bfloat16", *(() if device_is_host else ("float16",)))
+    compute = {dtype: _nominal_rates(dtype, device_is_host) for dtype in dtypes}
     return HardwareProfile(
         machine=NOMINAL, description="round figures of a small machine", date="",
         source="nominal: nothing was measured", device_is_host=device_is_host,
@@ -230,22 +239,15 @@ def nominal_profile(device_is_host: bool) -> HardwareProfile:
     )  # fmt: skip
 
 
-def _host_rates(flops_per_s: float) -> ComputeRates:
-    flat, attention = Curve.flat, Curve.flat(1.5e10)
-    over_rows = Curve(((1, 1e10), (32, flops_per_s / 2), (128, flops_per_s)))
-    return ComputeRates(
-        ((1.0, ((4096.0, over_rows),)),), flat(flops_per_s / 3), flat(flops_per_s / 4), attention, attention, attention,
-        attention, 2e10, 5e9, 5e9, 1e9,
-    )  # fmt: skip
-
-
-def _card_rates(flops_per_s: float) -> ComputeRates:
-    flat, here, there = Curve.flat, Curve.flat(2e11), Curve.flat(1e10)
-    over_rows = Curve(((1, 2.5e11), (128, flops_per_s)))
-    return ComputeRates(
-        ((1.0, ((4096.0, over_rows),)),), flat(flops_per_s / 3), flat(flops_per_s / 4), here, here, there, there,
-        2e11, 5e10, 5e9, 1e11,
-    )  # fmt: skip
+def _nominal_rates(dtype: str, is_host: bool) -> ComputeRates:
+    peak = 2e13 if not is_host else 1e11 if dtype == "float32" else 3e11
+    over_rows = Curve(((1, 1e10), (32, peak / 2), (128, peak)) if is_host else ((1, 2.5e11), (128, peak)))
+    flat, here, there = Curve.flat, Curve.flat(1.5e10 if is_host else 2e11), Curve.flat(1.5e10 if is_host else 1e10)
+    others = (2e10, 5e9, 5e9, 1e9) if is_host else (2e11, 5e10, 5e9, 1e11)
+    prompts = flat(peak / 3), flat(peak / 4)
+    rates = ComputeRates(((1.0, ((4096.0, over_rows),)),), *prompts, here, here, there, there, *others)
+    in_int8 = flat(UNKNOWN_INT8_SPEEDUP if is_host and dtype == "bfloat16" else 1.0)
+    return replace(rates, int8_speedup=in_int8).requantising(DTYPE_BYTES[dtype])
 
 
 def write_profile(path: Path, profile: HardwareProfile) -> None:
@@ -289,7 +291,9 @@ def profile_from_json(body: object) -> HardwareProfile:
     del given["schema"]
     if schema < PROFILE_SCHEMA:
         given = _with_what_is_new(schema, given)
-    return HardwareProfile(**_read_fields("", given, HardwareProfile))
+    profile = HardwareProfile(**_read_fields("", given, HardwareProfile))
+    rates = {d: r.requantising(DTYPE_BYTES[d], r.int4_speedup.at(1)) for d, r in profile.compute.items()}
+    return profile if schema > 5 else replace(profile, compute=rates)
 
 
 def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,16 +303,21 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(compute, dict):
         return found
 
-    def unknown(dtype: str) -> dict[str, Any]:
+    def renewed(dtype: str, rates: object) -> object:
+        if not isinstance(rates, dict):
+            return rates
         on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
         since: dict[int, dict[str, Any]] = {
             2: {"blocked_speedup": {"1": 1.0}},
-            3: {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}, "requantise_speedup": 1.0},
+            3: {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}},
             5: {"decode_speedup": {}},
+            # Until then a number: how many times faster 4 bits become int8 rows than the dtype.
+            6: {"int4_speedup": {"1": rates.get("requantise_speedup", 1.0)}},
         }
-        return {name: value for came, new in since.items() if came > schema for name, value in new.items()}
+        later = {name: value for came, new in since.items() if came > schema for name, value in new.items()}
+        return {**later, **{name: value for name, value in rates.items() if name != "requantise_speedup"}}
 
-    return {**found, "compute": {d: {**unknown(d), **r} if isinstance(r, dict) else r for d, r in compute.items()}}
+    return {**found, "compute": {dtype: renewed(dtype, rates) for dtype, rates in compute.items()}}
 
 
 def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[str, Any]:

@@ -42,7 +42,7 @@ RATES = ComputeRates(
     logits_per_s=15e9,
     blocked_speedup=Curve(((1.0, 1.1), (32.0, 1.4))),
     int8_speedup=Curve(((1.0, 2.1), (32.0, 1.9))),
-    requantise_speedup=1.3,
+    int4_speedup=Curve(((1.0, 1.2), (16.0, 1.5))),
     decode_speedup={"mxfp4": 0.7, "awq_int8": 0.2},
 )
 PROFILE = HardwareProfile(
@@ -69,8 +69,9 @@ def test_comes_back_from_its_file(tmp_path: Path) -> None:
 
 NEW = {
     2: ("blocked_speedup",),
-    3: ("int8_speedup", "requantise_speedup"),
+    3: ("int8_speedup",),
     5: ("decode_speedup",),
+    6: ("int4_speedup",),
 }  # by the schema that they came with
 SINCE_4 = {
     "overlay_bytes_per_s": MOST_RATE,
@@ -87,23 +88,35 @@ def of_schema(schema: int, **changes: Any) -> dict[str, Any]:
     for rates in body["compute"].values():
         for name in (name for since, names in NEW.items() if since > schema for name in names):
             del rates[name]
+        if 3 <= schema < 6:
+            rates["requantise_speedup"] = 1.3
     return body
 
 
-@pytest.mark.parametrize(("schema", "is_host"), [(1, True), (2, True), (2, False), (3, False), (4, True)])
+@pytest.mark.parametrize(("schema", "is_host"), [(1, True), (2, True), (2, False), (3, False), (4, True), (5, True)])
 def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: bool) -> None:
     """Products in int8: what is known of one CPU over bf16, nothing over other dtypes and of cards."""
     blocked = RATES.blocked_speedup if schema >= 2 else Curve.flat(1.0)
-    plain = in_bf16 = replace(RATES, decode_speedup={})
+    plain = in_bf16 = replace(RATES, decode_speedup={} if schema < 5 else RATES.decode_speedup)
     if schema < 3:
-        plain = replace(plain, blocked_speedup=blocked, int8_speedup=Curve.flat(1.0), requantise_speedup=1.0)
+        plain = replace(plain, blocked_speedup=blocked, int8_speedup=Curve.flat(1.0))
         in_bf16 = replace(plain, int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP)) if is_host else plain
+    faster = 1.0 if schema < 3 else 1.3
     assert profile_from_json(of_schema(schema, device_is_host=is_host)) == replace(
         PROFILE,
         device_is_host=is_host,
-        compute={"float32": plain, "bfloat16": in_bf16},
+        compute={"float32": plain.requantising(4, faster), "bfloat16": in_bf16.requantising(2, faster)},
         **(SINCE_4 if schema < 4 else {}),
     )
+
+
+def test_4_bits_that_become_int8_rows_first_take_that_time_once_for_all_rows() -> None:
+    known = RATES.requantising(2, 1.3)
+    assert [rows for rows, _ in known.int4_speedup.points] == [1.0, 16.0]
+    for rows in (1.0, 16.0):
+        products_s = 2 * rows / RATES.matmul_rate(rows, 64, 64)  # of a number of the matrix
+        wanted_s = products_s / RATES.int8_speedup.at(rows) + 2 / (1.3 * 13e9)
+        assert known.int4_speedup.at(rows) == pytest.approx(products_s / wanted_s)
 
 
 def test_older_schema_with_bad_rates() -> None:
@@ -138,7 +151,7 @@ def _set(*keys: str, to: Any = GONE) -> Callable[[dict[str, Any]], None]:
 F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
-    (_set("schema", to=6), "schema is 6, this version reads 1 to 5"),
+    (_set("schema", to=7), "schema is 7, this version reads 1 to 6"),
     (_set(*F32, "decode_speedup", "mxfp3", to=1), "decode_speedup: 'mxfp3' is not one of awq, "),
     (_set(*F32, "decode_speedup", "mxfp4", to=1000), "decode_speedup: 1000 is out of range"),
     (_set(*F32, "decode_speedup", to=1), "decode_speedup: a JSON object"),
@@ -152,7 +165,7 @@ BAD = [
     (_set("disk_read_bytes_per_s", to=math.inf), "a rate is between"),
     (_set("step_s", to=-1e-9), "a time in seconds"),
     (_set(*F32, "blocked_speedup", "32", to=1000), "how many times faster is between"),
-    (_set(*F32, "requantise_speedup", to={"1": 1.0}), "requantise_speedup: {'1': 1.0} is not a number"),
+    (_set(*F32, "int4_speedup", to={"1": 1e3}), "int4_speedup: 1000.0 is out of range"),
     (_set("compute", "bfloat16", "int8_speedup"), "compute.bfloat16: field 'int8_speedup' is missing"),
     (_set("disk_read_beside_compute", to=0.0), "a share is between"),
     (_set("compute", to={}), "an object of dtypes"),

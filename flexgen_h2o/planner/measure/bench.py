@@ -20,8 +20,9 @@ from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.engine.temporaries import product_sizes
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.decode_step import FILLED, GAIN, NEWEST, PLACE, POSITION, SLOT, StepSlots, attend_step
-from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows, pack_int8_rows
+from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows, block_int8_rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
+from flexgen_h2o.kernels.packed import pack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend
 from flexgen_h2o.kernels.workspace import Workspace, upload
@@ -270,9 +271,10 @@ def _step_calls(bench: Bench, keys: torch.Tensor, values: torch.Tensor, recorded
 
 WARM_S = 1.0
 MLP, HEAD = 4, 16  # out / in of a block's first MLP matrix, and of what stands for the head
-# How matrices are held. int8: as the engine holds them in RAM, blocked where they can be.
-Held = Literal["in order", "blocked", "int8"]
-FASTER: tuple[Held, ...] = ("blocked", "int8")
+PACKED_BITS = 4
+# How matrices are held. int8: as the engine holds them in RAM, blocked where they can be; int4: multiplied in int8.
+Held = Literal["in order", "blocked", "int8", "int4"]
+FASTER: tuple[Held, ...] = ("blocked", "int8", "int4")
 
 
 def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
@@ -310,14 +312,15 @@ def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
 
 
 def speedups(bench: Bench, dtype: torch.dtype) -> Figures:
-    """`blocked_speedup` and `int8_speedup`: how many times faster products are than with matrices in order, over rows.
+    """`blocked_speedup`, `int8_speedup` and `int4_speedup`: how many times faster products are than with matrices in
+    order, over rows.
 
     The mean of a square matrix and an MLP's first one. 1.0 where nothing is blocked, and in int8 on a card.
     """
     sizes, products = bench.sizes, Products(bench, dtype)
     width = sizes.widths[len(sizes.widths) // 2]
     pairs = [(width, width), (width, MLP * width)]
-    faster: list[Held] = ["int8"] if bench.device.is_host else []
+    faster: list[Held] = ["int8", "int4"] if bench.device.is_host else []
     if isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows):
         faster.append("blocked")
     points: dict[Held, list[tuple[float, float]]] = {held: [] for held in faster}
@@ -369,22 +372,24 @@ class Products:
         key = inner, outer, held
         if key not in self._held:
             whole = [part.view(outer, inner) for part in self._pool.split(inner * outer) if len(part) == inner * outer]
-            if held == "int8":
-                self._held[key] = self._in_int8(whole[0])
+            if held in ("int8", "int4"):
+                self._held[key] = self._in_int8(whole[0], packed=held == "int4")
             elif held == "blocked":
                 self._held[key] = [block_rows(matrix) for matrix in whole]
             else:
                 self._held[key] = [(DenseRows(matrix),) for matrix in whole]
         return self._held[key]
 
-    def _in_int8(self, matrix: torch.Tensor) -> list[RowParts]:
-        """Copies of one matrix, in half as many bytes as the pool has."""
-        (outer, inner), packed = matrix.shape, pack_int8_rows(matrix)
-        count = max(1, self._bench.sizes.weight_bytes // 2 // packed.nbytes)
-        memory = self._bench.empty(torch.uint8, count, *packed.shape)
-        memory.copy_(packed)
+    def _in_int8(self, matrix: torch.Tensor, packed: bool) -> list[RowParts]:
+        """Copies of one matrix in int8, or packed in 4 bits, in half as many bytes as the pool has."""
+        (outer, inner), made = matrix.shape, pack_rows(matrix, PACKED_BITS) if packed else pack_int8_rows(matrix)
+        count = max(1, self._bench.sizes.weight_bytes // 2 // made.nbytes)
+        memory = self._bench.empty(torch.uint8, count, *made.shape)
+        memory.copy_(made)
         sizes = product_sizes(self._bench.sizes.rows[-1], inner, outer)
         workspace = Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
+        if packed:
+            return [(RequantisedRows(rows, inner, workspace),) for rows in memory]
         return [tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows)) for rows in memory]
 
 

@@ -13,12 +13,12 @@ from flexgen_h2o.checkpoint.formats import Held, WeightFormat, weight_format
 from flexgen_h2o.checkpoint.writing import any_bytes
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
-from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
-from flexgen_h2o.kernels.int8 import requantise_rows
+from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.measure.bench import (
+    PACKED_BITS,
     Bench,
     Call,
     Figures,
@@ -31,7 +31,6 @@ from flexgen_h2o.planner.measure.bench import (
 from flexgen_h2o.planner.profile import MOST_SPEEDUP, ComputeRates, Curve
 from flexgen_h2o.tiers.stream import Part
 
-PACKED_BITS = 4
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 # A quantization_config of each format whose decoder is measured.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -68,11 +67,12 @@ def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
         host_scored_attention_bytes_per_s=scored,
         device_dequantise_bytes_per_s=unpacking,
         host_dequantise_bytes_per_s=unpacking,
-        requantise_speedup=_in_bounds(decoding.pop("int8", 1.0)),
         decode_speedup={name: _in_bounds(ratio) for name, ratio in decoding.items()},
         **other_rates(bench, kind),
         **faster,
     )
+    if not bench.device.is_host:
+        rates = rates.requantising(kind.itemsize)
     if host is bench:
         return rates
     plain, scored = decode_rates(host, kind)
@@ -90,8 +90,8 @@ def _in_bounds(speedup: float) -> float:
 def weight_rates(
     bench: Bench, dtype: torch.dtype, checkpoints: Mapping[str, Mapping[str, Any]] = CHECKPOINTS
 ) -> tuple[float, dict[str, float]]:
-    """Bytes a second of the dtype that 4 bits are unpacked into, and how many times faster values become int8 rows
-    (`int8`) and those of quantised checkpoints either, by ComputeRates.decode_speedup's names.
+    """Bytes a second of the dtype that 4 bits are unpacked into, and how many times faster the values of quantised
+    checkpoints become the dtype or int8 rows, by ComputeRates.decode_speedup's names.
 
     Int8 rows are made only where the host computes: no card has made them.
     """
@@ -103,9 +103,6 @@ def weight_rates(
     packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))
     out = bench.empty(dtype, len(packed), width)
     calls: dict[str, tuple[Call, int]] = {"": (lambda: unpack_rows(packed, PACKED_BITS, out), out.numel())}
-    if bench.device.is_host:
-        in_int8 = bench.empty(torch.uint8, len(packed), int8_row_bytes(width))
-        calls["int8"] = lambda: requantise_rows(packed, in_int8, width), out.numel()
     columns = -(-width // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
     rows = -(-len(packed) // DECODED_SHARE // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
     for config in checkpoints.values():

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from flexgen_h2o.core.packing import int8_row_bytes
+from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.kernels.int8 import Int8Rows
+from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows
 from flexgen_h2o.kernels.linear import BlockedRows, block_rows
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.models import spec_from_config
@@ -82,21 +83,27 @@ def test_product_that_takes_too_long_has_the_rate_of_the_next_smaller_one(bench:
 def test_a_device_of_its_own_gains_nothing_by_int8() -> None:
     bench = Bench(StandInDevice(), TINY)
     with torch.inference_mode():
-        assert compute.speedups(bench, torch.float16) == {"blocked_speedup": AS_FAST, "int8_speedup": AS_FAST}
+        assert set(compute.speedups(bench, torch.float16).values()) == {AS_FAST}
         assert set(whole.weight_rates(bench, torch.float16)[1]) == set(whole.CHECKPOINTS)
 
 
-def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("held", "kind", "row_bytes", "atol"),
+    [("int8", Int8Rows, int8_row_bytes(128), 0.6), ("int4", RequantisedRows, SlotPacking(128, 4).slot_bytes, 8.0)],
+)
+def test_products_in_int8_are_right_and_of_other_rows_each_time(
+    held: Any, kind: type, row_bytes: int, atol: float, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     products, seen = compute.Products(bench, torch.float32), []
-    in_order, in_int8 = (products.call(8, 128, 64, held) for held in ("in order", "int8"))
+    in_order, in_int8 = (products.call(8, 128, 64, way) for way in ("in order", held))
     with torch.inference_mode():
         want, found = in_order().clone(), in_int8().clone()
-    assert torch.allclose(found, want, atol=0.6)  # sums of 128 products, some 11 large
+    assert torch.allclose(found, want, atol=atol)  # sums of 128 products, some 11 large
     monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0]))
-    count = TINY.weight_bytes // 2 // (64 * int8_row_bytes(128))
+    count = TINY.weight_bytes // 2 // (64 * row_bytes)
     for _ in range(2 * count):
         in_int8()
-    assert all(isinstance(rows, Int8Rows) and len(rows) == 64 for rows in seen)
+    assert all(isinstance(rows, kind) and len(rows) == 64 for rows in seen)
     assert len({id(rows) for rows in seen}) == count
 
 
@@ -145,8 +152,8 @@ def test_loads_cost_what_runs_that_read_take_more() -> None:
 
 def test_ratios_of_disturbed_timings_can_be_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept profile that cannot be read would be measured anew at each run."""
-    faster = {"blocked_speedup": Curve.flat(1e5), "int8_speedup": Curve.flat(1e-5)}
-    monkeypatch.setattr(whole, "weight_rates", lambda *_: (1e9, {"int8": 1e-3, "mxfp4": 1e-5, "awq_int8": 1e5}))
+    faster = {"blocked_speedup": Curve.flat(1e5), "int8_speedup": Curve.flat(1e-5), "int4_speedup": Curve.flat(1e3)}
+    monkeypatch.setattr(whole, "weight_rates", lambda *_: (1e9, {"mxfp4": 1e-5, "awq_int8": 1e5}))
     monkeypatch.setattr(whole, "speedups", lambda *_: faster)
     profile = replace(nominal_profile(True), compute={"float32": whole.compute_rates(bench, bench, "float32")})
     assert profile_from_json(profile.to_json()) == profile
@@ -167,7 +174,7 @@ def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
         sizes = {
             "prefill_attention_flops_per_s": TINY.prompt_lengths, "column_sums_flops_per_s": TINY.prompt_lengths,
             "device_attention_bytes_per_s": TINY.head_widths, "host_scored_attention_bytes_per_s": TINY.head_widths,
-            "int8_speedup": TINY.rows, "blocked_speedup": TINY.rows if blocks else (1.0,),
+            "int8_speedup": TINY.rows, "int4_speedup": TINY.rows, "blocked_speedup": TINY.rows if blocks else (1.0,),
         }  # fmt: skip
         assert {name: sizes_of(getattr(rates, name)) for name in sizes} == sizes
         assert [shape for shape, _ in rates.matmul_flops_per_s] == [0.25, 1, 4, 16]
