@@ -255,36 +255,52 @@ def unpack_awq_rows_reference(
 def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) -> None:
     """Fill rows of an int8 matrix (kernels/int8.py) from `first` on. values: (n, columns) float32, contiguous; parts:
     of the whole matrix. `first` is a multiple of BLOCK_ROWS."""
-    codes = values.new_empty(values.shape, dtype=torch.int8)
-    scales, sums = values.new_empty(len(values)), values.new_empty(len(values), dtype=torch.int32)
-    quantise_rows(values, codes, scales)
-    _sum_rows(codes, sums)
     start = 0
     for part in parts:
         begin, end = max(first, start), min(first + len(values), start + len(part))
         if begin < end:
-            some, at = slice(begin - first, end - first), slice(begin - start, end - start)
-            if isinstance(part, BlockedInt8):
-                _fill_blocks(part, at, codes[some], scales[some], sums[some])
-            else:
-                _fill_in_order(part[at], codes[some], scales[some], sums[some])
+            _fill_part(values[begin - first : end - first], begin - start, part)
         start += len(part)
+
+
+def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
+    if isinstance(part, BlockedInt8) and _fills_strips(len(values), first, part):
+        from flexgen_h2o.kernels.compiled import quantised as loops
+
+        loop = partial(loops.float_strips, _strip_job(first, part), values.data_ptr())
+        parallel_rows(loop, len(values) // STRIP_ROWS, STRIP_ROWS * 5 * part.columns)
+        return
+    codes, at = values.new_empty(values.shape, dtype=torch.int8), slice(first, first + len(values))
+    scales, sums = values.new_empty(len(values)), values.new_empty(len(values), dtype=torch.int32)
+    quantise_rows(values, codes, scales)
+    _sum_rows(codes, sums)
+    if isinstance(part, BlockedInt8):
+        _fill_blocks(part, at, codes, scales, sums)
+    else:
+        _fill_in_order(part[at], codes, scales, sums)
+
+
+def _fills_strips(rows: int, first: int, out: BlockedInt8) -> bool:
+    """Strips of STRIP_ROWS rows of whole groups of GROUP columns have a loop, on CPUs with AVX2."""
+    return rows % STRIP_ROWS == first % STRIP_ROWS == out.columns % GROUP == 0 and cpu_has("avx2")
+
+
+def _strip_job(first: int, out: BlockedInt8) -> Any:
+    from flexgen_h2o.kernels.compiled import quantised as loops
+
+    sums = out.memory.data_ptr() + len(out) * out.columns
+    return loops.StripJob(out.memory.data_ptr(), out.columns, sums, out.scales.data_ptr(), first)
 
 
 def fill_blocks_from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, first: int, out: BlockedInt8) -> bool:
     """`fill_int8_rows` of what `unpack_mxfp4` gives, with the same bits, in one pass over the codes. False: nothing was
-    done, as the loop takes only strips of STRIP_ROWS rows of whole groups of GROUP columns, on CPUs with AVX2."""
-    rows, columns = len(scales), out.columns
-    if rows % STRIP_ROWS or first % STRIP_ROWS or columns % GROUP or not cpu_has("avx2"):
+    done, as there is no loop for such rows."""
+    if not _fills_strips(len(scales), first, out):
         return False
     from flexgen_h2o.kernels.compiled import quantised as loops
 
-    sums = out.memory.data_ptr() + len(out) * columns
-    job = loops.StripJob(
-        blocks.data_ptr(), scales.data_ptr(), scales.shape[1], first, out.memory.data_ptr(), columns, sums,
-        out.scales.data_ptr(),
-    )  # fmt: skip
-    parallel_rows(partial(loops.mxfp4_strips, job), rows // STRIP_ROWS, STRIP_ROWS * 2 * columns)
+    loop = partial(loops.mxfp4_strips, _strip_job(first, out), blocks.data_ptr(), scales.data_ptr())
+    parallel_rows(loop, len(scales) // STRIP_ROWS, STRIP_ROWS * 2 * out.columns)
     return True
 
 

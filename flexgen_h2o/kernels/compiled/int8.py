@@ -70,17 +70,20 @@ def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
     """Rows first..end-1. element: a number whose type says what they are: uint16 for bf16, float32 for fp32."""
     for row in range(first, end):
         values = job.values + row * job.values_step
-        most = np.int32(0)
-        for i in range(job.columns):
-            most = max(most, float_to_bits(number_at(element, values, i)) & _MAGNITUDE)
-        largest = bits_to_float(np.uint32(most))
-        steps = _LEVELS / largest
-        if largest < _TINY:
-            largest = steps = np.float32(0)
+        largest, steps = factor_of(largest_magnitude(element, values, job.columns))
         codes, zero = bytes_at(job.codes + row * job.codes_step), np.int32(job.zero)
         for i in range(job.columns):
             codes[i] = np.uint8(np.int32(np.rint(number_at(element, values, i) * steps)) + zero)
         floats_at(job.scales + row * job.scales_step)[0] = largest / _LEVELS
+
+
+@jit
+def largest_magnitude(element, values, columns):  # type: ignore[no-untyped-def]
+    """Of a row of numbers of that type; NaN where there is one."""
+    most = np.int32(0)
+    for i in range(columns):
+        most = max(most, float_to_bits(number_at(element, values, i)) & _MAGNITUDE)
+    return bits_to_float(np.uint32(most))
 
 
 class RescaleJob(NamedTuple):
@@ -216,32 +219,30 @@ _BYTES, _HALVES = ir.VectorType(_I8, GROUP), ir.VectorType(_I16, GROUP // 2)
 _WORDS, _FLOATS = ir.VectorType(I32, ROWS), ir.VectorType(F32, ROWS)
 
 
-def _strip(end_bytes: int, table: Callable[[Emitter, Any, Any], Any]) -> Any:
-    """end_bytes: of what says how GROUP codes of a row are scaled; table: makes their int8 values of its address."""
+def _strip(line: Callable[..., Any], ahead: int = 0) -> Any:
+    """line: makes the GROUP int8 values of a group of a row, as words, of where the strip's rows are. ahead: bytes of
+    the next strip that are asked for with a group."""
 
     def emit(e: Emitter, *places: Any) -> None:
-        _emit_strip(e, end_bytes, table, *places)
+        _emit_strip(e, line, ahead, *places)
 
     return emitted(emit)
 
 
-def _emit_strip(e: Emitter, end_bytes: int, table: Any, *places: Any) -> None:
-    b, (packed, row_bytes, ends, ends_step, groups, out, totals) = e.builder, places
+def _emit_strip(e: Emitter, line: Any, ahead: int, *places: Any) -> None:
+    b, (*rows, groups, out, totals) = e.builder, places
     sums = cgutils.alloca_once(b, _WORDS)
     b.store(e.constant(_WORDS, 0), sums)
     with e.loop(groups) as loop:
         lines = []
         for row in range(ROWS):
-            start = b.add(packed, b.mul(row_bytes, e.number(row)))
             step = e.load(b.add(totals, e.number(4 * row)), F32)
-            end = b.add(b.add(ends, b.mul(ends_step, e.number(row))), b.mul(loop.index, e.number(end_bytes)))
-            at = b.add(start, b.mul(loop.index, e.number(GROUP // 2)))
-            codes = e.load(at, ir.VectorType(_I8, GROUP // 2), align=1)
-            lines.append(b.bitcast(_look_up(e, table(e, end, step), codes), _WORDS))
-        # Of the next strip: 16 rows side by side are too many for the hardware to prefetch.
-        ahead = b.add(b.add(packed, b.mul(row_bytes, e.number(ROWS))), b.mul(loop.index, e.number(_GROUP_BYTES)))
-        for line in range(0, _GROUP_BYTES, _LINE):
-            e.prefetch(b.add(ahead, e.number(line)))
+            lines.append(line(e, rows, row, loop.index, step))
+        # 16 rows side by side are too many for the hardware to prefetch.
+        start, row_bytes = rows[:2]
+        next_one = b.add(b.add(start, b.mul(row_bytes, e.number(ROWS))), b.mul(loop.index, e.number(ahead)))
+        for at in range(0, ahead, _LINE):
+            e.prefetch(b.add(next_one, e.number(at)))
         at = b.add(out, b.mul(loop.index, e.number(GROUP * BLOCK_ROWS)))
         total = e.constant(_HALVES, 0)
         for number, words in enumerate(e.transposed(lines)):
@@ -249,6 +250,27 @@ def _emit_strip(e: Emitter, end_bytes: int, table: Any, *places: Any) -> None:
             total = b.add(total, _pair_sums(e, words))
         b.store(b.sub(b.load(sums), _halves_added(e, total)), sums)
     e.store(b.load(sums), totals)
+
+
+def _line_of_codes(end_bytes: int, table: Callable[[Emitter, Any, Any], Any]) -> Callable[..., Any]:
+    """end_bytes: of what says how GROUP codes of a row are scaled; table: makes their int8 values of its address."""
+
+    def line(e: Emitter, rows: list[Any], row: int, group: Any, step: Any) -> Any:
+        b, (packed, row_bytes, ends, ends_step) = e.builder, rows
+        end = b.add(b.add(ends, b.mul(ends_step, e.number(row))), b.mul(group, e.number(end_bytes)))
+        start = b.add(packed, b.mul(row_bytes, e.number(row)))
+        at = b.add(start, b.mul(group, e.number(GROUP // 2)))
+        codes = e.load(at, ir.VectorType(_I8, GROUP // 2), align=1)
+        return b.bitcast(_look_up(e, table(e, end, step), codes), _WORDS)
+
+    return line
+
+
+def _line_of_floats(e: Emitter, rows: list[Any], row: int, group: Any, step: Any) -> Any:
+    b, (values, row_bytes), steps = e.builder, rows, e.spread([step], ROWS)
+    at = b.add(b.add(values, b.mul(row_bytes, e.number(row))), b.mul(group, e.number(4 * GROUP)))
+    parts = [e.load(b.add(at, e.number(4 * i)), _FLOATS) for i in range(0, GROUP, ROWS)]
+    return b.bitcast(e.join([_rounded(e, b.fmul(part, steps)) for part in parts]), _WORDS)
 
 
 def _emit_row(e: Emitter, packed: Any, ends: Any, groups: Any, out: Any, total: Any) -> None:
@@ -347,10 +369,13 @@ def _on_bytes(e: Emitter, avx512: str, avx2: str, result: Any, *vectors: Any) ->
 # apart; ends: of the scales and least values of the first one, `ends_step` from those of the next; groups: of a row;
 # out: the address of the strip; totals: of 16 floats, the factors of the values before they are rounded, which become
 # the negative sums of the rows, int32. mxfp4_strip: ends are the scales; groups are two blocks each.
+# float_strip((values, row_bytes, groups, out, totals)): the same of rows of float32.
 # mxfp4_largest((blocks, scales, groups, out)): the largest magnitude of a row into a float; one that is no normal
 # number may be any such. groups: as of mxfp4_strip.
 mxfp4_largest = emitted(_emit_mxfp4_largest)
-strip, mxfp4_strip = _strip(4, _table), _strip(2, _mxfp4_table)
+strip = _strip(_line_of_codes(4, _table), _GROUP_BYTES)
+mxfp4_strip = _strip(_line_of_codes(2, _mxfp4_table), _GROUP_BYTES)
+float_strip = _strip(_line_of_floats)
 # row_of_groups((packed, ends, groups, out, total)): packed, ends: the addresses of a packed row, and of its scales and
 # least values; out: of its int8 values; total: of a float, the factor of the values, which becomes their sum, int32.
 row_of_groups = emitted(_emit_row)

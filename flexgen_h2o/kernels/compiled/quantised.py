@@ -9,14 +9,31 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS, STRIP_ROWS
 from flexgen_h2o.kernels.compiled.emitter import room
-from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, factor_of, mxfp4_largest, mxfp4_strip
+from flexgen_h2o.kernels.compiled.int8 import (
+    SCALE_STEP,
+    factor_of,
+    float_strip,
+    largest_magnitude,
+    mxfp4_largest,
+    mxfp4_strip,
+)
+from flexgen_h2o.kernels.compiled.numbers import (
+    LANES,
+    bits_of,
+    e4m3,
+    fp8_numbers,
+    number,
+    numbers_of_4,
+    numbers_of_8,
+    numbers_of_words,
+)
 from flexgen_h2o.kernels.jit import (
     HIGH,
     bits_to_float,
     bytes_at,
-    float_to_bits,
     floats_at,
     ints_at,
     jit,
@@ -95,34 +112,64 @@ def _any_block(element, at, scale, out):  # type: ignore[no-untyped-def]
 
 
 class StripJob(NamedTuple):
-    """Addresses of the first row's blocks and scales, of a blocked int8 matrix, and of its rows' negative sums and
-    scales. groups: blocks of a row; first: the matrix's row that the first one becomes."""
+    """Addresses of a blocked int8 matrix, and of its rows' negative sums and scales. first: the matrix's row that the
+    first one becomes."""
 
-    blocks: int
-    scales: int
-    groups: int
-    first: int
     out: int
     columns: int
     sums: int
     row_scales: int
+    first: int
 
 
 @jit
-def mxfp4_strips(job, first, end):  # type: ignore[no-untyped-def]
-    """Strips first..end-1 of STRIP_ROWS rows."""
-    own, row_bytes, groups = _strip_room(), job.groups * _PAIRS, job.groups // 2
+def mxfp4_strips(job, blocks, scales, first, end):  # type: ignore[no-untyped-def]
+    """Strips first..end-1 of STRIP_ROWS rows. blocks, scales: addresses of the first row's."""
+    own, groups = _strip_room(), job.columns // _BLOCK
+    row_bytes = groups * _PAIRS
     for strip in range(first, end):
-        blocks, scales = job.blocks + strip * STRIP_ROWS * row_bytes, job.scales + strip * STRIP_ROWS * job.groups
-        row = job.first + strip * STRIP_ROWS
+        row = strip * STRIP_ROWS
+        here, ends = blocks + row * row_bytes, scales + row * groups
         for r in range(STRIP_ROWS):
-            mxfp4_largest((blocks + r * row_bytes, scales + r * job.groups, groups, own + 4 * r))
-            largest, floats_at(own)[r] = factor_of(floats_at(own)[r])
-            floats_at(job.row_scales)[row + r] = largest * SCALE_STEP
-        out = job.out + row // BLOCK_ROWS * BLOCK_ROWS * job.columns + 4 * (row % BLOCK_ROWS)
-        mxfp4_strip((blocks, row_bytes, scales, job.groups, groups, out, own))
+            mxfp4_largest((here + r * row_bytes, ends + r * groups, groups // 2, own + 4 * r))
+        _set_factors(job, row, own)
+        mxfp4_strip((here, row_bytes, ends, groups, groups // 2, _strip_of(job, row), own))
+        _set_sums(job, row, own)
+
+
+@jit
+def float_strips(job, values, first, end):  # type: ignore[no-untyped-def]
+    """Strips first..end-1 of STRIP_ROWS rows. values: the address of the first row's, float32."""
+    own, row_bytes = _strip_room(), 4 * job.columns
+    for strip in range(first, end):
+        row = strip * STRIP_ROWS
+        here = values + row * row_bytes
         for r in range(STRIP_ROWS):
-            ints_at(job.sums)[row + r] = ints_at(own)[r]
+            floats_at(own)[r] = largest_magnitude(np.float32(0), here + r * row_bytes, job.columns)
+        _set_factors(job, row, own)
+        float_strip((here, row_bytes, job.columns // GROUP, _strip_of(job, row), own))
+        _set_sums(job, row, own)
+
+
+@jit
+def _set_factors(job, row, own):  # type: ignore[no-untyped-def]
+    """The scales of rows by their largest magnitudes, and in their place what numbers are multiplied by."""
+    for r in range(STRIP_ROWS):
+        largest, floats_at(own)[r] = factor_of(floats_at(own)[r])
+        floats_at(job.row_scales)[job.first + row + r] = largest * SCALE_STEP
+
+
+@jit
+def _set_sums(job, row, own):  # type: ignore[no-untyped-def]
+    for r in range(STRIP_ROWS):
+        ints_at(job.sums)[job.first + row + r] = ints_at(own)[r]
+
+
+@jit
+def _strip_of(job, row):  # type: ignore[no-untyped-def]
+    """The address of a strip in its block."""
+    at = job.first + row
+    return job.out + at // BLOCK_ROWS * BLOCK_ROWS * job.columns + 4 * (at % BLOCK_ROWS)
 
 
 @jit
@@ -152,22 +199,6 @@ class Fp8Job(NamedTuple):
     out_step: int
 
 
-_LEAST_NORMAL = np.uint32(8)  # of e4m3
-_NAN_CODE, _NAN = np.uint32(127), np.uint32(0x7FC00000)
-_REBIASED = np.uint32((127 - 7) << 23)
-_LEAST = np.float32(2**-9)
-
-
-@jit
-def _e4m3(code):  # type: ignore[no-untyped-def]
-    magnitude = np.uint32(code & np.uint32(127))
-    bits = np.uint32((magnitude << np.uint32(20)) + _REBIASED)
-    small = np.uint32(float_to_bits(np.float32(np.int32(magnitude)) * _LEAST))
-    bits = small if magnitude < _LEAST_NORMAL else bits
-    bits = _NAN if magnitude == _NAN_CODE else bits
-    return bits_to_float(np.uint32(bits | ((code & np.uint32(128)) << np.uint32(24))))
-
-
 @jit
 def unpack_fp8(element, job, first, end):  # type: ignore[no-untyped-def]
     """Rows first..end-1."""
@@ -178,12 +209,10 @@ def unpack_fp8(element, job, first, end):  # type: ignore[no-untyped-def]
         for block in range(job.scale_columns):
             start = block * job.wide
             count, scale = min(job.wide, job.columns - start), scales[block]
-            at, to = bytes_at(codes + start), out + start * size
-            for i in range(count // 2):
-                low, high = _e4m3(np.uint32(at[2 * i])), _e4m3(np.uint32(at[2 * i + 1]))
-                _store_pair(element, to, i, low * scale, high * scale)
-            if count % 2 == 1:
-                set_number(element, to, count - 1, _e4m3(np.uint32(at[count - 1])) * scale)
+            at, to = codes + start, out + start * size
+            fp8_numbers(element, (count // LANES, to, at, bits_of(scale)))
+            for i in range(count - count % LANES, count):
+                set_number(element, to, i, e4m3(np.uint32(bytes_at(at)[i])) * scale)
 
 
 class IntegerJob(NamedTuple):
@@ -238,40 +267,31 @@ def _by_index(element, job, codes, zeros, scales, out):  # type: ignore[no-untyp
     if job.bits == 4:
         for i in range(job.columns // 2):
             code, one, other = np.uint32(code_at[i]), which[2 * i], which[2 * i + 1]
-            low = _number(code & np.uint32(15), zeros[one], scales[one])
-            _store_pair(element, out, i, low, _number(code >> np.uint32(4), zeros[other], scales[other]))
+            low = number(code & np.uint32(15), zeros[one], scales[one])
+            _store_pair(element, out, i, low, number(code >> np.uint32(4), zeros[other], scales[other]))
     else:
         for i in range(job.columns // 2):
             one, other = which[2 * i], which[2 * i + 1]
-            low = _number(np.uint32(code_at[2 * i]), zeros[one], scales[one])
-            high = _number(np.uint32(code_at[2 * i + 1]), zeros[other], scales[other])
+            low = number(np.uint32(code_at[2 * i]), zeros[one], scales[one])
+            high = number(np.uint32(code_at[2 * i + 1]), zeros[other], scales[other])
             _store_pair(element, out, i, low, high)
 
 
 @jit
 def _group_of_4(element, at, zero, scale, out, count):  # type: ignore[no-untyped-def]
     codes = bytes_at(at)
-    for i in range(count // 2):
-        code = np.uint32(codes[i])
-        low, high = _number(code & np.uint32(15), zero, scale), _number(code >> np.uint32(4), zero, scale)
-        _store_pair(element, out, i, low, high)
-    if count % 2 == 1:
-        set_number(element, out, count - 1, _number(np.uint32(codes[count // 2]) & np.uint32(15), zero, scale))
+    numbers_of_4(element, (count // LANES, out, at, bits_of(zero), bits_of(scale)))
+    for i in range(count - count % LANES, count):
+        code = (np.uint32(codes[i // 2]) >> np.uint32(4 * (i % 2))) & np.uint32(15)
+        set_number(element, out, i, number(code, zero, scale))
 
 
 @jit
 def _group_of_8(element, at, flip, zero, scale, out, count):  # type: ignore[no-untyped-def]
     codes = bytes_at(at)
-    for i in range(count // 2):
-        low, high = np.uint32(codes[2 * i]) ^ flip, np.uint32(codes[2 * i + 1]) ^ flip
-        _store_pair(element, out, i, _number(low, zero, scale), _number(high, zero, scale))
-    if count % 2 == 1:
-        set_number(element, out, count - 1, _number(np.uint32(codes[count - 1]) ^ flip, zero, scale))
-
-
-@jit
-def _number(code, zero, scale):  # type: ignore[no-untyped-def]
-    return (np.float32(np.int32(code)) - zero) * scale
+    numbers_of_8(element, (count // LANES, out, at, np.int64(flip), bits_of(zero), bits_of(scale)))
+    for i in range(count - count % LANES, count):
+        set_number(element, out, i, number(np.uint32(codes[i]) ^ flip, zero, scale))
 
 
 class AwqJob(NamedTuple):
@@ -311,11 +331,9 @@ def unpack_awq(element, job, first, end):  # type: ignore[no-untyped-def]
 @jit
 def _shifted(element, at, shift, zero, scale, out, count):  # type: ignore[no-untyped-def]
     words = words_at(at)
-    for i in range(count // 2):
-        low, high = (words[2 * i] >> shift) & np.uint32(15), (words[2 * i + 1] >> shift) & np.uint32(15)
-        _store_pair(element, out, i, _number(low, zero, scale), _number(high, zero, scale))
-    if count % 2 == 1:
-        set_number(element, out, count - 1, _number((words[count - 1] >> shift) & np.uint32(15), zero, scale))
+    numbers_of_words(element, (count // LANES, out, at, np.int64(shift), bits_of(zero), bits_of(scale)))
+    for i in range(count - count % LANES, count):
+        set_number(element, out, i, number((words[i] >> shift) & np.uint32(15), zero, scale))
 
 
 @jit

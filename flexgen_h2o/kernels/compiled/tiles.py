@@ -314,7 +314,7 @@ def _widened(e: Emitter, element: Any, kept: Any) -> Any:
     return e.builder.bitcast(e.builder.shl(e.builder.zext(kept, _INTS), e.constant(_INTS, 16)), _FLOATS)
 
 
-def _rounded(e: Emitter, element: Any, value: Any) -> Any:
+def rounded(e: Emitter, element: Any, value: Any) -> Any:
     """A vector of fp32 as it is kept: fp32, or 16 bits of each (jit.set_number)."""
     b = e.builder
     if element == types.float32:
@@ -348,10 +348,10 @@ def _emit_finish(is_int: bool, e: Emitter, element: Any, *numbers: Any) -> None:
         else:
             value = cgutils.alloca_once_value(b, b.fadd(e.load(at, _FLOATS), b.load(there)))
             with b.if_then(b.and_(is_added, has_bias)):
-                b.store(_widened(e, element, _rounded(e, element, b.load(value))), value)
+                b.store(_widened(e, element, rounded(e, element, b.load(value))), value)
             total = b.fadd(b.load(value), b.load(added))
         least = b.select(b.fcmp_ordered("<", total, zero), zero, total)
-        e.store(_rounded(e, element, b.select(has_relu, least, total)), place, align=2)
+        e.store(rounded(e, element, b.select(has_relu, least, total)), place, align=2)
 
 
 def _rescaled(e: Emitter, at: Any, row: Any, first: Any, x_scales: Any, ends: Any) -> Any:
