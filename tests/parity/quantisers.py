@@ -14,21 +14,31 @@ from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
+from tests.parity.reference import stored_tensors
+
 # What is stored besides the name's own `base`, and the numbers in float32.
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 _LLAMA = {"model_type": "llama", "tie_word_embeddings": False, "intermediate_size": 96}
+_PLAIN = ("lm_head", "mlp.gate", "block_sparse_moe.gate")
+# Of which the formats below that have experts one by one can be; matrices of sizes that all their groups divide.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"model_type": "qwen3_moe", "moe_intermediate_size": 48},
+    "mixtral": {"model_type": "mixtral", "intermediate_size": 96},
+    "olmoe": {"model_type": "olmoe", "intermediate_size": 48},
+}
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """config: the quantization_config. left_out: ends of the names of linear layers that stay plain. shape: of the
+    """config: the quantization_config. left_out: ends of the names of linear layers that stay plain
+    besides head and routers. shape: of the
     model. dims: of what is quantised; of experts, 3, names go on with "_"."""
 
     config: dict[str, Any]
     quantise: Callable[[torch.Tensor], Stored]
-    left_out: tuple[str, ...] = ("lm_head",)
+    left_out: tuple[str, ...] = ()
     shape: Mapping[str, Any] = field(default_factory=lambda: _LLAMA)
     dims: int = 2
 
@@ -136,7 +146,8 @@ def compressed(form: str, bits: int, group: int | None, symmetric: bool = True, 
                "group_size": group, "dynamic": False, "actorder": None, "observer": "minmax"}  # fmt: skip
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme | more},
-            "ignore": ["lm_head"], "quantization_status": "compressed", "kv_cache_scheme": None}  # fmt: skip
+            "ignore": ["lm_head", r"re:.*\.gate$"],
+            "quantization_status": "compressed", "kv_cache_scheme": None}  # fmt: skip
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
@@ -145,13 +156,14 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 24, "version": "gemm", "z
 QUANTISERS: dict[str, Quantiser] = {
     "fp8": Quantiser(FP8, fp8((128, 128), torch.bfloat16)),
     "fp8, blocks that parts cut": Quantiser(
-        FP8 | {"weight_block_size": [24, 20], "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate_proj"]},
-        fp8((24, 20), torch.float32), ("lm_head", "layers.1.mlp.gate_proj"),
+        FP8 | {"weight_block_size": [24, 20], "modules_to_not_convert":
+               ["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.experts.2.up_proj"]},
+        fp8((24, 20), torch.float32), ("layers.1.mlp.gate_proj", "layers.1.mlp.experts.2.up_proj"),
     ),
     "4 bits, groups": Quantiser(compressed("pack-quantized", 4, 16), packed(4, 16, True)),
     "4 bits, groups with zeros": Quantiser(
-        compressed("pack-quantized", 4, 8, False) | {"ignore": ["lm_head", "re:.*layers.0.*v_proj$"]},
-        packed(4, 8, False), ("lm_head", "layers.0.self_attn.v_proj"),
+        compressed("pack-quantized", 4, 8, False) | {"ignore": ["lm_head", r"re:.*\.gate$", "re:.*layers.0.*v_proj$"]},
+        packed(4, 8, False), ("layers.0.self_attn.v_proj",),
     ),
     "8 bits, rows with zeros": Quantiser(compressed("pack-quantized", 8, None, False), packed(8, None, False)),
     "int8": Quantiser(
@@ -166,25 +178,26 @@ QUANTISERS: dict[str, Quantiser] = {
     "gptq, in another order, with zeros": Quantiser(
         GPTQ | {"desc_act": True, "group_size": 24, "sym": False, "checkpoint_format": "gptq_v2",
                 "dynamic": {r"-:.*layers\.0\.mlp\.up_proj": {}}},
-        gptq(4, 24, 0, True, False), ("lm_head", "layers.0.mlp.up_proj"),
+        gptq(4, 24, 0, True, False), ("layers.0.mlp.up_proj",),
     ),
     "gptq, 8 bits, one group": Quantiser(GPTQ | {"bits": 8, "group_size": -1}, gptq_whole),
     "awq": Quantiser(AWQ, awq(24)),
 }  # fmt: skip
 
 
+@torch.no_grad()
 def save_quantised(model: PreTrainedModel, folder: Path, quantiser: Quantiser) -> None:
     """Save `model` quantised in `folder`, and make its parameters what that stands for."""
     model.save_pretrained(folder)
-    stored, values = load_file(folder / "model.safetensors"), dict(model.named_parameters())
-    for name, value in values.items():
+    stored = load_file(folder / "model.safetensors")
+    for name, value in stored_tensors(model).items():
         base = name.removesuffix(".weight")
-        if value.dim() != quantiser.dims or "embed" in name or base.endswith(quantiser.left_out):
+        left_out = base.endswith((*_PLAIN, *quantiser.left_out))
+        if value.dim() != quantiser.dims or "embed" in name or left_out:
             continue
         parts, numbers = quantiser.quantise(stored.pop(name))
         stored |= {f"{base}{'_' if quantiser.dims == 3 else '.'}{kind}": part for kind, part in parts.items()}
-        with torch.no_grad():
-            value.copy_(numbers)
+        value.copy_(numbers)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantiser.config}
     (folder / "config.json").write_text(json.dumps(config))

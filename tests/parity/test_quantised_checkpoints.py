@@ -16,19 +16,23 @@ from flexgen_h2o.core.units import ALIGN
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
 from flexgen_h2o.engine.report import sizes_of
 from flexgen_h2o.models import spec_from_folder
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
-from tests.parity.quantisers import QUANTISERS, save_quantised
+from tests.parity.quantisers import MIXTURES, QUANTISERS, save_quantised
 from tests.parity.reference import Reference, assert_equal, make_reference, random_model, random_prompts, run, tokens_of
+
+OF_MIXTURES = [(name, mixture) for name, known in QUANTISERS.items() if known.dims == 2 for mixture in MIXTURES]
 
 
 @pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """A checkpoint in a format, by its name, and the tokens that transformers makes of what it stands for."""
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
+    """A checkpoint in a format, by its name, and the tokens that transformers makes of what it stands for; of the
+    format's own shape, or of a mixture."""
 
     @cache
-    def made(name: str) -> Reference:
-        model, folder = random_model(2, **QUANTISERS[name].shape), tmp_path_factory.mktemp("model")
+    def made(name: str, mixture: str | None = None) -> Reference:
+        shape = MIXTURES[mixture] if mixture else QUANTISERS[name].shape
+        model, folder = random_model(2, **shape), tmp_path_factory.mktemp("model")
         save_quantised(model, folder, QUANTISERS[name])
         reference = make_reference(model, tmp_path_factory.mktemp("decoded"), random_prompts(LENGTHS), NEW_TOKENS)
         return replace(reference, folder=folder)
@@ -43,15 +47,32 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 )  # fmt: skip
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_tokens_are_those_of_transformers(
-    quantised: Callable[[str], Reference], name: str, placement: str, configuration: str, offload_dir: Path
+    quantised: Callable[..., Reference], name: str, placement: str, configuration: str, offload_dir: Path
 ) -> None:
     """Wherever rows lie: parts that begin within blocks and words, and plain matrices beside decoded ones."""
     chosen = CONFIGURATIONS[configuration]
     assert_equal(quantised(name), chosen.policy(PLACEMENTS[placement]), chosen.budget, offload_dir)
 
 
+@pytest.mark.parametrize(("name", "mixture"), thinned(OF_MIXTURES, 10))
+def test_experts_are_decoded_group_by_group(
+    quantised: Callable[..., Reference], name: str, mixture: str, offload_dir: Path
+) -> None:
+    """Three at a time, or all; in FP8 one that is half plain."""
+    chosen = CONFIGURATIONS["3x1, joined"]
+    policy = chosen.policy(PLACEMENTS["everything split 30/30"], expert_group=0 if mixture == "mixtral" else 3)
+    assert_equal(quantised(name, mixture), policy, chosen.budget, offload_dir)
+
+
+@pytest.mark.parametrize(("name", "mixture"), thinned(OF_MIXTURES[::-1], 15))
+def test_products_of_experts_in_int8(
+    quantised: Callable[..., Reference], name: str, mixture: str, tmp_path: Path
+) -> None:
+    assert_products_in_int8(quantised(name, mixture), tmp_path)
+
+
 @pytest.mark.parametrize("name", QUANTISERS)
-def test_packed_from_what_it_stands_for(quantised: Callable[[str], Reference], name: str, tmp_path: Path) -> None:
+def test_packed_from_what_it_stands_for(quantised: Callable[..., Reference], name: str, tmp_path: Path) -> None:
     policy, params = Policy(2, 2, compress_weight=True, weight_bits=8), SamplingParams(max_tokens=5, ignore_eos=True)
     known = quantised(name)
     known.model.save_pretrained(tmp_path / "decoded")
@@ -63,18 +84,22 @@ def test_packed_from_what_it_stands_for(quantised: Callable[[str], Reference], n
 
 
 @pytest.mark.parametrize("name", QUANTISERS)
-def test_products_in_int8(quantised: Callable[[str], Reference], name: str, tmp_path: Path) -> None:
+def test_products_in_int8(quantised: Callable[..., Reference], name: str, tmp_path: Path) -> None:
+    assert_products_in_int8(quantised(name), tmp_path)
+
+
+def assert_products_in_int8(known: Reference, scratch: Path) -> None:
     """As near to the numbers as int8 with a scale a row is, nothing packed, and the same from every tier."""
-    known, params = quantised(name), SamplingParams(max_tokens=4, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
     policies = [Policy(2, 2, percent=(*place, 100, 0, 100, 0), int8_compute=True) for place in ((100, 0), (30, 0))]
-    first, other = (run(known.folder, known.prompts, policy, tmp_path / "offload", params) for policy in policies)
+    first, other = (run(known.folder, known.prompts, policy, scratch / "offload", params) for policy in policies)
     assert tokens_of(first) == tokens_of(other)
-    assert not (tmp_path / "offload" / "weights" / "packed").exists()
+    assert not (scratch / "offload" / "weights" / "packed").exists()
     same = torch.tensor(tokens_of(first)) == torch.tensor(known.tokens)[:, :4]
     assert same.float().mean() > 0.5
 
 
-def test_a_plan_counts_the_bytes_of_the_format(quantised: Callable[[str], Reference]) -> None:
+def test_a_plan_counts_the_bytes_of_the_format(quantised: Callable[..., Reference]) -> None:
     """Resident weights take what the files hold, scales as float32 and plain numbers in the compute dtype."""
     folder = quantised("4 bits, groups with zeros").folder
     spec, _ = spec_from_folder("tiny", folder)
