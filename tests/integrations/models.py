@@ -39,6 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {"model_type": "olmoe", "num_attention_heads": 4, "intermediate_size": 16},
     "neox": {**_NEOX, "rotary_pct": 0.5},
     "neox, sequential": {**_NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
+    "qwen3_moe": {"model_type": "qwen3_moe", "seed": 7, "head_dim": 16, "num_experts": 6},
+    "mixtral": {"model_type": "mixtral", "intermediate_size": 32, "tie_word_embeddings": True},
 }  # fmt: skip
 
 

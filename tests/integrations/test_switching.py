@@ -15,7 +15,7 @@ from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
 from flexgen_h2o.kvcache.eviction import H2O, Tova
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs
 from tests.integrations.models import PAD, Known, generated, known_model, padded
-from tests.parity.reference import random_prompts
+from tests.parity.reference import random_model, random_prompts
 
 PROMPTS = random_prompts((18, 11), seed=3)
 SIZES = {"heavy_size": 4, "recent_size": 3}
@@ -99,6 +99,10 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], says: str, known: 
                 )
             ),
             "sliding windows",
+        ),
+        (
+            lambda: random_model(model_type="gpt_oss", num_hidden_layers=1),
+            "^model: type gpt_oss is not one of opt, .*, gpt_neox$",
         ),
         (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
     ],
