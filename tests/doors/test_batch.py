@@ -18,7 +18,7 @@ from flexgen_h2o import LLM, batch
 from flexgen_h2o.cli import VERBS
 from flexgen_h2o.engine.report import RunReport
 from tests.doors.conftest import Answer
-from tests.parity.reference import greedy
+from tests.parity.reference import greedy, random_model, random_prompts
 
 
 def lines(path: Path, *values: Any) -> None:
@@ -49,6 +49,19 @@ def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_
         choice = found[name]["response"]["body"]["choices"][0]
         assert choice["token_ids"] == greedy(model, ids, body[name]["max_tokens"])
     assert found["line-10"]["error"]["code"] == "invalid_json"
+
+
+def test_rows_of_a_mixture_equal_transformers(job: Callable[..., Answer], tmp_path: Path) -> None:
+    """Its experts on disk, some at a time."""
+    model, prompts = random_model(model_type="qwen3_moe"), random_prompts((9, 4, 1, 6, 11))
+    model.save_pretrained(tmp_path / "mixture")
+    lines(tmp_path / "in.jsonl", *({"custom_id": f"r{i}", "prompt": p, "max_tokens": 5} for i, p in enumerate(prompts)))
+    ended = job(
+        "--gpu-batch-size", 2, "--expert-group", 3, "--percent", 0, 0, 100, 0, 100, 0, model=tmp_path / "mixture"
+    )
+    assert ended.code == 0, ended.err
+    found = choices(tmp_path / "out.jsonl")
+    assert [found[f"r{i}"][0]["token_ids"] for i in range(5)] == [greedy(model, prompt, 5) for prompt in prompts]
 
 
 def test_prompts_that_are_echoed_have_log_probabilities(

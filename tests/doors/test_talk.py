@@ -27,6 +27,7 @@ from flexgen_h2o.evaluation.streaming import title
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from tests.doors.conftest import POSITIONS, Answer
 from tests.forks import Forks
+from tests.parity.reference import random_model
 
 Door = Callable[..., Answer]
 TEMPLATE = (
@@ -82,6 +83,18 @@ def test_answers_are_those_of_transformers(chat: Door, tmp_path: Path) -> None:
     assert answer.out == "".join(f"{turn['text']}\n" for turn in found)
     assert found[-1]["kv_columns"] == sum(turn["tokens"] + 6 for turn in found) - 1
     assert answer.err.count("[KV ") == 3 and "tokens in" in answer.err and "turns: 3" in answer.err
+
+
+def test_answers_of_a_mixture_with_windows(chat: Door, tmp_path: Path) -> None:
+    """gpt-oss, whose window of 8 is shorter than what is said."""
+    shipped, folder = PACKAGED["opt-tiny"], tmp_path / "mixture"
+    vocab = json.loads((shipped / "config.json").read_text())["vocab_size"]
+    random_model(model_type="gpt_oss", vocab_size=vocab).save_pretrained(folder)
+    for path in shipped.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    assert chat(f"--model {folder} --gen-len 4", *TURNS, "/save a.json").code == 0
+    want = greedy(folder, [f"\n{turn}\n" for turn in TURNS], [4] * 3, True)
+    assert [turn["token_ids"] for turn in saved(tmp_path / "a.json")] == want
 
 
 def with_template(folder: Path, to: Path, template: str = TEMPLATE) -> Path:
