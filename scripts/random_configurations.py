@@ -4,9 +4,9 @@
     python scripts/random_configurations.py --output before.json      (at one commit)
     python scripts/random_configurations.py --compare before.json     (at another: exit 1 where a token differs)
 
-A configuration is a family, a placement, an eviction policy, a compression, a dtype and refill or not, drawn from its
-index alone; the models are random and a few hundred kilobytes large. Both runs must be on the same machine: kernels
-round as its vector width has it.
+A configuration is a family, a placement, an eviction policy, a compression, a dtype and refill or not, and of mixtures
+how many experts move as one, drawn from its index alone; the models are random and a few hundred kilobytes large. Both
+runs must be on the same machine: kernels round as its vector width has it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "num_attention_heads": 4},
     "llama": {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 100.0},
     "gpt_neox": {"intermediate_size": 128, "num_attention_heads": 4, "rotary_pct": 0.25},
-}
+    "qwen3_moe": {
+        "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 12, "num_experts_per_tok": 3, "norm_topk_prob": True, "rope_theta": 100.0,
+    },
+    "mixtral": {
+        "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "rope_theta": 100.0,
+    },
+    "olmoe": {
+        "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 16,
+        "num_experts_per_tok": 4, "rope_theta": 100.0,
+    },
+    "gpt_oss": {
+        "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_local_experts": 6, "num_experts_per_tok": 1, "sliding_window": 8, "rope_scaling": None,
+    },
+}  # fmt: skip
+MIXTURES = tuple(family for family, shape in FAMILIES.items() if "num_experts_per_tok" in shape)
 EVICTIONS = (
     None, "h2o", "h2o:heavy_ratio=0.3,recent_ratio=0.2", "h2o-norm", "h2o-norm:decay=0.9", "local", "tova", "snapkv",
     "h2o-v", "random",
@@ -40,8 +57,9 @@ def draw(index: int) -> dict[str, Any]:
 
     packs_cache = rng.random() < 0.3
     weights = rng.choice(({}, {}, {"compress_weight": True, "weight_bits": rng.choice((4, 8))}, {"int8_compute": True}))
+    family = rng.choice(tuple(FAMILIES))
     return {
-        "family": rng.choice(tuple(FAMILIES)),
+        "family": family,
         "eviction": rng.choice(EVICTIONS),
         "dtype": rng.choice(("float32", "float32", "bfloat16")),
         "refill": rng.random() < 0.5,
@@ -53,6 +71,7 @@ def draw(index: int) -> dict[str, Any]:
             "percent": [*shares(), *shares(), *shares()], "overlap": rng.random() < 0.7,
             "sep_layer": rng.random() < 0.5, "cpu_cache_compute": rng.random() < 0.3,
             **({"compress_cache": True, "cache_bits": rng.choice((4, 8))} if packs_cache else {}), **weights,
+            **({"expert_group": rng.choice((0, 1, 3))} if family in MIXTURES else {}),
         },
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,15 +21,19 @@ from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, moe
 from flexgen_h2o.models.layers import count_choices, mix_experts, sort_choices
 from tests.eviction.engine import run_with
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, Configuration, thinned
 from tests.parity.conftest import EOS_LENGTHS
 from tests.parity.reference import (
+    LOGIT_TOLERANCE,
+    LogitsByRow,
     Reference,
     assert_equal,
     folder_with_eos,
     greedy,
+    random_model,
     random_prompts,
     run,
+    teacher_forced,
     token_that_ends,
     tokens_of,
 )
@@ -50,6 +55,60 @@ def test_tokens_and_logits_are_those_of_transformers(
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement], expert_group=group)
     assert_equal(reference(shape), policy, chosen.budget, tmp_path)
+
+
+def drawn_shape(rng: random.Random) -> dict[str, Any]:
+    """A mixture of any family, as `random_model` takes it: its sizes, experts, norms, biases and windows."""
+    kind = rng.choice(("qwen3_moe", "mixtral", "olmoe", "gpt_oss"))
+    heads, width = rng.choice((2, 4, 6)), rng.randint(2, 8)
+    layers, ffn, window = rng.randint(1, 3), rng.randint(5, 48), rng.choice((None, rng.randint(2, 20)))
+    has_bias, is_normalised = (rng.random() < 0.5 for _ in range(2))
+    own: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {
+            "moe_intermediate_size": ffn, "intermediate_size": rng.randint(5, 80), "use_sliding_window": bool(window),
+            "sliding_window": window, "max_window_layers": 0, "decoder_sparse_step": rng.randint(1, min(2, layers)),
+            "attention_bias": has_bias, "norm_topk_prob": is_normalised,
+        },
+        "mixtral": {"sliding_window": window},
+        "olmoe": {"attention_bias": has_bias, "norm_topk_prob": is_normalised},
+        "gpt_oss": {
+            "attention_bias": has_bias, "sliding_window": window or 64, "swiglu_limit": rng.choice((1.5, 7.0)),
+        },
+    }  # fmt: skip
+    return {
+        "model_type": kind, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([n for n in (1, 2, 3, 6) if heads % n == 0]),
+        "hidden_size": heads * 2 * width if kind == "olmoe" else 4 * rng.randint(8, 20),
+        **({} if kind == "olmoe" else {"head_dim": 2 * width}), "intermediate_size": ffn,
+        "num_experts" if kind in ("qwen3_moe", "olmoe") else "num_local_experts": rng.randint(4, 16),
+        "num_experts_per_tok": rng.randint(1, 4), "vocab_size": rng.choice((120, 127)),
+        "tie_word_embeddings": rng.random() < 0.5, **own[kind],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] if i else []) for i in range(60)])
+def test_any_mixture(seed: int, tmp_path: Path) -> None:
+    """Of a random shape, in any grouping and block of 1 to 64 rows: transformers' logits of the tokens that came, each
+    of which has the largest, or as good as."""
+    rng = random.Random(seed)
+    model = random_model(seed, **drawn_shape(rng))
+    model.save_pretrained(tmp_path / "model")
+    rows = rng.choice((1, 2, 5, 9, 17, 40, 64))
+    gbs = rng.randint(1, rows)
+    chosen = Configuration(
+        gbs, rng.randint(1, -(-rows // gbs)), rng.random() < 0.5,
+        {name: rng.random() < 0.5 for name in ("overlap", "sep_layer", "cpu_cache_compute")},
+    )  # fmt: skip
+    placement, group = PLACEMENTS[rng.choice([*PLACEMENTS])], rng.choice((0, 1, 3, 5))
+    prompts = random_prompts([rng.randint(1, 24) for _ in range(rows)], seed)
+    watch, params = LogitsByRow(), SamplingParams(max_tokens=4, ignore_eos=True)
+    policy = chosen.policy(placement, expert_group=group)
+    done = tokens_of(run(tmp_path / "model", prompts, policy, tmp_path, params, chosen.budget, watch))
+    for row, (prompt, tokens) in enumerate(zip(prompts, done, strict=True)):
+        want = teacher_forced(model, prompt, tokens)
+        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+        best = want.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        assert (want.amax(1) - best).max() <= 2 * LOGIT_TOLERANCE and len(tokens) == 4, f"row {row}"
 
 
 @pytest.mark.parametrize("rows", [7, pytest.param(64, marks=pytest.mark.slow)])
