@@ -13,6 +13,7 @@ make() {
     shift 2
     model="$(basename "${name,,}")"
     model="${model%-v0.1}"
+    model="${model%-0924}"
     mkdir -p "policies/$model"
     local search=("${PYTHON:-python3}" -m flexgen_h2o.policy_search --model "$name" --hardware "$machine"
         --prompt-len 512 --gen-len 32 --num-prompts 1024 "$@")
@@ -22,11 +23,13 @@ make() {
 
 for machine in t4 a100-80; do
     for model in facebook/opt-6.7b facebook/opt-30b facebook/opt-175b openai/gpt-oss-20b openai/gpt-oss-120b \
-        mistralai/Mixtral-8x7B-v0.1; do
+        mistralai/Mixtral-8x7B-v0.1 mistralai/Mixtral-8x22B-v0.1 Qwen/Qwen3-8B Qwen/Qwen3-32B Qwen/Qwen3-30B-A3B \
+        Qwen/Qwen3-235B-A22B allenai/OLMoE-1B-7B-0924; do
         make "$model" "$machine"
     done
 done
-# The others' checkpoints do not fit that machine's disk.
-for model in facebook/opt-6.7b facebook/opt-30b openai/gpt-oss-20b Qwen/Qwen3-30B-A3B; do
+# The others' checkpoints, and what their policies keep on disk besides, do not fit that machine's disk.
+for model in facebook/opt-6.7b facebook/opt-30b openai/gpt-oss-20b Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B \
+    allenai/OLMoE-1B-7B-0924; do
     make "$model" build-2core
 done
