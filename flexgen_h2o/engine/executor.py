@@ -259,7 +259,7 @@ class Executor:
         self._counts.update(zip(run, counts, strict=True))
         self._unsorted.update(run)
 
-    def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+    def close_cache(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
         cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
         window = self._engine.spec.window(block)
         if cache.new:
@@ -271,7 +271,7 @@ class Executor:
         self._sweep.units += len(filled)
         return self._engine.cache.close(key, region, int(filled.max()), cache.slots_to_store, fence)
 
-    def close_hidden(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+    def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
         return self._engine.hidden.close(key, region, fence)
 
     def end_layer(self, step: Step) -> bool:

@@ -179,23 +179,25 @@ class BaseWeightStream(ABC, Generic[Opened]):
         """Start every load that may start now."""
         self._stream.prefetch()
 
-    def open(self, unit: int, fence: Waitable) -> Opened:
-        """Wait for `unit` and open it. Another unit that is open is closed: its last reader is done with `fence`."""
+    def open(self, unit: int, fence: Callable[[], Waitable]) -> Opened:
+        """Wait for `unit` and open it. Another unit that is open is closed: its last reader is done with the fence.
+
+        fence: makes an event that is done when what was computed up to now is; called where somebody waits for it.
+        """
         if unit != self.unit:
-            self._stream.give_back(self._region, [fence])
+            if self._region is not None:
+                self._stream.give_back(self._region, [fence()])
             key = next(key for key in self._to_open if key[1] == unit)
             self._region = self._stream.take(key)
             (self._number, self.unit), self.opened = key, self._open(unit, self._region)
         return self.opened
 
     def decode(self, fence: Callable[[], Waitable]) -> Opened:
-        """Decode the unit that was just opened; its region is free from then on, unless compute still uses it.
-
-        fence: an event that is done when what was computed up to now is.
-        """
+        """Decode the unit that was just opened; its region is free from then on, unless compute still uses it. fence:
+        as of `open`."""
         if self.decodes and self.unit >= 0:
             self.opened, uses_region = self._decode(self.unit, self._region)
-            if not uses_region:
+            if not uses_region and self._region is not None:
                 self._stream.give_back(self._region, [fence()])
                 self._region = None
         return self.opened
@@ -234,10 +236,11 @@ class Runner(Protocol):
 
     def compute(self, step: Step) -> None: ...
 
-    def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
-        """Start storing what has changed; returns what the region's next writer waits for."""
+    def close_cache(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
+        """Start storing what has changed; returns what the region's next writer waits for. fence: makes one, where
+        there is a next writer."""
 
-    def close_hidden(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+    def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
         """The same of hidden states."""
 
     def end_layer(self, step: Step) -> bool:
@@ -316,25 +319,28 @@ class Walk:
             runner.compute(step)
         if layer.kind in ATTENTION_KINDS:
             with span("wait", f"store_cache {phase}"):
-                stores = runner.close_cache(cache_key, cache, runner.fence())
-                self._give_back(self._cache, cache, stores)
+                stores = runner.close_cache(cache_key, cache, runner.fence)
+                self._give_back(self._cache, cache, stores, runner)
         with span("wait", f"store_hidden {phase}"):
-            stores = runner.close_hidden(hidden_key, hidden, runner.fence())
-            self._give_back(self._hidden, hidden, stores)
+            stores = runner.close_hidden(hidden_key, hidden, runner.fence)
+            self._give_back(self._hidden, hidden, stores, runner)
 
     @staticmethod
     def _open_weights(unit: int, runner: Runner, weights: BaseWeightStream[Any]) -> None:
         is_fresh = unit != weights.unit
         with runner.span("wait", "load_weight"):
             if is_fresh:
-                weights.open(unit, runner.fence())
+                weights.open(unit, runner.fence)
         if is_fresh and weights.decodes:
             with runner.span("compute", "unpack_weights"):
                 weights.decode(runner.fence)
         weights.prefetch()  # into the space of the unit that has just been closed
 
-    def _give_back(self, stream: Stream[UnitKey], region: Region | None, stores: list[Waitable]) -> None:
-        """The next writer of the region waits for its stores; without overlap the next step does."""
+    def _give_back(
+        self, stream: Stream[UnitKey], region: Region | None, stores: list[Waitable], runner: Runner
+    ) -> None:  # fmt: skip
+        """The next writer of the region waits for its stores; without overlap the next step does, or for compute where
+        there are none."""
         stream.give_back(region, stores)
         if not self._overlap:
-            wait_all(stores)
+            wait_all(stores or [runner.fence()])

@@ -405,18 +405,20 @@ class HiddenStore:
         fields = zip(self._offsets, self._rows, strict=True)
         return [memory[offsets[0][part.tier] + start * row :] for offsets, row in fields]
 
-    def close(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
-        """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for."""
+    def close(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
+        """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for. fence:
+        makes an event that is done when the layer is; not called without a region."""
         sweep, layer, k = key
+        done: list[Waitable] = [] if region is None else [fence()]
         stores: list[Waitable] = []
         if region is not None and layer != self._last_layer:
             for data, home in self._parts(k, region):
                 if isinstance(home, FileRange):
-                    stores.append(self._mover.write("store_hidden", home.file, home.offset, data, "device", [fence]))
+                    stores.append(self._mover.write("store_hidden", home.file, home.offset, data, "device", done))
                 else:
-                    stores.append(self._mover.copy("d2h", "store_hidden", home, data, [fence]))
+                    stores.append(self._mover.copy("d2h", "store_hidden", home, data, done))
         self._closed[k], self._stores[k] = (sweep, layer), stores
-        return [fence, *stores]
+        return [*done, *stores]
 
     def settle(self) -> None:
         """Wait for stores under way, so that the next block may use the homes anew."""

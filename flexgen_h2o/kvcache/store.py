@@ -9,7 +9,7 @@ runs. Knows rows and slots, not prompts, eviction policies or models.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -223,24 +223,27 @@ class CacheStore:
         return unit.live_views(views), has_changed or is_new
 
     def close(
-        self, key: CacheKey, region: Region | None, columns: int, slots: Sequence[torch.Tensor] | None, fence: Waitable
-    ) -> list[Waitable]:
+        self, key: CacheKey, region: Region | None, columns: int, slots: Sequence[torch.Tensor] | None,
+        fence: Callable[[], Waitable],
+    ) -> list[Waitable]:  # fmt: skip
         """Bring what compute changed back to its homes: the columns at `slots` ((rows,) int64 for each view of `open`),
         or with None all `columns` that the fullest row has now.
 
-        Returns the events after which the region may be overwritten.
+        Returns the events after which the region may be overwritten. fence: makes one that is done when compute is; not
+        called without a region.
         """
         unit = self._units[key[1:]]
-        unit.columns = columns
-        stores: list[Waitable] = [fence]
-        if region is not None:
-            parts = zip(unit.homes, unit.live_views(self._views(unit, region)), self._data(unit, region), strict=False)
-            for i, (home, view, data) in enumerate(parts):
-                if home.streamed and slots is None:
-                    stores += self._store_whole(unit, home, data, fence)
-                elif home.streamed and slots is not None:
-                    stores += self._store_columns(unit, home, view, data, slots[i], fence)
-        unit.in_use, unit.last_store = False, stores[1:]
+        unit.columns, unit.in_use, unit.last_store = columns, False, []
+        if region is None:
+            return []
+        stores: list[Waitable] = [done := fence()]
+        parts = zip(unit.homes, unit.live_views(self._views(unit, region)), self._data(unit, region), strict=False)
+        for i, (home, view, data) in enumerate(parts):
+            if home.streamed and slots is None:
+                stores += self._store_whole(unit, home, data, done)
+            elif home.streamed and slots is not None:
+                stores += self._store_columns(unit, home, view, data, slots[i], done)
+        unit.last_store = stores[1:]
         return stores
 
     def settle(self) -> None:

@@ -442,9 +442,9 @@ class _Store:
         after = [*region.after, *self._stores.get(key[self._first :], ())]
         return cast(list[Done], self._sim.queue(f"load_{self._name}", moved, after))
 
-    def close(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+    def close(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
         unit, cost = key[self._first :], self._cost(key)
         moved = cost.kv_store if self._first == 1 else cost.hidden_store
         self._uses[unit] += 1
-        self._stores[unit] = self._sim.queue(f"store_{self._name}", moved, [fence])
-        return [fence, *self._stores[unit]]
+        self._stores[unit] = self._sim.queue(f"store_{self._name}", moved, [done := fence()])
+        return [done, *self._stores[unit]]

@@ -83,7 +83,7 @@ def test_half_precision_is_near_the_cpu_in_full(tmp_path, dtype: str, family: st
 
 def _no_fence_behind_weights(patch: pytest.MonkeyPatch) -> None:
     opened = BaseWeightStream.open
-    patch.setattr(BaseWeightStream, "open", lambda stream, unit, fence: opened(stream, unit, NOTHING))
+    patch.setattr(BaseWeightStream, "open", lambda stream, unit, fence: opened(stream, unit, lambda: NOTHING))
 
 
 def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
@@ -93,12 +93,12 @@ def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
 
 def _no_fence_behind_kv(patch: pytest.MonkeyPatch) -> None:
     closed = Executor.close_cache
-    patch.setattr(Executor, "close_cache", lambda ex, key, region, fence: closed(ex, key, region, NOTHING))
+    patch.setattr(Executor, "close_cache", lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING))
 
 
 def _no_fence_behind_hidden_states(patch: pytest.MonkeyPatch) -> None:
     closed = Executor.close_hidden
-    patch.setattr(Executor, "close_hidden", lambda ex, key, region, fence: closed(ex, key, region, NOTHING))
+    patch.setattr(Executor, "close_hidden", lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING))
 
 
 @pytest.mark.slow
@@ -155,6 +155,7 @@ def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, pac
     told = {place: count for place, count in card.places.items() if place[0].startswith("decode")}
     assert of_block(card, "decode", "launch") <= 12, told
     assert of_block(card, "decode", "sync") == 0, told
+    assert of_block(card, "decode", "fence") == 0, told
     if not packed:
         assert of_block(card, "prefill", "launch") <= 40 * PROMPTS_OF_A_BATCH
 

@@ -35,7 +35,7 @@ def test_a_block_is_settled_when_its_stores_are_done(mover: Mover) -> None:
     store.begin_sweep(0, 5)
     region = ring.take(5 * WIDTH * 2)
     store.open((0, 0, 0), region).x.fill_(3)
-    store.close((0, 0, 0), region, gate)
+    store.close((0, 0, 0), region, lambda: gate)
     settling = threading.Thread(target=store.settle, daemon=True)
     settling.start()
     settling.join(0.05)

@@ -104,7 +104,7 @@ def test_a_region_is_taken_again_after_what_unpacked_it(packed: dict[tuple[bool,
         stream, fence = room.stream(2, ahead=1), Done()
         (first, second) = (room.layers.layers[i].unit for i in range(2))
         assert room.ring is not None
-        stream.open(first, NOTHING)
+        stream.open(first, lambda: NOTHING)
         stream.decode(lambda: fence)
         region = room.ring.take(room.store.nbytes(second))
         assert region is not None and region.after == [fence]

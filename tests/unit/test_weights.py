@@ -66,7 +66,7 @@ def test_layers_open_what_the_file_holds(stored: dict[bool, Any], place: tuple[i
             stream = room.stream(2, ahead=len(room.layers.layers))
             for layer in room.layers.layers * 2:
                 stream.prefetch()
-                w = stream.open(layer.unit, NOTHING)
+                w = stream.open(layer.unit, lambda: NOTHING)
                 assert set(w) == {t.role for t in room.layers.units[layer.unit].tensors}
                 for t in room.layers.units[layer.unit].tensors:
                     if not (t.looked_up and device is HostDevice):
@@ -147,7 +147,7 @@ def test_tied_head_and_next_embedding_are_loaded_once(small: Any, monkeypatch: p
         monkeypatch.setattr(room.store, "load", recorded)
         stream = room.stream(3, ahead=2)
         for layer in room.layers.layers * 3:
-            stream.open(layer.unit, NOTHING)
+            stream.open(layer.unit, lambda: NOTHING)
         assert loads == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0]
 
 
@@ -158,7 +158,7 @@ def test_a_file_that_shrinks_during_the_run_ends_it_with_its_name(small: Any) ->
         stream = room.stream(1, ahead=4)
         stream.prefetch()
         with pytest.raises(TransferError, match=r"model\.safetensors: ends at byte "):
-            _ = [stream.open(layer.unit, NOTHING) for layer in room.layers.layers]
+            _ = [stream.open(layer.unit, lambda: NOTHING) for layer in room.layers.layers]
 
 
 def test_a_unit_that_is_open_stays_open(small: Any) -> None:
@@ -166,9 +166,9 @@ def test_a_unit_that_is_open_stays_open(small: Any) -> None:
     spec, checkpoint, _ = small
     with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32) as room:
         stream = room.stream(1, ahead=0)
-        first = stream.open(0, NOTHING)
-        assert stream.open(0, NOTHING) is first
-        assert stream.open(1, NOTHING) is not first
+        first = stream.open(0, lambda: NOTHING)
+        assert stream.open(0, lambda: NOTHING) is first
+        assert stream.open(1, lambda: NOTHING) is not first
 
 
 # ---- blocked

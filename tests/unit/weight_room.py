@@ -119,9 +119,9 @@ def unpacked_layers(room: Room, stream: WeightStream) -> Iterator[tuple[WeightUn
     for layer in room.layers.layers * 2:
         stream.prefetch()
         if layer.unit != stream.unit:
-            stream.open(layer.unit, NOTHING)
+            stream.open(layer.unit, lambda: NOTHING)
             stream.decode(lambda: NOTHING)
-        yield room.layers.units[layer.unit], stream.open(layer.unit, NOTHING)
+        yield room.layers.units[layer.unit], stream.open(layer.unit, lambda: NOTHING)
     stream.drain()
 
 

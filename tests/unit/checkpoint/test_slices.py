@@ -98,7 +98,7 @@ def test_layers_open_their_own_slices(
         stream = room.stream(2, ahead=2)
         for layer in room.layers.layers * 2:
             stream.prefetch()
-            w = stream.open(layer.unit, NOTHING)
+            w = stream.open(layer.unit, lambda: NOTHING)
             for t in room.layers.units[layer.unit].tensors:
                 assert torch.equal(values(w[t.role]), want[t.key]), t.key
         stream.drain()

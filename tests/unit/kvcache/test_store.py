@@ -165,7 +165,7 @@ class Bench:
             self._put_prompt(behind, place, rows[-1])
         taken = None if whole else taken
         columns = max(row.filled for row in rows)
-        stream.give_back(region, self.store.close(key, region, columns, taken, NOTHING))
+        stream.give_back(region, self.store.close(key, region, columns, taken, lambda: NOTHING))
 
     def _grow(self, row: PlainRow, budget: int) -> torch.Tensor:
         """The slot of each kv-head that the row's next column takes: the next free one, else any."""
