@@ -333,8 +333,7 @@ class Executor:
         if batch.rows:
             # Who watches slots sees every step's, and the ranks of a pipeline tell each other one step's tokens.
             one_step = self._decoding.watches.slots is not None or self._wire is not None
-            fed, where = batch.sweep_input(None if one_step else self._decoding.known_tokens), self._where
-            fed = replace(fed, ids=upload(fed.ids, where), positions=upload(fed.positions, where))
+            fed = batch.sweep_input(None if one_step else self._decoding.known_tokens).to(self._where)
             self._inputs[k], self._parts[k] = fed, fed.parts(self._engine.plan.shape.most_attending)
             tokens = len(fed.ids)
         self._engine.hidden.begin_sweep(k, tokens)
@@ -345,9 +344,9 @@ class Executor:
         batch, fed, spec, ws = self._batches[k], self._inputs[k], self._engine.spec, self._workspace
         first = k * self._engine.plan.shape.rows if spec.head_rows else 0  # rows of logits that are others'
 
-        def logits_at(places: torch.Tensor) -> torch.Tensor:
-            logits = ws.get("logits", first + len(places), spec.vocab_size)[first:]
-            inputs = x.index_select(0, upload(places, x.device))
+        def logits_at(places: slice | torch.Tensor) -> torch.Tensor:
+            inputs = x[places] if isinstance(places, slice) else x.index_select(0, places)
+            logits = ws.get("logits", first + len(inputs), spec.vocab_size)[first:]
             self._family.head(spec, w, inputs, logits[:, layer.rows.start : layer.rows.stop], ws)
             return logits
 
@@ -355,7 +354,9 @@ class Executor:
             logits_at(fed.last())
             return
         scored = scored_tokens(batch, fed)
-        score_prompts(scored, lambda places: logits_at(torch.tensor(places)), self._decoding.watches.spares_rows)
+        score_prompts(
+            scored, lambda places: logits_at(upload(torch.tensor(places), x.device)), self._decoding.watches.spares_rows
+        )
         finished, moves = list[Row](), list[Move]()
         for step in range(fed.steps):
             assert not finished  # what was fed of the steps to come is taken

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
+from flexgen_h2o.kernels.workspace import upload_together
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.prefixes import (
     PromptGroup,
@@ -117,8 +118,9 @@ def group_rows(
 class SweepInput:
     """The tokens of a micro-batch in one sweep, packed row after row.
 
-    ids, positions: (tokens,) int64; the executor has them on the device. counts: tokens of each row. past: columns that
-    each row has in its slots before.
+    ids, positions: (tokens,) int64; ends: (rows,) int64, the place of each row's last token in them, of the first step,
+    and in a part those of the whole. The executor has them on the device. counts: tokens of each row. past: columns
+    that each row has in its slots before.
     decoding: the first so many rows feed their newest token; the others are new and feed their prompts. groups: the
     prompts, each shared prefix fed once in front of its rows. steps: decode steps in this sweep, above 1 only where
     every row's next tokens are known; tokens are packed step by step. common: columns of the common prefix in front of
@@ -127,6 +129,7 @@ class SweepInput:
 
     ids: torch.Tensor
     positions: torch.Tensor
+    ends: torch.Tensor
     counts: tuple[int, ...]
     past: tuple[int, ...]
     decoding: int
@@ -182,10 +185,14 @@ class SweepInput:
     def prompt_tokens(self) -> int:
         return sum(group.tokens for group in self.groups)
 
-    def last(self, step: int = 0) -> torch.Tensor:
-        """(rows,) int64: the place of each row's last token of a step in the packed order."""
-        ends = [*range(1, self.decoding + 1), *(self.decoding + end for end in row_ends(self.groups))]
-        return torch.tensor(ends) - 1 + step * self.decoding
+    def last(self, step: int = 0) -> slice | torch.Tensor:
+        """Where each row's last token of a step is in the packed order: neighbours where no prompts are fed."""
+        return self.ends if self.groups else slice(step * self.decoding, (step + 1) * self.decoding)
+
+    def to(self, where: torch.device) -> SweepInput:
+        """On a device, in one copy."""
+        ids, positions, ends = upload_together([self.ids, self.positions, self.ends], where)
+        return replace(self, ids=ids, positions=positions, ends=ends)
 
 
 KnownTokens = Callable[[Row], Sequence[int]]
@@ -225,6 +232,7 @@ class MicroBatch:
         return SweepInput(
             ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids),
             positions=torch.tensor([r.length - 1 + step for step in range(steps) for r in before] + positions),
+            ends=torch.tensor([*range(decoding), *(decoding + end - 1 for end in row_ends(self._new))]),
             counts=(steps,) * decoding + tuple(map(len, prompts)),
             past=(*(r.length - 1 - self._common for r in before), *(0 for _ in prompts)),
             decoding=decoding,

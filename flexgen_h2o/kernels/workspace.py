@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.units import UNPACK_CHUNK
+from flexgen_h2o.core.units import ALIGN, UNPACK_CHUNK, round_up
 
 
 class Workspace:
@@ -87,6 +87,20 @@ def upload(host: torch.Tensor, where: torch.device) -> torch.Tensor:
     """A host tensor on a device. A card gets it in the order of its stream, and nobody waits for it."""
     pinned = host.pin_memory() if where.type == "cuda" else host
     return pinned.to(where, non_blocking=True)
+
+
+def upload_together(hosts: Sequence[torch.Tensor], where: torch.device) -> list[torch.Tensor]:
+    """Vectors of one dtype on a device, which a card gets in one copy. Each begins where one of its own would, at a
+    multiple of 64 bytes: kernels are compiled anew for other places."""
+    if where.type == "cpu":
+        return list(hosts)
+    starts = list(itertools.accumulate((round_up(host.nbytes, ALIGN) for host in hosts), initial=0))
+    packed = torch.empty(starts[-1], dtype=torch.uint8)
+    for start, host in zip(starts, hosts, strict=False):
+        packed[start : start + host.nbytes] = host.view(torch.uint8)
+    packed = upload(packed, where)
+    views = zip(starts, hosts, strict=False)
+    return [packed[start : start + host.nbytes].view(host.dtype) for start, host in views]
 
 
 def row_slices(rows: int, columns: int, multiple: int = 1, most: int | None = None) -> Iterator[slice]:

@@ -11,8 +11,9 @@ import torch
 
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import STAGING_BYTES
+from flexgen_h2o.core.units import ALIGN, STAGING_BYTES
 from flexgen_h2o.kernels import int8, triton
+from flexgen_h2o.kernels.workspace import upload_together
 from flexgen_h2o.kvcache.store import Overlay
 from flexgen_h2o.planner.measure import bench as measuring
 from flexgen_h2o.planner.measure import engine as steps
@@ -68,6 +69,17 @@ def test_columns_come_to_the_host_in_one_copy(room: int, copies: int, monkeypatc
         for row, slot in enumerate(chosen):
             expected[slot // 4, row, slot % 4] = area[slot // 4, row, slot % 4]
         assert torch.equal(target, expected)
+
+
+def test_vectors_go_to_the_card_in_one_copy() -> None:
+    """Each begins where the card would put one of its own: a kernel is compiled anew for another place."""
+    hosts = [torch.arange(n) for n in (3, 0, 8, 1)]
+    with fake_card() as card, torch.no_grad():
+        card.step = "upload"
+        there = upload_together(hosts, CardDevice(card).torch_device)
+        assert [t.storage_offset() * t.itemsize % ALIGN for t in there] == [0] * 4
+        assert all(torch.equal(here.to("cpu"), host) for here, host in zip(there, hosts, strict=True))
+    assert (card.counts["upload", "copy"], card.counts["upload", "launch"]) == (1 + len(hosts), 0), card.places
 
 
 # ---- what measures a machine

@@ -73,7 +73,7 @@ def test_known_tokens_are_fed_together_step_by_step() -> None:
     fed = batch.sweep_input(know)
     assert fed.ids.tolist() == [11, 12, 7, 4, 8, 5] and fed.positions.tolist() == [2, 3, 3, 4, 4, 5]
     assert (fed.steps, fed.counts, fed.past, fed.phase) == (3, (3, 3), (2, 3), "decode")
-    assert [fed.last(step).tolist() for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [torch.arange(6)[fed.last(step)].tolist() for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
     known_tokens[1] = []
     assert batch.sweep_input(know).steps == batch.sweep_input().steps == 1
     known_tokens[1] = [4, 5]
@@ -93,8 +93,9 @@ def test_parts_are_the_sweep_in_order(past: list[int], prefixes: list[tuple[int,
     prompts = [n for group in groups for n in group.lengths]
     counts, tokens = (*(1 for _ in past), *prompts), len(past) + sum(group.tokens for group in groups)
     whole = SweepInput(
-        torch.arange(tokens), 100 + torch.arange(tokens), counts, (*past, *(0 for _ in prompts)), len(past), groups
-    )
+        torch.arange(tokens), 100 + torch.arange(tokens), torch.tensor([]), counts, (*past, *(0 for _ in prompts)),
+        len(past), groups,
+    )  # fmt: skip
     parts = whole.parts(most)
     for name in ("ids", "positions"):
         assert torch.cat([getattr(part, name) for part in parts]).equal(getattr(whole, name))
