@@ -13,8 +13,18 @@ import torch
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
 from flexgen_h2o.engine.generation import Callbacks, KnownTokens, MicroBatch, Row, SweepInput
-from flexgen_h2o.engine.sampling import NotFiniteError, Sampler, Tokenizer, decode_text, token_logprobs
+from flexgen_h2o.engine.sampling import (
+    NotFiniteError,
+    Sampler,
+    Tokenizer,
+    check_finite,
+    decode_text,
+    token_logprobs,
+)
 from flexgen_h2o.kvcache.prefixes import row_places
+from flexgen_h2o.tiers.stream import NOTHING, Waitable
+
+ReadBack = Callable[[torch.Tensor], tuple[torch.Tensor, Waitable]]
 
 # Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
 _WINDOW_MARGIN = 8
@@ -102,6 +112,18 @@ def given_tokens(row: Row) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The next token of each row of a micro-batch, on the way to the host.
+
+    ready: they are there. take: waits for them; to be called once, before rows get others. NotFiniteError as of
+    `Callbacks.spares_rows`.
+    """
+
+    ready: Waitable
+    take: Callable[[], list[int]]
+
+
+@dataclass(frozen=True)
 class Decoding:
     """How tokens are chosen and when a row is done and why (None: not yet).
 
@@ -113,36 +135,54 @@ class Decoding:
     watches: Callbacks = field(default_factory=Callbacks)
     known_tokens: KnownTokens = given_tokens
 
-    def sample(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
-        """The next token of each row; keeps log-probabilities for the rows that ask for them.
-
-        NotFiniteError as of `Callbacks.spares_rows`.
-        """
-        rows = micro_batch.rows
+    def sample(self, micro_batch: MicroBatch, logits: torch.Tensor, read_back: ReadBack) -> Chosen:
+        """Choose the next token of each row, and keep log-probabilities for the rows that ask for them. It waits for
+        these, and for a TokenSource. read_back: as of `tiers.device.Device`."""
+        rows = list(micro_batch.rows)
         indices = [r.prompt.index for r in rows]
         if self.watches.logits is not None:
             self.watches.logits(indices, logits)
         steps = [max(0, len(r.token_ids) - len(r.given)) for r in rows]
+        if isinstance(self.sampler, Sampler):
+            found, ready = read_back(self.sampler.choose(logits, indices, steps))
+        else:
+            found, ready = torch.tensor(self.sampler.sample(logits, indices, steps)), NOTHING
+
+        def tokens() -> list[int]:
+            ready.wait()
+            return self._taken(rows, found.tolist(), steps)
+
+        if all(row.top_logprobs is None for row in rows):
+            return Chosen(ready, tokens)
+        taken = tokens()
+        _add_logprobs(rows, taken, logits)
+        return Chosen(NOTHING, lambda: taken)
+
+    def _taken(self, rows: Sequence[Row], tokens: list[int], steps: Sequence[int]) -> list[int]:
+        """The tokens that rows take of those that were chosen, in place."""
         try:
-            tokens = self.sampler.sample(logits, indices, steps)
+            check_finite(tokens, [r.prompt.index for r in rows], steps)
         except NotFiniteError as error:
             is_damaged = 1 < len(rows) == len(error.places) and not any(r.token_ids for r in rows)
             if is_damaged or not self.watches.spares_rows:
                 raise
             for i in error.places:
                 rows[i].error = rows[i].error or error.reason
-            logits[list(error.places)] = 0
-            tokens = self.sampler.sample(logits, indices, steps)
+                tokens[i] = 0
         for i, row in enumerate(rows):
             if len(row.token_ids) < len(row.given):
                 tokens[i] = row.given[len(row.token_ids)]
-        asking = [(i, top) for i, row in enumerate(rows) if (top := row.top_logprobs) is not None]
-        if asking:
-            places, tops = zip(*asking, strict=True)
-            own = logits if len(places) == len(rows) else logits[list(places)]
-            for i, found in zip(places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True):
-                rows[i].logprobs.append(found)
         return tokens
+
+
+def _add_logprobs(rows: Sequence[Row], tokens: Sequence[int], logits: torch.Tensor) -> None:
+    """Of the tokens that rows take, for those that ask for them; of an error there are none."""
+    asking = [(i, top) for i, r in enumerate(rows) if (top := r.top_logprobs) is not None and r.error is None]
+    if asking:
+        places, tops = zip(*asking, strict=True)
+        own = logits if len(places) == len(rows) else logits[list(places)]
+        for i, found in zip(places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True):
+            rows[i].logprobs.append(found)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.model import Layer
 from flexgen_h2o.engine.attention import CacheStep, JoinedAttention, UnitAttention
-from flexgen_h2o.engine.decoding import Decoding, score_prompts, scored_tokens
+from flexgen_h2o.engine.decoding import Chosen, Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey, Walk
@@ -110,6 +110,7 @@ class Executor:
         walk = Walk(engine, self._layers, engine.plan.depth, engine.policy.overlap, sweeps, len(rows), together)
         self._sweep_start = self._layer_start = time.perf_counter()
         walk.run(self, self._weights, order)
+        self._settle(len(rows))
         for store in (engine.cache, engine.hidden):
             store.settle()
         engine.weights.check_unchanged()  # for rows that are cut short, and for whoever watches logits
@@ -136,6 +137,7 @@ class Executor:
         self._attending: JoinedAttention | None = None
         self._counts: dict[int, list[int]] = {}  # `Hidden.counts` of the micro-batches joined to one
         self._unsorted: set[int] = set()  # those whose choices are as routed
+        self._chosen: dict[int, Chosen] = {}  # of micro-batches that are not settled
         for k in range(count):
             self._begin_sweep(k)
         self._sweep = Sweep()
@@ -167,10 +169,13 @@ class Executor:
     def begin_step(self, step: Step) -> str | None:
         interrupts.check()
         k = step.micro_batch
-        if step.layer == 0 and self._wire is not None:
-            self._receive_tokens(step, self._wire)
+        if step.layer == 0:
+            self._settle(k)
+            if self._wire is not None:
+                self._receive_tokens(step, self._wire)
         if not self._batches[k].rows:
             if self._waiting is not None and step.layer == len(self._layers) - 1:
+                self._settle(k)
                 self._after_sweep(k, [], [])  # when others get rows too
             return None
         if step.layer == 0:
@@ -275,6 +280,11 @@ class Executor:
         return self._engine.hidden.close(key, region, fence)
 
     def end_layer(self, step: Step) -> bool:
+        if step.layer == len(self._layers) - 1:  # does anyone go on? The others' tokens are waited for where they go in
+            for k, batch in enumerate(self._batches):
+                self._settle(k)
+                if batch.rows:
+                    break
         now = time.perf_counter()
         self._stats.end_layer(now - self._layer_start)
         self._layer_start = now
@@ -357,14 +367,23 @@ class Executor:
         score_prompts(
             scored, lambda places: logits_at(upload(torch.tensor(places), x.device)), self._decoding.watches.spares_rows
         )
-        finished, moves = list[Row](), list[Move]()
         for step in range(fed.steps):
-            assert not finished  # what was fed of the steps to come is taken
-            tokens = self._decoding.sample(batch, logits_at(fed.last(step)))
-            finished, moves = self._append_tokens(k, tokens)
-        self._after_sweep(k, finished, moves)
-        if self._wire is not None:
-            self._wire.send_tokens(k, len(self._batches[k].rows), tokens)
+            if step:
+                finished, _ = self._append_tokens(k, self._chosen.pop(k).take())
+                assert not finished  # what was fed of the steps to come is taken
+            self._chosen[k] = self._decoding.sample(batch, logits_at(fed.last(step)), self._engine.device.read_back)
+        if self._wire is not None or self._chosen[k].ready.is_done:
+            self._settle(k)
+
+    def _settle(self, last: int) -> None:
+        """End a micro-batch's last sweep where that is to be done still: wait for its tokens. Before it those in front
+        of it, so that rows take places in one order."""
+        for k in [k for k in self._chosen if k <= last]:
+            with self.span("wait", "tokens"):
+                tokens = self._chosen.pop(k).take()
+            self._after_sweep(k, *self._append_tokens(k, tokens))
+            if self._wire is not None:
+                self._wire.send_tokens(k, len(self._batches[k].rows), tokens)
 
     def _append_tokens(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
         """The next token of each row of a micro-batch (MicroBatch.append_tokens)."""

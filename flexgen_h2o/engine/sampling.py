@@ -14,7 +14,9 @@ from torch import Tensor
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.settings import SamplingParams as SamplingParams
 from flexgen_h2o.core.units import SAMPLING_CHUNK
+from flexgen_h2o.kernels.workspace import is_queued, upload
 
+NOT_FINITE = -1  # in place of the token of a row whose logits are not finite
 _NUCLEUS_GUESS = 1024
 
 
@@ -54,25 +56,31 @@ class Sampler:
         self._params = params
 
     def sample(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        """The next token id of each row.
+        """The next token id of each row; waits for it.
 
         logits: [b, V], any float dtype and device; -inf forbids a token. rows: the rows' indices in the run; steps:
         tokens each has generated already. Both have b non-negative entries and, with the seed, fix the random number.
         Raises NotFiniteError when a row holds NaN, +inf or nothing finite.
         """
-        if not len(rows):
-            return []
-        best, tokens = logits.max(dim=-1)
-        bad = (~torch.isfinite(best)).nonzero().flatten().tolist()
-        if bad:
-            raise NotFiniteError(rows[bad[0]], f"at step {steps[bad[0]]}", bad)
-        chosen: list[int] = tokens.tolist()
-        for params, places in self._drawing(rows).items():
+        return check_finite(self.choose(logits, rows, steps).tolist(), rows, steps) if len(rows) else []
+
+    def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> Tensor:
+        """The same without waiting: (b,) int64 where the logits are, NOT_FINITE where `sample` would raise. b > 0."""
+        best, chosen = logits.max(dim=-1)
+        drawing = self._drawing(rows)
+        if drawing:
             alike = isinstance(self._params, SamplingParams)
-            drawn = [_uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in places]
-            for place, token in zip(places, _draw(logits, places, params, drawn), strict=True):
-                chosen[place] = token
-        return chosen
+            order = [place for places in drawing.values() for place in places]
+            drawn = [_uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in order]
+            numbers = upload(torch.tensor([order, drawn], dtype=torch.float64), logits.device)  # places are exact, too
+            sizes = [len(places) for places in drawing.values()]
+            for params, part in zip(drawing, numbers.split(sizes, dim=1), strict=True):
+                if len(order) == len(rows) and len(sizes) == 1:
+                    chosen = _draw(logits, params, part[1])
+                else:
+                    places = part[0].long()
+                    chosen[places] = _draw(logits, params, part[1], places)
+        return chosen.masked_fill(best - best != 0, NOT_FINITE)  # infinity less itself is not a number
 
     def _of(self, row: int) -> SamplingParams:
         return self._params if isinstance(self._params, SamplingParams) else self._params[row]
@@ -100,19 +108,28 @@ class NotFiniteError(FlexgenError):
         return NotFiniteError, self._given
 
 
-def _draw(logits: Tensor, places: Sequence[int], params: SamplingParams, drawn: Sequence[float]) -> list[int]:
-    """The tokens at `drawn` in [0, 1) of the cumulative probabilities of the rows at `places`."""
-    at = torch.tensor(places, device=logits.device)
-    draws = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
+def check_finite(tokens: list[int], rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """The tokens, as of `Sampler.choose`. NotFiniteError where one of them is NOT_FINITE."""
+    bad = [place for place, token in enumerate(tokens) if token == NOT_FINITE]
+    if bad:
+        raise NotFiniteError(rows[bad[0]], f"at step {steps[bad[0]]}", bad)
+    return tokens
+
+
+def _draw(logits: Tensor, params: SamplingParams, drawn: Tensor, places: Tensor | None = None) -> Tensor:
+    """The tokens, (n,) int64, at `drawn`, (n,) float64 in [0, 1), of the cumulative probabilities of the rows at
+    `places`, or of all."""
     height = max(1, SAMPLING_CHUNK // logits.shape[1])
-    chosen: list[int] = []
+    chosen: list[Tensor] = []
     # Rows are independent; in chunks, the temporaries stay small however many rows a micro-batch has.
-    for part, uniform in zip(torch.split(at, height), torch.split(draws, height), strict=True):
-        cumulative = kept_probabilities(logits[part], params).double().cumsum(-1)
+    for start in range(0, len(drawn), height):
+        part = slice(start, start + height)
+        rows = logits[part] if places is None else logits[places[part]]
+        cumulative = kept_probabilities(rows, params).double().cumsum(-1)
         total = cumulative[:, -1]
-        target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-        chosen += torch.searchsorted(cumulative, target[:, None], right=True).flatten().tolist()
-    return chosen
+        target = torch.minimum(drawn[part] * total, total.nextafter(torch.zeros_like(total)))
+        chosen.append(torch.searchsorted(cumulative, target[:, None], right=True)[:, 0])
+    return torch.cat(chosen)
 
 
 @dataclass(frozen=True)
@@ -162,10 +179,11 @@ def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         scores = _keep_first(scores, values[:, -1:], count)
     probabilities = scores.softmax(dim=-1)
     if params.top_p < 1:
-        width = min(vocab, params.top_k or _NUCLEUS_GUESS)
+        # Where the host would wait for the answer whether a guess was enough, all are sorted.
+        width = min(vocab, params.top_k or (vocab if is_queued(scores) else _NUCLEUS_GUESS))
         values, order = scores.topk(width, dim=-1)
         cumulative = probabilities.gather(-1, order).double().cumsum(-1)
-        if width < vocab and bool((cumulative[:, -1] < params.top_p).any()):
+        if width < vocab and not params.top_k and bool((cumulative[:, -1] < params.top_p).any()):
             values, order = scores.sort(dim=-1, descending=True)
             cumulative = probabilities.gather(-1, order).double().cumsum(-1)
         count = (cumulative < params.top_p).sum(-1, keepdim=True).add(1).clamp(max=values.shape[1])

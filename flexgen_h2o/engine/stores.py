@@ -335,10 +335,7 @@ class HiddenStore:
                     used[tier] += nbytes
 
     def begin_sweep(self, micro_batch: int, tokens: int) -> None:
-        """`tokens` of the micro-batch from its next embedding on, 0 when it has no rows any more.
-
-        Call it before the head of the sweep before closes.
-        """
+        """`tokens` of the micro-batch from its next embedding on, 0 when it has no rows any more."""
         known = self._known[micro_batch]
         if self._is_open and known >= 0 and not self._now[micro_batch]:  # it had none, and no head closed it
             self._closed[micro_batch] = known, self._last_layer
@@ -367,7 +364,7 @@ class HiddenStore:
     def is_ready(self, key: UnitKey) -> bool:
         sweep, layer, k = key
         before = (sweep, layer - 1) if layer else ((sweep - 1, self._last_layer) if sweep else None)
-        return self._closed[k] == before
+        return self._closed[k] == before and sweep <= self._known[k]
 
     def load(self, key: UnitKey, region: Region) -> list[Done]:
         _, layer, k = key

@@ -83,6 +83,11 @@ def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has("avx2") and not cpu_has("avx512bw")
 
 
+def is_queued(tensor: torch.Tensor) -> bool:
+    """Is what is computed of it queued on a card, so that the host would wait for its values?"""
+    return tensor.device.type != "cpu"
+
+
 def upload(host: torch.Tensor, where: torch.device) -> torch.Tensor:
     """A host tensor on a device. A card gets it in the order of its stream, and nobody waits for it."""
     pinned = host.pin_memory() if where.type == "cuda" else host

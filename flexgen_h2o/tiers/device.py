@@ -104,6 +104,10 @@ class Device(ABC):
     def fence(self) -> Waitable:
         """Done when all compute issued so far is."""
 
+    def read_back(self, found: torch.Tensor) -> tuple[torch.Tensor, Waitable]:
+        """What compute will have put there, in host memory, and what to wait for before it is looked at."""
+        return found, self.fence()
+
 
 class _OrdinaryMemory(Device):
     torch_device = torch.device("cpu")
@@ -208,6 +212,11 @@ class CudaDevice(Device):
         event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps: cores are for reading and computing
         event.record()
         return _CudaFence(event)
+
+    def read_back(self, found: torch.Tensor) -> tuple[torch.Tensor, Waitable]:
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)  # torch keeps it for the next ones
+        host.copy_(found, non_blocking=True)
+        return host, self.fence()
 
 
 def _unregister(runtime: Any, address: int, device: torch.device) -> None:

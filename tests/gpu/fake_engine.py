@@ -20,6 +20,7 @@ from flexgen_h2o.tiers.transfers import Lanes
 from tests.gpu.fake_card import NAME, Backend, Card, CardTensor, Mode, merge
 
 CARD_BYTES = 2**34
+NOT_THERE = 2**40  # is no token
 
 
 class _Fence:
@@ -37,6 +38,18 @@ class _Fence:
     @property
     def is_done(self) -> bool:
         return False  # nothing is done before someone has waited for it
+
+
+class _ReadBack(_Fence):
+    """Numbers are in the host's memory once someone has waited for them."""
+
+    def __init__(self, card: Card, host: torch.Tensor, numbers: torch.Tensor) -> None:
+        super().__init__(card)
+        self._host, self._numbers = host, numbers
+
+    def wait(self) -> None:
+        super().wait()
+        self._host.copy_(self._numbers)
 
 
 class CardDevice(Device):
@@ -77,6 +90,12 @@ class CardDevice(Device):
 
     def fence(self) -> Waitable:
         return _Fence(self._card)
+
+    def read_back(self, found: torch.Tensor) -> tuple[torch.Tensor, Waitable]:
+        numbers = torch.empty(found.shape, dtype=found.dtype)
+        numbers.copy_(found, non_blocking=True)
+        host = torch.full_like(numbers, NOT_THERE)
+        return host, _ReadBack(self._card, host, numbers)
 
 
 _setup: list[bool] = []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o import MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import BaseWeightStream
@@ -141,6 +141,7 @@ def of_block(card: Card, phase: str, what: str) -> float:
     return sum(card.per_step(f"{phase} {kind}", what) for kind in ("attention", "mlp"))
 
 
+KINDS = ("embedding", "attention", "mlp", "head")
 ONE_LAUNCH = {**EVICTIONS, "h2o-norm": H2ONorm(heavy_size=6, recent_size=3)}
 FAST_BLOCKS = {("llama", "h2o-norm", False)}  # packed: the loops that stand for the launches compile first
 
@@ -158,6 +159,37 @@ def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, pac
     assert of_block(card, "decode", "fence") == 0, told
     if not packed:
         assert of_block(card, "prefill", "launch") <= 40 * PROMPTS_OF_A_BATCH
+
+
+CHOICES = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
+MOST_OF_A_HEAD = {"greedy": 6, "drawn": 39}  # launches
+HELD = ("all on the device", "weights on host, pinned", "KV on host", "hidden states split three ways")
+FAST_HEADS = {("llama", "greedy", "KV on host"), ("llama", "drawn", "all on the device")}
+
+
+@pytest.mark.parametrize(("family", "choice", "placement"), some_slow(product(FAMILIES, CHOICES, HELD), FAST_HEADS))
+def test_a_sweep_waits_for_its_tokens_alone(tmp_path, family: str, choice: str, placement: str) -> None:
+    """Once a micro-batch, where they go on. They come in one copy, and what the next sweep is fed goes in one."""
+    folder, params = model_folder(tmp_path, CONFIGS[family]), SamplingParams(6, ignore_eos=True, **CHOICES[choice])
+
+    def tokens_of(policy: Policy, device: str, budget: MemoryBudget) -> list[list[int]]:
+        given = {"device": device, "budget": budget, "dtype": "float32", "offload_dir": tmp_path}
+        with LLM(str(folder), policy, path="_DUMMY_", **given) as llm:
+            return [out.token_ids for out in llm.generate(prompts(), params)]
+
+    expected = tokens_of(Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))
+    with fake_card() as card:
+        assert tokens_of(Policy(3, 2, **PLACEMENTS[placement]), "cuda", BUDGET) == expected
+    assert not card.races
+    assert not [place for place in card.places if place[:2] in {(f"decode {kind}", "sync") for kind in KINDS}]
+    assert card.per_step("decode head", "launch") <= MOST_OF_A_HEAD[choice], card.places
+    assert card.per_step("decode embedding", "launch") <= 4, card.places
+    edges = [f"{phase} {kind}" for phase in ("prefill", "decode") for kind in ("head", "embedding")]
+    heads = sum(card.counts[step, "steps"] for step in edges[::2])
+    assert sum(card.counts[step, "copy"] for step in edges) <= (3 if choice == "drawn" else 2) * heads, card.places
+    assert sum(n for (_, what, at), n in card.places.items() if what == "wait" and "decoding.py" in at) == heads
+    if placement == "all on the device":
+        assert [card.per_step(f"decode {kind}", "fence") for kind in KINDS] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("family", [pytest.param("normal", marks=pytest.mark.slow), "llama"])

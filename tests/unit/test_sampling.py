@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from flexgen_h2o.core.errors import EXIT_FAILED, FlexgenError, UsageError
 from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.sampling import (
+    NOT_FINITE,
     Sampler,
     SamplingParams,
     decode_text,
@@ -228,6 +229,20 @@ def test_logits_that_are_not_finite_end_the_run(temperature: float, value: float
     with pytest.raises(FlexgenError, match="row 41 at step 6 are not finite") as error:
         Sampler(SamplingParams(temperature=temperature)).sample(logits, [40, 41, 42], [6, 6, 6])
     assert error.value.exit_code == EXIT_FAILED
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9), MIXED])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(params: Any, value: float) -> None:
+    """Its place has the mark in the one tensor that comes back, and everyone else's the token."""
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(3)) * 3
+    sampler = Sampler(dict(enumerate(params)) if isinstance(params, list) else params)
+    expected = sampler.sample(logits, range(5), range(5))
+    for bad in ([0], [2, 4], range(5)):
+        damaged = logits.clone()
+        damaged[list(bad), 7] = value
+        chosen = sampler.choose(damaged, range(5), range(5))
+        assert chosen.tolist() == [NOT_FINITE if i in bad else token for i, token in enumerate(expected)]
 
 
 def test_a_row_of_forbidden_tokens_only_is_refused_and_no_rows_get_none() -> None:
