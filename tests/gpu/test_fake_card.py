@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -14,6 +15,7 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import BaseWeightStream
+from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm
@@ -134,6 +136,26 @@ def test_bytes_that_move_at_the_last_moment_are_the_same(tmp_path, eviction: str
         policy = Policy(3, 2, **PLACEMENTS[placement])
         tokens, *_ = generate(folder, policy, "cpu", BUDGET, eviction=kept, params=GREEDY)
     assert tokens == expected
+
+
+LENGTHS = (9, 2, 1, 3, 3, 3, 7)
+
+
+@pytest.mark.parametrize("placement", ["all on the device", "KV on host", "hidden states on disk", "everything split"])
+def test_rows_take_places_whose_tokens_come_late(tmp_path, placement: str) -> None:
+    """In the same order, where rows have ended and where a micro-batch is empty."""
+    folder, finished = model_folder(tmp_path, CONFIGS["llama"]), dict[str, list[int]]()
+    given = {"dtype": "float32", "device": "cpu", "path": "_DUMMY_", "offload_dir": tmp_path, "budget": BUDGET}
+    rows = [Prompt(i, tuple(ids), None) for i, ids in enumerate(sorted(prompts(), key=len, reverse=True))]
+    params, tokens = [SamplingParams(n, ignore_eos=True) for n in LENGTHS], dict[str, list[Any]]()
+    for name, late in (("at once", nullcontext()), ("late", deferred_transfers())):
+        with late, LLM(str(folder), Policy(2, 2, **PLACEMENTS[placement]), **given) as llm:
+            done, coming = list[Completion](), iter([([], []), (rows[3:], params[3:])])
+            llm.run(rows[:3], params[:3], done.extend, refill=True, more=lambda it=coming: next(it, None))
+        finished[name] = [one.index for one in done]
+        tokens[name] = [one.token_ids for one in sorted(done, key=lambda one: one.index)]
+    assert [len(ids) for ids in tokens["late"]] == list(LENGTHS)
+    assert tokens["late"] == tokens["at once"] and finished["late"] == finished["at once"]
 
 
 def of_block(card: Card, phase: str, what: str) -> float:
