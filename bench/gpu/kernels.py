@@ -36,6 +36,7 @@ from flexgen_h2o.kernels.elementwise import rms_norm, silu_gated
 from flexgen_h2o.kernels.linear import DenseRows, grouped_linear, linear
 from flexgen_h2o.kernels.packed import pack_columns_reference, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
+from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
 from flexgen_h2o.kernels.quantised import unpack_mxfp4
 
 COPIED = 2**30  # bytes
@@ -129,9 +130,24 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield Case("prefill attention", partial(causal_attention_lse, q, k, v, 128**-0.5), 4 * q.nbytes)
     lse = causal_attention_lse(q, k, v, 128**-0.5)[1]
     yield Case("column sums", partial(column_sums, q, k, lse, 128**-0.5), 2 * q.nbytes)
+    yield from prompt_cases(k, v)
     x, weight = some(rows * prompt, width), some(width)
     yield Case("RMS norm", partial(rms_norm, x, weight, 1e-6, torch.empty_like(x)), 2 * x.nbytes)
     yield Case("gate", partial(silu_gated, x, torch.ones_like(x)), 3 * x.nbytes)
+
+
+def prompt_cases(k: torch.Tensor, v: torch.Tensor) -> Iterator[Case]:
+    """A fifth of the columns of prompts, (b, heads, n, d), chosen and put into slots, or all of them, packed."""
+    (prompts, heads, n), where = k.shape[:3], k.device
+    rank, count = torch.rand(prompts, heads, n, device=where), max(2, n // 5)
+    chosen = partial(choose_kept, rank, 0, n - count // 2, count)
+    yield Case("columns chosen", chosen, rank.nbytes + rank.nbytes * 2 * count // n)
+    columns = k.transpose(1, 2), v.transpose(1, 2)
+    for name, bits, kept in (("some", 16, chosen()), ("all", 4, torch.arange(n, device=where).expand(rank.shape))):
+        held = step_slots(columns[0][:, 0], kept.shape[2], False, bits)
+        slots, nbytes = PromptSlots(held.keys, held.values, 0, held.form, WINDOW if bits < 16 else 0), 2 * k.nbytes
+        run = partial(put_prompts, *columns, kept, None, slots)
+        yield Case(f"columns put, {name}, {bits} bits", run, nbytes * kept.shape[2] // n + 2 * held.keys.nbytes)
 
 
 def coded_cases(device: torch.device, dtype: torch.dtype, height: int, width: int) -> Iterator[Case]:

@@ -166,7 +166,7 @@ def _weights(setting: Setting) -> Step:
 def _parity(setting: Setting) -> Iterator[Step]:
     """Tokens of the engine, and kernels beside their references; where there is no card by Triton's interpreter."""
     interpreted = setting.device == "cpu"
-    kernels = "tests/unit/kernels/test_triton.py", "tests/unit/kernels/test_triton_weights.py"
+    kernels = [f"tests/unit/kernels/test_triton{of}.py" for of in ("", "_prompts", "_weights")]
     for name, tests, marked, limit in (
         ("parity-tests", ("tests/gpu",), "gpu", PARITY_S),
         ("kernel-tests", kernels, "not slow" if interpreted else "slow or not slow", KERNEL_PARITY_S),

@@ -1,6 +1,6 @@
-"""What a KV unit's rows take on a card, in one launch each: a decode step, in which the new columns take their slots,
-queries attend over the filled slots, scores grow, and each row names its next victim; and the columns of prompts. R, g,
-d, C, S, W: as in kernels/slots.py."""
+"""What a KV unit's rows take on a card in one launch: a decode step, in which the new columns take their slots, queries
+attend over the filled slots, scores grow, and each row names its next victim. R, g, d, C, S, W: as in
+kernels/slots.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, joined
 from flexgen_h2o.kernels.slots import (
-    Pair,
     ScoreState,
     attend_lse_reference,
     attend_reference,
@@ -23,7 +22,6 @@ from flexgen_h2o.kernels.slots import (
 )
 
 FILLED, SLOT, POSITION, OLDEST, NEWEST, GAIN, PLACE = range(7)
-_BLOCK = 64  # columns of prompts that are put at a time
 
 InFront = tuple[torch.Tensor | None, torch.Tensor]  # of StepSlots.before
 
@@ -75,7 +73,7 @@ def attend_step(
     gains = slots.state[GAIN].view(torch.float32)
     before = [unused if t is None else t.contiguous() for t in slots.before or (None, None)]
     tensors = q, k, v, out, slots.keys, slots.values, slots.state, gains, *of_slots, products, slots.taken, *before
-    strides = *(t.stride(0) for t in (q, k, v, out)), _segment_step(slots.keys)
+    strides = *(t.stride(0) for t in (q, k, v, out)), segment_step(slots.keys)
     sizes = *strides, slots.state.shape[1], slots.first, slots.kv_heads, length, columns, scale, slots.decay
     constants: dict[str, Any] = {
         "G": group, "GROUP": triton.power_of_two(group, 16), "D": width, "WIDTH": triton.power_of_two(width, 16),
@@ -88,9 +86,7 @@ def attend_step(
         assert whole is not None
         name, tensors = "slots.attend_packed_step", (*tensors, *vars(whole).values())
         windows = whole.slots.shape[1]
-        sizes = *sizes, windows, _segment_step(slots.values)
-        for of in (packing.keys, packing.values):
-            sizes = *sizes, of.low_words, of.value_words, of.words
+        sizes = *sizes, windows, segment_step(slots.values), *packed_sizes(packing)
         constants |= packing_constants(packing)
         constants |= {
             "WINDOW": triton.power_of_two(windows, 16),
@@ -100,10 +96,15 @@ def attend_step(
     triton.launch(name, (rows,), reference, (*tensors, *sizes), **constants)
 
 
-def _segment_step(area: torch.Tensor) -> int:
+def segment_step(area: torch.Tensor) -> int:
     """From a segment to the next; 0 of a single one, whose stride may be any number: a kernel is compiled for
     multiples of 16."""
     return area.stride(0) if len(area) > 1 else 0
+
+
+def packed_sizes(packing: KVPacking) -> list[int]:
+    """Words of keys and of values: of lower bits, of codes, of a slot."""
+    return [size for of in (packing.keys, packing.values) for size in (of.low_words, of.value_words, of.words)]
 
 
 def packing_constants(packing: KVPacking) -> dict[str, int]:
@@ -154,33 +155,3 @@ def attend_step_reference(
             return
         form = replace(form, sinks=lse)
     result.copy_(attend_reference(*of_slots, scores, form))
-
-
-def put_prompts(k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, areas: Pair, first: int) -> None:
-    """Columns of prompts into the slots 0, 1, ... of some rows of theirs, in one launch.
-
-    k, v: (b, n, kv_heads, d), numbers of a head side by side; kept: (b, kv_heads, count) int64, contiguous, the tokens
-    whose columns stay. areas: keys and values (segments, R, S, d); first: of the prompts' b x kv_heads rows, the one
-    that is row 0 of the areas.
-    """
-    (keys, values), (_, kv_heads, count), width = areas, kept.shape, k.shape[3]
-    assert k.stride(3) == v.stride(3) == 1 and kept.is_contiguous()
-    rows, length = keys.shape[1:3]
-    strides = *k.stride()[:3], *v.stride()[:3], _segment_step(keys)
-    triton.launch(
-        "slots.put_prompts", (rows, -(-count // _BLOCK)), partial(put_prompts_reference, k, v, kept, areas, first),
-        (k, v, kept, keys, values, *strides, length, count, kv_heads, first), D=width,
-        WIDTH=triton.power_of_two(width, 16), BLOCK=_BLOCK,
-    )  # fmt: skip
-
-
-def put_prompts_reference(k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, areas: Pair, first: int) -> None:
-    """`put_prompts` in torch operations."""
-    rows, count, width = areas[0].shape[1], kept.shape[2], k.shape[3]
-    slots = torch.arange(count, device=k.device).expand(rows, count)
-    columns = []
-    for t in (k, v):
-        index = kept.unsqueeze(3).expand(*kept.shape, width)
-        found = t.transpose(1, 2).gather(2, index).flatten(0, 1)
-        columns.append(found[first : first + rows])
-    put_slots_reference(areas, slots, (columns[0], columns[1]))

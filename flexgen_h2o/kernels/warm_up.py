@@ -20,10 +20,11 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
-from flexgen_h2o.kernels.decode_step import FILLED, PLACE, StepSlots, attend_step, put_prompts
+from flexgen_h2o.kernels.decode_step import FILLED, PLACE, StepSlots, attend_step
 from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, clamped_gate, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
+from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, empty_sketch, fill_sketch
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, get_last_slots, put_packed, put_slots
 
@@ -153,8 +154,6 @@ def warm_up_card(
     if scored:
         column_sums(queries, keys, lse, 1.0)
     areas, form, _ = _stored(packing, dtype, device, (kv_heads, _CARD_SLOTS, width))
-    if packing is None:
-        put_prompts(k.unsqueeze(0), v.unsqueeze(0), zeros(1, kv_heads, 1, dtype=torch.int64), areas, 0)
     state = zeros(7, 1, dtype=torch.int32)
     state[FILLED], state[PLACE] = 1, -1
     slots = StepSlots(*areas, 0, kv_heads, state, zeros(kv_heads, dtype=torch.int64), form=form)
@@ -162,6 +161,10 @@ def warm_up_card(
         scores, weights = zeros(kv_heads, _CARD_SLOTS), zeros(_CARD_SLOTS) if per_query else None
         positions, victims = scores.int(), scores[:, 0].int()
         slots = replace(slots, scores=scores, positions=positions, victims=victims, query_weights=weights)
+        choose_kept(zeros(1, kv_heads, 2), 0, 2, 1)
+    of_prompts = PromptSlots(*areas, 0, form, 0, slots.positions, slots.scores)
+    kept, of_token = zeros(1, kv_heads, 1, dtype=torch.int64), zeros(1, kv_heads, 1) if scored else None
+    put_prompts(k.unsqueeze(0), v.unsqueeze(0), kept, of_token, of_prompts)
     lse, mixed = zeros(kv_heads, heads // kv_heads), q.view(kv_heads, -1, width)
     for kind in before:
         given = (None, (None, lse), (mixed, lse))[kind]

@@ -17,16 +17,16 @@ import torch
 from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.beside import SlotForm, joined
-from flexgen_h2o.kernels.decode_step import InFront, StepSlots, attend_step, put_prompts
+from flexgen_h2o.kernels.decode_step import InFront, StepSlots, attend_step
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, with_sinks
+from flexgen_h2o.kernels.prompt_columns import PromptSlots, are_put_together, keep_whole, put_prompts
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, counts_of, fill_sketch
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
     PrefixSums,
     keep_prompt_columns,
-    keep_whole,
     rank_victims,
     record_columns,
     record_prompts,
@@ -151,8 +151,8 @@ def write_prompts(
     """
     k, v = kv
     n, kv_heads, width = k.shape[1:]
-    if unit.is_one_launch(view) and view.packing is None:
-        _write_at_once(view, sequence * kv_heads, kv, kept)
+    if are_put_together(k, view.keys) and unit.is_plain(view):
+        _write_at_once(view, sequence, kv, kept, unit)
         return
     for i, (keys, values) in enumerate(zip(k, v, strict=True)):
         first = (sequence + i) * kv_heads
@@ -163,7 +163,8 @@ def write_prompts(
         if view.whole is not None:
             window = window_of(view.whole.slots.shape[1], int(unit.budgets.slots[sequence + i]))
             of_rows = view.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-            keep_whole(of_rows, keys[:, heads], values[:, heads], kept.positions[i, heads], window)
+            some = slice(i, i + 1)
+            keep_whole(of_rows, k[some, :, heads], v[some, :, heads], kept.positions[some, heads], 0, window)
         if kept.positions.shape[-1] == n:
             put_first_columns(view, rows.start, rows.stop, *(t[:, heads].transpose(0, 1) for t in (keys, values)))
         else:
@@ -180,15 +181,24 @@ def write_prompts(
                 sum_up_prompt(pages, unit.policy.needs.page, keys[:, heads], values[:, heads], kept.positions[i, heads])
 
 
-def _write_at_once(view: PartView, start: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns) -> None:
-    """The same on a card, some launches for all rows. start: of the unit's rows, the first of these prompts."""
-    a, b = max(start, view.start), min(start + kept.positions[..., 0].numel(), view.end)
-    if a >= b:
-        return
-    here, there = slice(a - start, b - start), slice(a - view.start, b - view.start)
-    put_prompts(*kv, kept.positions.contiguous(), (view.keys[:, there], view.values[:, there]), here.start)
-    if view.metadata is not None:
-        record_prompts(view.metadata, there, kept, here)
+def _write_at_once(
+    view: PartView, sequence: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns, unit: KVRows
+) -> None:
+    """The same in a few launches for all rows, but for those with other numbers of whole columns."""
+    most, end = 0 if view.whole is None else view.whole.slots.shape[1], sequence + len(kept.positions)
+    windows = [window_of(most, held) for held in unit.budgets.slots[sequence:end].tolist()]
+    first = 0
+    for window, same in groupby(windows):
+        some = slice(first, first + len(list(same)))
+        start, stop = ((sequence + i) * unit.kv_heads for i in (some.start, some.stop))
+        a, b, first = max(start, view.start), min(stop, view.end), some.stop
+        if a >= b:
+            continue
+        part = view.part(a - view.start, b - view.start, 0)
+        m, scores = part.metadata, None if kept.scores is None else kept.scores[some]
+        recorded = () if m is None else (m.positions, m.scores)
+        slots = PromptSlots(part.keys, part.values, a - start, part.form, window, *recorded)
+        put_prompts(kv[0][some], kv[1][some], kept.positions[some], scores if m is not None else None, slots)
 
 
 # ---- new tokens

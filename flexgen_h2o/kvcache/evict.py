@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from flexgen_h2o.core.units import SUMMARY_CHUNK
-from flexgen_h2o.kernels.beside import Pages, WholeColumns
+from flexgen_h2o.kernels.beside import Pages
 from flexgen_h2o.kernels.prefill_attention import column_sums
+from flexgen_h2o.kernels.prompt_columns import choose_kept
 from flexgen_h2o.kernels.slots import add_to_pages
+from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs, value_sizes
+from flexgen_h2o.kvcache.rows import query_weight_table
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, SlotMetadata
 
-LEAST_RANGE = 1 / 16  # of a key's channel, of the mean range of a row's channels
 NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
 
 # Column sums (1, kv_heads, tokens) of a shared prefix over its own last so many query rows, the last at full weight.
@@ -52,26 +54,34 @@ def keep_prompt_columns(
     (b, kv_heads, n), policy, budgets = k.shape[:3], rows.policy, rows.budgets
     scores = _prompt_scores(rows, (q, k), lse, scale, prefix_sums) if lse is not None else None
     norms = value_sizes(policy.needs, v) if NORMS in policy.needs.record else None
-    kept = int(budgets.kept[first])
-    positions = torch.arange(n, device=k.device).expand(b, kv_heads, n)
-    if kept < n:
-        may_leave = (positions >= budgets.sinks[first]) & (positions < n - budgets.recent[first])
-        newest, heavy = torch.full((b,), n - 1, device=k.device), budgets.heavy[first : first + b].to(k.device)
-        columns = Columns(rows.block, positions.int(), may_leave, newest, heavy, scores, norms)
-        positions = choose_kept(policy.rank(columns), may_leave, kept)
+    kept, (sinks, heavy, recent) = int(budgets.kept[first]), budgets.stay(first)
+    if kept < n and heavy:
+        positions = choose_kept(_prompt_rank(rows, first, k, scores, norms), sinks, n - recent, kept)
+    else:
+        positions = _without_rank(n, sinks if kept < n else 0, kept, k.device).expand(b, kv_heads, kept)
     return KeptColumns(positions, scores, norms)
 
 
-def choose_kept(rank: torch.Tensor, may_leave: torch.Tensor, count: int) -> torch.Tensor:
-    """(..., count) int64, ascending: the columns that may not leave, and of the others those that rank highest.
+def _prompt_rank(
+    rows: KVRows, first: int, k: torch.Tensor, scores: torch.Tensor | None, norms: torch.Tensor | None
+) -> torch.Tensor:
+    """(b, kv_heads, n) fp32 of `keep_prompt_columns`, where all rows have the same budgets."""
+    (b, kv_heads, n), policy, budgets, where = k.shape[:3], rows.policy, rows.budgets, k.device
+    if scores is not None and policy.needs.ranks_by_score:  # what the decode kernel compares
+        if not policy.needs.per_query:
+            return scores
+        table = query_weight_table(policy.needs.decay, 1 << n.bit_length(), where)
+        return scores / table[1 : n + 1].flip(0)
+    positions = torch.arange(n, device=where).expand(b, kv_heads, n)
+    may_leave = (positions >= budgets.sinks[first]) & (positions < n - budgets.recent[first])
+    newest, heavy = torch.full((b,), n - 1, device=where), upload(budgets.heavy[first : first + b], where)
+    return policy.rank(Columns(rows.block, positions.int(), may_leave, newest, heavy, scores, norms))
 
-    rank, may_leave: (..., n), n > count. Of equal ranks the newer column stays.
-    """
-    most = torch.finfo(rank.dtype).max
-    finite = rank.nan_to_num(nan=-most, posinf=most, neginf=-most)  # below the rank of what may not leave
-    newest_first = finite.masked_fill(~may_leave, float("inf")).flip(-1)
-    order = newest_first.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    return (rank.shape[-1] - 1 - order).sort(dim=-1).values
+
+def _without_rank(n: int, sinks: int, kept: int, where: torch.device) -> torch.Tensor:
+    """(kept,) int64: the first `sinks` of n columns and the newest others."""
+    newest = torch.arange(n - kept + sinks, n, device=where)
+    return torch.cat([torch.arange(sinks, device=where), newest]) if sinks else newest
 
 
 def _prompt_scores(
@@ -107,32 +117,6 @@ def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these
     if metadata.ranks is not None:
         metadata.ranks[rows] = NO_RANK
         metadata.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=metadata.ranks.device)
-
-
-def keep_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, window: int) -> None:
-    """Fill what some rows have beside packed slots, from their prompt: the middle and the range of each channel of its
-    keys, and those of the `window` newest columns that are kept.
-
-    k, v: (n, rows, d); kept: (rows, kept) int64, ascending: column kept[r, i] is in slot i.
-    """
-    least, most = k.amin(dim=0).float(), k.amax(dim=0).float()  # torch's aminmax takes three times as long
-    ranges = most - least
-    # A channel that hardly moves would rule all others once it does: it gets a share of their mean.
-    floor = ranges.mean(dim=1, keepdim=True) * LEAST_RANGE
-    ranges = torch.maximum(ranges, floor)
-    whole.centres.copy_((most + least) / 2)
-    whole.ranges.copy_(torch.where(ranges > 0, ranges, 1.0))  # of one column nothing is known
-    for t in (whole.keys, whole.values):
-        t.zero_()
-    whole.slots.fill_(-1)
-    if not window:
-        return
-    first = max(0, kept.shape[1] - window)  # what may be among the newest
-    row, entry = (kept[:, first:] >= len(k) - window).nonzero(as_tuple=True)
-    positions = kept[row, first + entry]
-    place = row, positions % window
-    whole.keys[place], whole.values[place] = k[positions, row], v[positions, row]
-    whole.slots[place] = (first + entry).int()
 
 
 def sum_up_prompt(pages: Pages, page: int, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:

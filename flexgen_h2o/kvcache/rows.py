@@ -53,6 +53,10 @@ class RowBudgets:
         """Columns left of each prompt after the prefill sweep."""
         return torch.minimum(self.prompts, self.sinks + self.heavy + self.recent)
 
+    def stay(self, sequence: int) -> tuple[int, int, int]:
+        """Sinks, heavy and recent columns of one of them."""
+        return int(self.sinks[sequence]), int(self.heavy[sequence]), int(self.recent[sequence])
+
     def select(self, rows: slice | torch.Tensor) -> RowBudgets:
         return RowBudgets(*(t[rows] for t in vars(self).values()))
 

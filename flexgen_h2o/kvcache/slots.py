@@ -331,8 +331,10 @@ class KVRows:
 
     def is_one_launch(self, view: PartView) -> bool:
         """Does `attend_step` take a decode step of the view's rows?"""
-        if not triton.takes(view.keys):
-            return False
+        return triton.takes(view.keys) and self.is_plain(view)
+
+    def is_plain(self, view: PartView) -> bool:
+        """Is nothing more recorded of the view's rows than a decode step in one launch keeps?"""
         has_pages = view.metadata is not None and view.metadata.pages is not None
         return self.policy.needs.in_one_launch and view.sketch is None and not has_pages
 

@@ -55,9 +55,13 @@ def cases(card: int) -> Iterator[Case]:
         sizes = "i32", "i32", "i32", "i32", "i32"
         yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
         yield from packed_cases(t, dtype)
+        yield Case(prompts.choose, ("*fp32", "*i64", *["i32"] * 4), {"BLOCK": 1024})
         for width in (128, 256):
             block = {"D": width, "WIDTH": width, "BLOCK": 64}
-            yield Case(slots.put_prompts, (t, t, "*i64", t, t, *["i32"] * 11), block)
+            for records in (False, True):
+                scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
+                block |= {"RECORDS": records}
+                yield Case(prompts.put, (t, t, "*i64", t, t, *scores, *["i32"] * 15), dict(block))
             tile = _tile(torch.empty(1, 1, 1, width, dtype=dtype, device="meta"))
             yield Case(prompts.attend, (*[t] * 4, "*fp32", *["i32"] * 17, "fp32"), tile)
             yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", *["i32"] * 14, "fp32"), tile)
@@ -95,15 +99,22 @@ def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of slots in few bits."""
     for records, bits, width in ((False, "4/2", 128), (True, 3, 64), (True, 8, 80), (True, 4, 256)):
         scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
-        packing = KVPacking.of(width, bits)
+        packing, wide = KVPacking.of(width, bits), power_of_two(width)
+        beside = "*bf16", "*bf16", t, t, "*i32"
         yield Case(
             slots.attend_packed_step,
             (*[t] * 4, "*i32", "*i32", "*i32", "*fp32", *scores, "*i64", "*i32", "*fp32" if bits == 8 else "*i32",
-             "*bf16", "*bf16", t, t, "*i32",
-             *["i32"] * 10, "fp32", "fp32", *["i32"] * 8),
-            {"G": 4, "GROUP": 16, "D": width, "WIDTH": power_of_two(width), "BLOCK": columns_at_a_time(dtype, width),
+             *beside, *["i32"] * 10, "fp32", "fp32", *["i32"] * 8),
+            {"G": 4, "GROUP": 16, "D": width, "WIDTH": wide, "BLOCK": columns_at_a_time(dtype, width),
              "RECORDS": records, "PER_QUERY": bits == 8, "BEFORE": int(bits == 8), "WINDOW": 16,
              **packing_constants(packing)},
+        )  # fmt: skip
+        block = {"D": width, "WIDTH": wide, "BLOCK": max(1, 2048 // wide)}
+        yield Case(prompts.begin_whole, (t, *beside, *["i32"] * 7, "fp32"), block)
+        scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
+        yield Case(
+            prompts.put_packed, (t, t, "*i64", "*i32", "*i32", *scores, *beside, *["i32"] * 24),
+            {**block, "RECORDS": records, **packing_constants(packing)},
         )  # fmt: skip
 
 

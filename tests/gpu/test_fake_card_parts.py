@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.core.packing import int8_row_bytes
+from flexgen_h2o.core.packing import KVPacking, int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import ALIGN, STAGING_BYTES
 from flexgen_h2o.kernels import int8, triton
+from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
+from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
 from flexgen_h2o.kernels.workspace import upload_together
 from flexgen_h2o.kvcache.store import Overlay
 from flexgen_h2o.planner.measure import bench as measuring
@@ -80,6 +82,41 @@ def test_vectors_go_to_the_card_in_one_copy() -> None:
         assert [t.storage_offset() * t.itemsize % ALIGN for t in there] == [0] * 4
         assert all(torch.equal(here.to("cpu"), host) for here, host in zip(there, hosts, strict=True))
     assert (card.counts["upload", "copy"], card.counts["upload", "launch"]) == (1 + len(hosts), 0), card.places
+
+
+# ---- columns of prompts
+
+
+def test_columns_of_prompts_wait_for_nothing_without_triton() -> None:
+    """Packed and put by torch operations, as many for all rows as for a few, to the bits of a CPU."""
+    packing, counted = KVPacking.of(16, "3/2"), list[int]()
+    for prompts in (2, 6):
+        k, v = (torch.randn(prompts, 30, 2, 16) for _ in range(2))
+        scores = torch.rand(prompts, 2, 30)
+        areas = [torch.zeros(2, 2 * prompts, 16, of.words).int() for of in (packing.keys, packing.values)]
+        beside = [torch.ones(2 * prompts, *of) for of in ((16,), (16,), (4, 16), (4, 16), (4,))]
+        given = [k, v, scores, *areas, *(t.bfloat16() for t in beside[:2]), *beside[2:4], beside[4].int()]
+        given += [torch.zeros(2 * prompts, 20).int(), torch.zeros(2 * prompts, 20)]
+        expected = put_all([t.clone() for t in given], packing)
+        with fake_card() as card, pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(triton, "takes", lambda *tensors: False)
+            of_card = [t.to(CardDevice(card).torch_device) for t in given]
+            card.step = "put"
+            put_all(of_card, packing)
+            assert card.counts["put", "sync"] == 0, card.places
+            counted.append(card.counts["put", "launch"])
+            card.step = "after"
+            assert all(torch.equal(t.to("cpu"), one) for t, one in zip(of_card, expected, strict=True))
+    assert counted[0] == counted[1]
+
+
+def put_all(given: list[torch.Tensor], packing: KVPacking) -> list[torch.Tensor]:
+    """A few columns of prompts into slots, and what lies beside."""
+    k, v, scores, keys, values, centres, ranges, whole_keys, whole_values, whole_slots, positions, recorded = given
+    whole = WholeColumns(centres, ranges, whole_keys, whole_values, whole_slots)
+    slots = PromptSlots(keys, values, 0, SlotForm(packing, whole=whole), 4, positions, recorded)
+    put_prompts(k, v, choose_kept(scores, 2, 27, 18), scores, slots)
+    return given
 
 
 # ---- what measures a machine

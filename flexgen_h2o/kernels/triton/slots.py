@@ -72,17 +72,17 @@ def attend_packed_step(
     sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
     filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
     slot = _record(row, slot, state + 2 * sequences + sequence, scores, positions, victims, taken, columns, RECORDS)
-    numbers = tl.arange(0, WIDTH)
+    numbers, one = tl.arange(0, WIDTH), tl.arange(0, 1)
     in_head = numbers < D
     centre = tl.load(centres + row * D + numbers, mask=in_head, other=0.0).to(tl.float32)
     spread = tl.load(ranges + row * D + numbers, mask=in_head, other=1.0).to(tl.float32)
     its_part, its_place = (slot // length).to(tl.int64), row * length + slot % length
     new_key = tl.load(k + sequence * k_token + head * D + numbers, mask=in_head, other=0.0)
     new_value = tl.load(v + sequence * v_token + head * D + numbers, mask=in_head, other=0.0)
-    smoothed = tl.div_rn(new_key.to(tl.float32) - centre, spread)
+    smoothed, wide = tl.div_rn(new_key.to(tl.float32) - centre, spread)[None, :], new_value.to(tl.float32)[None, :]
     key_at, value_at = its_part * segment + its_place * k_words, its_part * value_segment + its_place * v_words
-    _pack(smoothed, keys + key_at, k_low, k_codes, D, WIDTH, K_BITS, K_SHARING, K_GROUPS)
-    _pack(new_value.to(tl.float32), values + value_at, v_low, v_codes, D, WIDTH, V_BITS, V_SHARING, V_GROUPS)
+    pack(smoothed, keys, key_at + one, one == 0, k_low, k_codes, D, WIDTH, 1, K_BITS, K_SHARING, K_GROUPS)
+    pack(wide, values, value_at + one, one == 0, v_low, v_codes, D, WIDTH, 1, V_BITS, V_SHARING, V_GROUPS)
     entry = tl.arange(0, WINDOW)
     goes = tl.load(state + 6 * sequences + sequence)
     its = _enter(whole_slots + row * windows, entry, windows, slot, goes)
@@ -251,39 +251,40 @@ def _unpack(area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def _pack(x, area, low_words, value_words, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-          SHARING: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
-    """Numbers (WIDTH,) fp32 into the words of a slot."""
+def pack(x, area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+         BITS: tl.constexpr, SHARING: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+    """Numbers (COLUMNS, WIDTH) fp32 into the slots that begin at the words `at`, those that are `here`."""
     low_bits: tl.constexpr = 2 if BITS == 3 else BITS
     levels: tl.constexpr = (1 << BITS) - 1
     number = tl.arange(0, WIDTH)
-    code = tl.zeros([WIDTH], tl.int32)
+    code = tl.zeros([COLUMNS, WIDTH], tl.int32)
     for group in tl.static_range(GROUPS):
-        inside = (number >= group * SHARING) & (number < (group + 1) * SHARING) & (number < D)
-        least = _outwards(tl.min(tl.where(inside, x, float("inf")), 0), True)
-        most = tl.max(tl.where(inside, x, float("-inf")), 0)
+        inside = ((number >= group * SHARING) & (number < (group + 1) * SHARING) & (number < D))[None, :]
+        is_odd = tl.max((inside & (x != x)).to(tl.int32), 1) > 0
+        least = tl.where(is_odd, float("nan"), tl.min(tl.where(inside, x, float("inf")), 1))
+        least, most = _outwards(least, True), tl.max(tl.where(inside, x, float("-inf")), 1)
         scale = _outwards(tl.div_rn(most - least, levels * 1.0), False)
         high, low = least.to(tl.int32, bitcast=True) & -65536, (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-        tl.store(area + value_words + group, high | low)
-        level = tl.floor(tl.div_rn(x - least, scale) + 0.5)
+        tl.store(area + at + value_words + group, high | low, mask=here)
+        level = tl.floor(tl.div_rn(x - least[:, None], tl.broadcast_to(scale[:, None], [COLUMNS, WIDTH])) + 0.5)
         level = tl.where(level == level, level, 0.0)  # a group of equals has a scale of 0
         code = tl.where(inside, tl.minimum(tl.maximum(level, 0.0), levels * 1.0).to(tl.int32), code)
-    _join(code & ((1 << low_bits) - 1), area, low_words, WIDTH, low_bits)
+    _join(code & ((1 << low_bits) - 1), area, at, here, low_words, WIDTH, COLUMNS, low_bits)
     if BITS == 3:
-        _join(code >> 2, area + low_words, value_words - low_words, WIDTH, 1)
+        _join(code >> 2, area, at + low_words, here, value_words - low_words, WIDTH, COLUMNS, 1)
 
 
 @triton.jit
-def _join(code, area, count, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Codes side by side in `count` words, from the lowest bit on."""
+def _join(code, area, at, here, count, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """Codes side by side in `count` words of a slot, from the lowest bit on."""
     per_word: tl.constexpr = 32 // BITS
     if per_word > WIDTH:
-        tl.store(area, tl.sum(code << (tl.arange(0, WIDTH) * BITS), 0))
+        tl.store(area + at, tl.sum(code << (tl.arange(0, WIDTH) * BITS)[None, :], 1), mask=here)
     else:
-        parts = tl.reshape(code, [WIDTH // per_word, per_word])
-        joined = tl.sum(parts << (tl.arange(0, per_word) * BITS)[None, :], 1)
+        parts = tl.reshape(code, [COLUMNS, WIDTH // per_word, per_word])
+        joined = tl.sum(parts << (tl.arange(0, per_word) * BITS)[None, None, :], 2)
         word = tl.arange(0, WIDTH // per_word)
-        tl.store(area + word, joined, mask=word < count)
+        tl.store(area + at[:, None] + word[None, :], joined, mask=here[:, None] & (word < count)[None, :])
 
 
 @triton.jit
@@ -292,26 +293,3 @@ def _outwards(x, down):
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + tl.where((x < 0) == down, 0xFFFF, 0)) & -65536
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
-
-
-# ---- columns of prompts
-
-
-@triton.jit(do_not_specialize=("length", "count", "first"))
-def put_prompts(
-    k, v, kept, keys, values, k_batch, k_token, k_head, v_batch, v_token, v_head, segment, length, count, kv_heads,
-    first, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK of a row's `count` columns, which tokens kept[row] of its prompt have, into its slots from the first on.
-    first: of the prompts' rows, the one that is row 0 of the slots."""
-    row = tl.program_id(0).to(tl.int64)
-    batch, head = (first + row) // kv_heads, (first + row) % kv_heads
-    slot, number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    token = tl.load(kept + (first + row) * count + slot, mask=slot < count, other=0)
-    loads = (slot < count)[:, None] & (number < D)[None, :]
-    at = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * D
-    at = at[:, None] + number[None, :]
-    of_keys = batch * k_batch + token[:, None] * k_token + head * k_head + number[None, :]
-    of_values = batch * v_batch + token[:, None] * v_token + head * v_head + number[None, :]
-    tl.store(keys + at, tl.load(k + of_keys, mask=loads, other=0.0), mask=loads)
-    tl.store(values + at, tl.load(v + of_values, mask=loads, other=0.0), mask=loads)

@@ -20,8 +20,6 @@ from flexgen_h2o.kernels.decode_step import (
     StepSlots,
     attend_step,
     attend_step_reference,
-    put_prompts,
-    put_prompts_reference,
 )
 from flexgen_h2o.kernels.elementwise import (
     Rotation,
@@ -35,12 +33,6 @@ from flexgen_h2o.kernels.elementwise import (
 from flexgen_h2o.kernels.packed import (
     pack_columns_reference,
     unpack_columns,
-)
-from flexgen_h2o.kernels.prefill_attention import (
-    causal_attention_lse,
-    causal_attention_lse_reference,
-    column_sums,
-    column_sums_reference,
 )
 from flexgen_h2o.kvcache.rows import query_weight_table
 
@@ -158,39 +150,6 @@ def step(
     return qkv, StepSlots(keys, values, first, kv_heads, state, taken, *of_rows, weights, decay=0.9)
 
 
-PROMPTS = [(1, 1, 1, 1, 1, 16), (2, 4, 2, 70, 70, 64), (1, 4, 1, 5, 130, 80), (3, 2, 2, 65, 129, 32)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "window", "dtype"), some_slow(PROMPTS, [None, 1, 40], MULTIPLIED, fast=(PROMPTS[2], None, torch.float16))
-)
-def test_attention_over_prompts(shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
-    """All rows of prompts, or the last of them; and what columns received, without a window."""
-    batch, heads, kv_heads, rows, keys, width = shape
-    torch.manual_seed(0)
-    tokens = [(rows, heads), (keys, kv_heads), (keys, kv_heads)]
-    q, k, v = (torch.randn(batch, *of, width).to(dtype).transpose(1, 2) for of in tokens)
-    scale, close = width**-0.5, CLOSE[dtype]
-    found, lse = causal_attention_lse(q, k, v, scale, window)
-    expected, expected_lse = causal_attention_lse_reference(q, k, v, scale, window)
-    torch.testing.assert_close(found, expected, rtol=close, atol=close)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=close)
-    if window is None:
-        for first in {0, keys - rows, keys - 1}:
-            mine = column_sums(q, k, expected_lse, scale, first)
-            theirs = column_sums_reference(q.float(), k.float(), expected_lse, scale, first)
-            torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
-
-
-def test_no_axis_of_a_grid_but_the_first_grows_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card's others end at 65,535."""
-    grids = list[tuple[int, ...]]()
-    monkeypatch.setattr(triton, "launch", lambda name, grid, *_, **__: grids.append(grid))
-    q = torch.zeros(70_000, 1, 1, 16)
-    column_sums(q, q, causal_attention_lse(q, q, q, 1.0)[1], 1.0)
-    assert grids == [(70_000, 1)] * 2
-
-
 SHAPES = {
     "one row": (1, 1, 1, 64, [1], 4),
     "ragged": (3, 2, 1, 16, [5, 1, 70], 8),
@@ -240,19 +199,6 @@ def test_a_decode_step_behind_other_columns(values: bool) -> None:
     qkv, slots = step(torch.float32, SHAPES["grouped queries"])
     mixed = torch.randn(8, 4, 32) if values else None
     check(qkv, replace(slots, before=(mixed, 3 * torch.randn(8, 4))), torch.float32, False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("first", "rows"), [(0, 6), (1, 4)])
-def test_columns_of_prompts(first: int, rows: int, dtype: torch.dtype) -> None:
-    """More than one segment; all rows of three prompts, or a part of them."""
-    k, v = (torch.randn(3, 90, 2, 20).to(dtype) for _ in range(2))
-    kept = torch.stack([torch.randperm(90)[:70].sort().values for _ in range(6)]).view(3, 2, 70)
-    found, expected = ([torch.zeros(3, 6, 32, 20, dtype=dtype)[:, 1 : rows + 1] for _ in range(2)] for _ in range(2))
-    put_prompts(k, v, kept, tuple(found), first)
-    put_prompts_reference(k, v, kept, tuple(expected), first)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.any() and torch.equal(mine, theirs)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""A micro-batch's attention, prefill then decode, against full attention over what each row still holds; which columns
-stay, against plain loops."""
+"""A micro-batch's attention, prefill then decode, against full attention over what each row still holds; who leaves,
+against plain loops (tests/eviction has scores, ranks and every policy)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache import layout as layout_module
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
-from flexgen_h2o.kvcache.evict import choose_kept, columns_of, rank_victims
+from flexgen_h2o.kvcache.evict import columns_of, rank_victims
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.policy import Needs
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -98,30 +98,6 @@ def test_generation_of_ragged_rows(counts: list[int], cuts: list[int], steps: in
         for own, row in zip(whole, history, strict=True):
             assert torch.equal(own[:, : len(row[place])], row[place].transpose(0, 1))
             assert bool(own[:, len(row[place]) :].isnan().all())
-
-
-# ---- what stays of a prompt, by plain loops (tests/eviction has scores, ranks and every policy)
-
-
-ranked = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.booleans()), min_size=2, max_size=12)
-
-
-@given(ranked, st.data())
-def test_the_highest_ranks_stay_and_of_equals_the_newer(columns: list[tuple[float, bool]], data: st.DataObject) -> None:
-    stays = [i for i, (_, may_leave) in enumerate(columns) if not may_leave]
-    count = data.draw(st.integers(len(stays), len(columns) - 1) if len(stays) < len(columns) else st.just(0))
-    others = sorted((i for i in range(len(columns)) if i not in stays), key=lambda i: (columns[i][0], i), reverse=True)
-    expected = sorted([*stays, *others[: count - len(stays)]])
-    rank = torch.tensor([[[r for r, _ in columns]]])
-    if count:
-        assert choose_kept(rank, torch.tensor([[[m for _, m in columns]]]), count)[0, 0].tolist() == expected
-
-
-def test_an_infinite_rank_is_no_protection_against_the_protected() -> None:
-    """A policy may rank with infinities (h2o-v); ties among them are settled like others."""
-    rank = torch.tensor([[[math.inf, 1.0, math.inf, -math.inf]]])
-    may_leave = torch.tensor([[[True, True, True, False]]])
-    assert choose_kept(rank, may_leave, 2)[0, 0].tolist() == [2, 3]
 
 
 # ---- who leaves

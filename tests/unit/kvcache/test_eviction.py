@@ -15,7 +15,8 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import KVPacking, KVSizes
 from flexgen_h2o.kernels.beside import Pages
-from flexgen_h2o.kvcache.evict import choose_kept, sum_up_prompt
+from flexgen_h2o.kernels.prompt_columns import choose_kept
+from flexgen_h2o.kvcache.evict import sum_up_prompt
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
@@ -396,7 +397,7 @@ def test_any_decay_gives_finite_ranks_and_keeps_what_may_not_leave(decay: float)
     may_leave = (positions >= 4) & (positions < 37)
     columns = Columns(0, positions, may_leave, torch.tensor([39]), torch.tensor([8]), scores, scores)
     for policy in (H2ONorm(decay=decay), ValueH2O(decay=decay)):
-        kept = choose_kept(policy.rank(columns), may_leave, 11)[0, 0].tolist()
+        kept = choose_kept(policy.rank(columns), 4, 37, 11)[0, 0].tolist()
         assert {0, 1, 2, 3, 37, 38, 39} <= set(kept) and len(set(kept)) == 11
 
 

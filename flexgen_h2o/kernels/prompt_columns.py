@@ -1,0 +1,179 @@
+"""What stays of prompts: the columns that rank highest, and their way into slots, packed or not, with what lies beside
+packed ones. On a card one launch each. R, d, C, S, W: as in kernels/slots.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from flexgen_h2o.core.units import PACKED_CHUNK
+from flexgen_h2o.kernels import triton
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
+from flexgen_h2o.kernels.decode_step import packed_sizes, packing_constants, segment_step
+from flexgen_h2o.kernels.packed import pack_columns_reference
+from flexgen_h2o.kernels.slots import put_slots_reference
+from flexgen_h2o.kernels.workspace import is_compiled_beside_card
+
+LEAST_RANGE = 1 / 16  # of a key's channel, of the mean range of a row's channels
+_RANKS = 1024  # that are compared at a time
+_COLUMNS = 64  # that are put at a time
+_NUMBERS = 2048  # that are packed at a time
+
+
+def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
+    """(b, kv_heads, count) int64, ascending: columns outside [begin, end), and of the others those that rank highest.
+
+    rank: (b, kv_heads, n) fp32, n > count. Of equal ranks the newer column stays; NaN ranks lowest.
+    """
+    if not triton.takes(rank):
+        return choose_kept_reference(rank, begin, end, count)
+    rank, tokens = rank.contiguous(), rank.shape[2]
+    kept = torch.empty(*rank.shape[:2], count, dtype=torch.int64, device=rank.device)
+    sizes = tokens, begin, end, count - tokens + end - begin
+
+    def reference() -> None:
+        kept.copy_(choose_kept_reference(rank, begin, end, count))
+
+    triton.launch("prompts.choose", (rank.shape[0] * rank.shape[1],), reference, (rank, kept, *sizes), BLOCK=_RANKS)
+    return kept
+
+
+def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
+    """`choose_kept` in torch operations."""
+    most, n = torch.finfo(rank.dtype).max, rank.shape[2]
+    finite = rank[..., begin:end].nan_to_num(nan=-most, posinf=most, neginf=-most)
+    newest_first = finite.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    chosen = (end - 1 - newest_first[..., : count - n + end - begin]).sort(dim=-1).values
+    ends = (torch.arange(*of, device=rank.device).expand(*rank.shape[:2], -1) for of in ((0, begin), (end, n)))
+    before, behind = ends
+    return torch.cat([before, chosen, behind], dim=-1)
+
+
+@dataclass(frozen=True)
+class PromptSlots:
+    """Some rows of a KV unit that columns of prompts go to, on the device of these.
+
+    keys, values: (segments, R, S, d), or packed (segments, R, S, W) as `form` says, with whole columns. first: of the
+    prompts' b x kv_heads rows, the one that is row 0 here. window: newest tokens that stay whole beside packed slots.
+    positions, scores: (R, C) int32 and fp32, of slots, written; both or none.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    first: int
+    form: SlotForm = WHOLE
+    window: int = 0
+    positions: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+
+def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
+    """Are columns of all rows of prompts put into slots at once? Loops of a CPU pack and copy row by row."""
+    return k.device == area.device and not is_compiled_beside_card(k)
+
+
+def put_prompts(
+    k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots
+) -> None:
+    """Columns of prompts into the slots 0, 1, ... of some rows of theirs: one launch, or two where they are packed.
+
+    k, v: (b, n, kv_heads, d), numbers of a head side by side; kept: (b, kv_heads, count) int64, ascending, the tokens
+    whose columns stay. scores: (b, kv_heads, n) fp32, where slots record theirs.
+    """
+    if not triton.takes(k):
+        put_prompts_reference(k, v, kept, scores, slots)
+        return
+    assert k.stride(3) == v.stride(3) == kept.stride(2) == 1
+    (_, tokens, kv_heads, width), count, (_, rows, length, _) = k.shape, kept.shape[2], slots.keys.shape
+    unused = kept  # what a kernel that does not read it gets
+    recorded = [unused] * 3 if scores is None else [scores.contiguous(), slots.scores, slots.positions]
+    tensors = k, v, kept, slots.keys, slots.values, *recorded
+    strides = *k.stride()[:3], *v.stride()[:3], *kept.stride()[:2], segment_step(slots.keys)
+    columns = unused.shape[2] if slots.scores is None else slots.scores.shape[1]
+    sizes = *strides, length, columns, count, tokens, kv_heads, slots.first
+    wide = triton.power_of_two(width, 16)
+    name, constants = "prompts.put", {"D": width, "WIDTH": wide, "BLOCK": _COLUMNS, "RECORDS": scores is not None}
+    packing, whole = slots.form.packing, slots.form.whole
+    if packing is not None:
+        assert whole is not None
+        _begin_whole(whole, k, slots.first)
+        name, tensors = "prompts.put_packed", (*tensors, *vars(whole).values())
+        windows = whole.slots.shape[1], slots.window
+        sizes = *sizes, segment_step(slots.values), *windows, *packed_sizes(packing)
+        constants |= {"BLOCK": max(1, _NUMBERS // wide), **packing_constants(packing)}
+    grid, reference = (rows, -(-count // constants["BLOCK"])), partial(put_prompts_reference, k, v, kept, scores, slots)
+    triton.launch(name, grid, reference, (*tensors, *sizes), **constants)
+
+
+def put_prompts_reference(
+    k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots
+) -> None:
+    """`put_prompts` in torch operations, PACKED_CHUNK numbers of keys at a time."""
+    (kv_heads, count), rows, packing, whole = kept.shape[1:], slots.keys.shape[1], slots.form.packing, slots.form.whole
+    if whole is not None:
+        keep_whole(whole, k, v, kept, slots.first, slots.window)
+    step = max(1, PACKED_CHUNK // (count * k.shape[3]))
+    for a in range(0, rows, step):
+        here = slice(a, min(rows, a + step))
+        row = torch.arange(slots.first + here.start, slots.first + here.stop, device=k.device).unsqueeze(1)
+        batch, head = torch.div(row, kv_heads, rounding_mode="floor"), row % kv_heads
+        tokens = kept[batch.squeeze(1), head.squeeze(1)]
+        keys, values = (t[batch, tokens, head] for t in (k, v))
+        if packing is not None:
+            keys = keys if whole is None else whole.smoothed(keys, here)
+            keys = pack_columns_reference(keys, packing.keys)
+            values = pack_columns_reference(values, packing.values)
+        areas = slots.keys[:, here], slots.values[:, here]
+        put_slots_reference(areas, torch.arange(count, device=k.device).expand(len(row), count), (keys, values))
+        if scores is not None and slots.scores is not None and slots.positions is not None:
+            slots.positions[here, :count] = tokens.int()
+            slots.scores[here, :count] = scores[batch, head, tokens]
+
+
+# ---- beside packed slots
+
+
+def keep_whole(
+    whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, first: int, window: int
+) -> None:
+    """Fill what some rows have beside packed slots, from their prompts: the middle and the range of each channel of
+    their keys, and those of the `window` newest columns that are kept. k, v, kept, first: as of `put_prompts`."""
+    begin_whole_reference(whole, k, first)
+    if not window:
+        return
+    n, rows, count = k.shape[1], slice(first, first + len(whole.slots)), kept.shape[2]
+    places = torch.arange(window, device=k.device)
+    newest = n - 1 - (n - 1 - places) % window  # in each place the last token that goes there, below 0 for none
+    own = kept.flatten(0, 1)[rows].contiguous()
+    slots = torch.searchsorted(own, newest.expand(len(own), window).contiguous()).clamp_(max=count - 1)
+    stays = own.gather(1, slots) == newest
+    whole.slots[:, :window].copy_(torch.where(stays, slots, -1))
+    for target, columns in ((whole.keys, k), (whole.values, v)):
+        found = columns.index_select(1, newest.clamp(min=0)).transpose(1, 2).flatten(0, 1)[rows]
+        target[:, :window].copy_(found.masked_fill(~stays.unsqueeze(2), 0))
+
+
+def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int) -> None:
+    (_, tokens, kv_heads, width), wide = k.shape, triton.power_of_two(k.shape[3], 16)
+    sizes = *k.stride()[:3], tokens, kv_heads, first, whole.slots.shape[1], LEAST_RANGE
+    constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide)}
+    reference = partial(begin_whole_reference, whole, k, first)
+    arguments = k, *vars(whole).values(), *sizes
+    triton.launch("prompts.begin_whole", (len(whole.slots),), reference, arguments, **constants)
+
+
+def begin_whole_reference(whole: WholeColumns, k: torch.Tensor, first: int) -> None:
+    """The part of `keep_whole` that needs all columns of a prompt; none is whole yet."""
+    rows = slice(first, first + len(whole.slots))
+    # torch's aminmax takes three times as long
+    least, most = (t.flatten(0, 1)[rows].float() for t in (k.amin(dim=1), k.amax(dim=1)))
+    ranges = most - least
+    # A channel that hardly moves would rule all others once it does: it gets a share of their mean.
+    ranges = torch.maximum(ranges, ranges.mean(dim=1, keepdim=True) * LEAST_RANGE)
+    whole.centres.copy_((most + least) / 2)
+    whole.ranges.copy_(torch.where(ranges > 0, ranges, 1.0))  # of one column nothing is known
+    for t in (whole.keys, whole.values):
+        t.zero_()
+    whole.slots.fill_(-1)

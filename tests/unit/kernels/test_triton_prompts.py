@@ -1,0 +1,176 @@
+"""Triton's kernels for prompts against their references; run as test_triton.py is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.kernels import prompt_columns, triton
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
+from flexgen_h2o.kernels.packed import unpack_columns
+from flexgen_h2o.kernels.prefill_attention import (
+    causal_attention_lse,
+    causal_attention_lse_reference,
+    column_sums,
+    column_sums_reference,
+)
+from flexgen_h2o.kernels.prompt_columns import (
+    PromptSlots,
+    begin_whole_reference,
+    choose_kept,
+    choose_kept_reference,
+    put_prompts,
+    put_prompts_reference,
+)
+from tests.unit.kernels.test_triton import CLOSE, DTYPES, MULTIPLIED, on_card, some_slow
+
+__all__ = ["on_card"]  # a fixture of all tests
+
+
+PROMPTS = [(1, 1, 1, 1, 1, 16), (2, 4, 2, 70, 70, 64), (1, 4, 1, 5, 130, 80), (3, 2, 2, 65, 129, 32)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "dtype"), some_slow(PROMPTS, [None, 1, 40], MULTIPLIED, fast=(PROMPTS[2], None, torch.float16))
+)
+def test_attention_over_prompts(shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
+    """All rows of prompts, or the last of them; and what columns received, without a window."""
+    batch, heads, kv_heads, rows, keys, width = shape
+    torch.manual_seed(0)
+    tokens = [(rows, heads), (keys, kv_heads), (keys, kv_heads)]
+    q, k, v = (torch.randn(batch, *of, width).to(dtype).transpose(1, 2) for of in tokens)
+    scale, close = width**-0.5, CLOSE[dtype]
+    found, lse = causal_attention_lse(q, k, v, scale, window)
+    expected, expected_lse = causal_attention_lse_reference(q, k, v, scale, window)
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=close)
+    if window is None:
+        for first in {0, keys - rows, keys - 1}:
+            mine = column_sums(q, k, expected_lse, scale, first)
+            theirs = column_sums_reference(q.float(), k.float(), expected_lse, scale, first)
+            torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
+
+
+def test_no_axis_of_a_grid_but_the_first_grows_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card's others end at 65,535."""
+    grids = list[tuple[int, ...]]()
+    monkeypatch.setattr(triton, "launch", lambda name, grid, *_, **__: grids.append(grid))
+    q = torch.zeros(70_000, 1, 1, 16)
+    column_sums(q, q, causal_attention_lse(q, q, q, 1.0)[1], 1.0)
+    assert grids == [(70_000, 1)] * 2
+
+
+# ---- the columns that stay
+
+
+@pytest.mark.parametrize("kind", ["any", "ties", "odd"])
+@pytest.mark.parametrize(
+    ("n", "begin", "end", "heavy"), [(2, 0, 2, 1), (7, 2, 4, 1), (1500, 4, 1300, 700), (1024, 0, 1024, 1023)]
+)
+def test_columns_that_stay(n: int, begin: int, end: int, heavy: int, kind: str) -> None:
+    """Ranks of which some are equal, both zeros, infinite or no numbers."""
+    torch.manual_seed(0)
+    rank = torch.randn(2, 2, n)
+    if kind != "any":
+        rank = rank.round()
+    if kind == "odd":
+        odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3.4028234663852886e38])
+        rank[0, 1] = odd[torch.randint(0, len(odd), (n,))]
+    count = begin + heavy + n - end
+    expected = choose_kept_reference(rank, begin, end, count)
+    assert torch.equal(choose_kept(rank, begin, end, count), expected)
+
+
+# ---- their way into slots
+
+
+def rows_of_prompts(
+    packing: KVPacking | None, windows: int, window: int, width: int, dtype: torch.dtype, rows: slice, records: bool
+) -> PromptSlots:
+    """Some rows of three prompts with two kv-heads, of more than one segment; they hold NaN."""
+    sizes = (width, width) if packing is None else (packing.keys.words, packing.values.words)
+    area = dtype if packing is None else torch.int32
+    keys, values = (torch.full((3, 6, 32, size), -7).to(area)[:, rows] for size in sizes)
+    form, count = WHOLE, keys.shape[1]
+    if packing is not None:
+        odd = [torch.full((count, width), torch.nan).bfloat16() for _ in range(2)]
+        odd += [torch.full((count, windows, width), torch.nan, dtype=dtype) for _ in range(2)]
+        form = SlotForm(packing, whole=WholeColumns(*odd, torch.full((count, windows), 5).int()))
+    recorded = (torch.zeros(6, 99).int()[rows], torch.zeros(6, 99)[rows]) if records else ()
+    return PromptSlots(keys, values, rows.start, form, window, *recorded)
+
+
+def tensors_of(slots: PromptSlots) -> list[torch.Tensor]:
+    whole = slots.form.whole
+    beside = [] if whole is None else list(vars(whole).values())
+    return [t for t in (slots.keys, slots.values, slots.positions, slots.scores, *beside) if t is not None]
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [slice(0, 6), slice(1, 5)])
+def test_columns_of_prompts(rows: slice, dtype: torch.dtype, records: bool) -> None:
+    """All rows of the prompts, or a part of them, of which one begins within a sequence."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(3, 90, 2, 20).to(dtype) for _ in range(2))
+    kept = torch.stack([torch.randperm(90)[:70].sort().values for _ in range(6)]).view(3, 2, 70)
+    scores = torch.rand(3, 2, 90) if records else None
+    found, expected = (rows_of_prompts(None, 0, 0, 20, dtype, rows, records) for _ in range(2))
+    put_prompts(k, v, kept, scores, found)
+    put_prompts_reference(k, v, kept, scores, expected)
+    for mine, theirs in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert mine.any() and torch.equal(mine, theirs)
+
+
+PACKED = {
+    "all stay": (64, 90, 90, 8, 8), "some stay": (128, 90, 70, 16, 12), "one token": (80, 1, 1, 4, 4),
+    "a short prompt": (20, 5, 5, 16, 12), "nothing whole": (36, 33, 9, 0, 0), "a narrow head": (4, 40, 17, 4, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bits", "dtype"),
+    some_slow(PACKED.values(), ["3/2", 2, 3, 4, 8], DTYPES, fast=(PACKED["some stay"], "3/2", torch.float16)),
+)
+def test_columns_of_prompts_are_packed_as_the_reference_packs_them(
+    sizes: tuple[int, ...], bits: int | str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, once centres and ranges are the same, which are sums of another order. Nothing is left of what was
+    there before."""
+    torch.manual_seed(0)
+    width, n, count, windows, window = sizes
+    k, v = (3 * torch.randn(3, n, 2, width).to(dtype) + 1 for _ in range(2))
+    k[1, :, 1, :3], v[2, 0, 1] = 0.5, 5  # channels that hardly move, and a group of equals
+    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(3, 2, count)
+    if count == n:
+        kept = torch.arange(n).expand(3, 2, n)
+    packing, rows, scores = KVPacking.of(width, bits), slice(1, 6), torch.rand(3, 2, n)
+    found, expected = (rows_of_prompts(packing, windows, window, width, dtype, rows, True) for _ in range(2))
+    put_prompts(k, v, kept, scores, found)
+    mine, theirs = found.form.whole, expected.form.whole
+    assert mine is not None and theirs is not None
+
+    def begin(whole: WholeColumns, k: torch.Tensor, first: int) -> None:
+        begin_whole_reference(whole, k, first)
+        for name in ("centres", "ranges"):
+            torch.testing.assert_close(getattr(mine, name), getattr(whole, name), rtol=2**-7, atol=2**-7)
+            getattr(whole, name).copy_(getattr(mine, name))
+
+    monkeypatch.setattr(prompt_columns, "begin_whole_reference", begin)
+    put_prompts_reference(k, v, kept, scores, expected)
+    for ours, reference in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(ours, reference)
+    assert int((mine.slots >= 0).sum()) == int((kept.flatten(0, 1)[rows] >= n - window).sum())
+
+
+def test_what_is_no_number_shows_in_its_group() -> None:
+    """Of a value; no other group does."""
+    packing, (k, v) = KVPacking.of(128, 4), torch.randn(2, 1, 3, 1, 128)
+    v[0, 1, 0, 70], v[0, 2, 0, 3] = torch.nan, torch.inf
+    areas = [torch.zeros(1, 1, 16, of.words).int() for of in (packing.keys, packing.values)]
+    whole = WholeColumns(*torch.ones(2, 1, 128).bfloat16(), *torch.zeros(2, 1, 0, 128), torch.zeros(1, 0).int())
+    put_prompts(k, v, torch.arange(3).expand(1, 1, 3), None, PromptSlots(*areas, 0, SlotForm(packing, whole=whole)))
+    odd = unpack_columns(areas[1][0, 0, :3], packing.values, torch.float32).isnan().view(3, 2, 64)
+    assert odd.all(dim=2).tolist() == [[False, False], [False, True], [True, False]]
+    assert odd.any(dim=2).tolist() == odd.all(dim=2).tolist()
