@@ -27,7 +27,6 @@ from tests.gpu.test_cuda_parity import BUDGET, GREEDY, H2O, HALVES, PLACEMENTS, 
 
 CONFIGS = {name: {**config, "num_hidden_layers": 2} for name, config in test_cuda_parity.CONFIGS.items()}
 FEW_TOKENS = SamplingParams(8, ignore_eos=True)  # a sweep takes a second on the fake card
-PROMPTS_OF_A_BATCH = 3  # of different lengths: each is computed by itself
 EVICTIONS = {"full": None, "h2o": H2O(heavy_size=6, recent_size=3)}
 
 
@@ -172,15 +171,41 @@ FAST_BLOCKS = {("llama", "h2o-norm", False)}  # packed: the loops that stand for
     ("family", "eviction", "packed"), some_slow(product(FAMILIES, ONE_LAUNCH, (False, True)), FAST_BLOCKS)
 )
 def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, packed: bool) -> None:
-    """Nothing in a decode layer waits for the card."""
-    folder = model_folder(tmp_path, CONFIGS[family])
-    _, card = on_fake_card(folder, "all on the device", ONE_LAUNCH[eviction], compress_cache=packed)
-    told = {place: count for place, count in card.places.items() if place[0].startswith("decode")}
-    assert of_block(card, "decode", "launch") <= 12, told
-    assert of_block(card, "decode", "sync") == 0, told
-    assert of_block(card, "decode", "fence") == 0, told
-    if not packed:
-        assert of_block(card, "prefill", "launch") <= 40 * PROMPTS_OF_A_BATCH
+    """Nothing in a layer waits for the card; packed columns give the CPU's tokens, as others do above."""
+    folder, kept = model_folder(tmp_path, CONFIGS[family]), ONE_LAUNCH[eviction]
+    tokens, card = on_fake_card(folder, "all on the device", kept, compress_cache=packed)
+    if packed:
+        alone, in_ram = Policy(4, 1, compress_cache=True), MemoryBudget(host="1GiB")
+        assert tokens == generate(folder, alone, "cpu", in_ram, eviction=kept)[0]
+        assert not card.races
+    for phase, launches in (("decode", 12), ("prefill", 40)):
+        told = {place: count for place, count in card.places.items() if place[0].startswith(phase)}
+        assert of_block(card, phase, "launch") <= launches, told
+        assert of_block(card, phase, "sync") == 0, told
+    assert of_block(card, "decode", "fence") == 0, card.places
+
+
+OF_LAYER, OF_LENGTH = 11, 4  # launches of a prefill layer, and for each length of its prompts
+
+
+@pytest.mark.parametrize(
+    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", True)})
+)
+def test_launches_of_prefill_do_not_grow_with_prompts(
+    tmp_path, monkeypatch, family: str, eviction: str, packed: bool
+) -> None:
+    """But with different lengths among them, which are computed one after the other."""
+    folder, kept, random = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction], torch.Generator()
+    policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
+    for lengths, apart in (((20,) * 6, 1), ((20, 22, 24, 26, 28, 30), 3)):
+        given = [torch.randint(4, 1000, (n,), generator=random.manual_seed(n)).tolist() for n in lengths]
+        monkeypatch.setattr("tests.gpu.test_cuda_parity.prompts", lambda given=given: given)
+        with fake_card() as card:
+            generate(folder, policy, "cuda", BUDGET, eviction=kept, params=SamplingParams(2, ignore_eos=True))
+        told = {place: count for place, count in card.places.items() if place[0].startswith("prefill")}
+        of_length = OF_LENGTH + (eviction == "h2o") + packed  # scores, or a choice; and what lies beside packed slots
+        assert of_block(card, "prefill", "launch") <= OF_LAYER + of_length * apart <= 40, told
+        assert of_block(card, "prefill", "sync") == 0, told
 
 
 CHOICES = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
