@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.decode_step import FILLED, PLACE, StepSlots, attend_step
 from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, clamped_gate, rms_norm, silu_gated
@@ -145,10 +146,10 @@ def warm_up_card(
     gated MLPs; 0: none. scored: columns are; per_query: and compared over what the queries that saw them weigh. before:
     what queries attend to in front of slots (StepSlots.before): 0 nothing, 1 what has no values, 2 what has.
     """
-    if device.type == "cpu":  # its loops are compiled by `warm_up`, for all sizes
-        return
     (hidden, heads, kv_heads, width, pairs), zeros = sizes, partial(torch.zeros, device=device)
     q, k, v = (zeros(1, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads))
+    if not triton.takes(q):  # a CPU's loops are compiled by `warm_up`, for all sizes; torch's operations are there
+        return
     queries, keys, values = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     _, lse = causal_attention_lse(queries, keys, values, 1.0)
     if scored:

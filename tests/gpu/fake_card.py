@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,15 +71,26 @@ class Access(NamedTuple):
     where: str
 
 
+class Watch(Protocol):
+    """Sees what the computing thread gives the card, in order."""
+
+    def made(self, tensor: torch.Tensor, where: str) -> None:
+        """A storage is new."""
+
+    def issued(self, name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[object]) -> None:
+        """A launch or copy, with the CPU tensors that it reads and writes and what else a kernel is given."""
+
+
 @dataclass
 class Card:
     """What has been done. counts: by (step, what), of what the computing thread did; a step is a phase and a layer's
-    kind. places: the same by line of code. races: by the two places."""
+    kind. places: the same by line of code. races: by the two places. watch: sees each launch."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     places: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     races: Counter[tuple[str, str]] = field(default_factory=Counter)
     step: str = "before"
+    watch: Watch | None = None
     _streams: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
     _accesses: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
     _local: threading.local = field(default_factory=threading.local)
@@ -124,6 +135,8 @@ class Card:
         for tensor in writes:
             self._access(tensor, True, clock, where)
         self.count(what, name)
+        if self.watch is not None and self._counts_here:
+            self.watch.issued(name, [*reads, *writes], ())
 
     def sync(self, name: str) -> None:
         merge(self.clock, self._streams[self.stream])
@@ -139,15 +152,21 @@ class Card:
         finally:
             self._local.uncounted = before
 
-    def count(self, what: str, name: str) -> None:
+    @property
+    def _counts_here(self) -> bool:
         counted = not getattr(self._local, "uncounted", False)
-        if counted and threading.current_thread() is threading.main_thread():
+        return counted and threading.current_thread() is threading.main_thread()
+
+    def count(self, what: str, name: str) -> None:
+        if self._counts_here:
             self.counts[self.step, what] += 1
             self.places[self.step, what, f"{name} at {_place()}"] += 1
 
     def forget(self, tensor: torch.Tensor) -> None:
         """A storage is new, whatever had its address before."""
         self._accesses.pop(tensor.untyped_storage()._cdata, None)
+        if self.watch is not None and self._counts_here:
+            self.watch.made(tensor, _place())
 
     def _access(self, tensor: torch.Tensor, writes: bool, clock: Clock, where: str) -> None:
         if not tensor.numel():

@@ -102,20 +102,21 @@ _setup: list[bool] = []
 
 
 @contextmanager
-def fake_card() -> Iterator[Card]:
-    """Runs on `cuda` within are on a card of CPU memory."""
+def fake_card(has_triton: bool = True) -> Iterator[Card]:
+    """Runs on `cuda` within are on a card of CPU memory. has_triton: else kernels are torch's operations."""
     if not _setup:
         _setup_privateuseone_for_python_backend(NAME, Backend())
         _setup.append(True)
     card = CardTensor.card = Card()
     with pytest.MonkeyPatch.context() as patch, Mode(card):
         _patch_engine(patch, card)
+        _patch_triton(patch, card, has_triton)
         _patch_clocks(patch, card)
         yield card
 
 
 def _patch_engine(patch: pytest.MonkeyPatch, card: Card) -> None:
-    """The engine opens the card, tells its steps, and counts a kernel's launch as one."""
+    """The engine opens the card, and tells its steps."""
     begin, compute, made = Executor.begin_step, Executor.run, torch.tensor
 
     def open_device(name: str, separate_budget: bool) -> Device:
@@ -132,20 +133,30 @@ def _patch_engine(patch: pytest.MonkeyPatch, card: Card) -> None:
         found = made(data, **more)
         return found if device is None else found.to(device)
 
-    def launch(name: str, grid: tuple[int, ...], reference: Callable[[], object], arguments: Any, **more: Any) -> None:
-        with card.lock:
-            card.count("launch", name)
-        with card.uncounted():
-            reference()
-
     patch.setattr("flexgen_h2o.llm.open_device", open_device)
     patch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", lambda *given: nominal_profile(False))
-    patch.setattr(triton, "launch", launch)
-    patch.setattr(triton, "takes", lambda *tensors: all(t.device.type == NAME for t in tensors))
     patch.setattr(Executor, "begin_step", begin_step)
     # Tensors of inference mode are not seen by a tensor type of Python's.
     patch.setattr(Executor, "run", torch.no_grad()(compute.__wrapped__))  # type: ignore[attr-defined]
     patch.setattr(torch, "tensor", tensor)
+
+
+def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None:
+    """A kernel's launch is counted as one, and done by its reference."""
+
+    def launch(name: str, grid: tuple[int, ...], reference: Callable[[], object], arguments: Any, **more: Any) -> None:
+        assert is_there, f"{name} is launched where there is no Triton"
+        with card.lock:
+            card.count("launch", name)
+            if card.watch is not None:
+                tensors = [one.raw for one in arguments if isinstance(one, CardTensor)]
+                numbers = [one for one in arguments if not isinstance(one, CardTensor)]
+                card.watch.issued(name, tensors, (*grid, *numbers, *more.items()))
+        with card.uncounted():
+            reference()
+
+    patch.setattr(triton, "launch", launch)
+    patch.setattr(triton, "takes", lambda *tensors: is_there and all(t.device.type == NAME for t in tensors))
 
 
 def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
@@ -159,12 +170,13 @@ def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
 
     def wait_for(done: Any) -> None:
         wait(done)
+        done.__dict__["waited"] = True
         with card.lock:
             merge(card.clock, done.__dict__.get("clock", {}))
 
     def is_done(done: Any) -> bool:
-        if not done._event.is_set():
-            return False
+        if not done._event.is_set() or "waited" not in done.__dict__:
+            return False  # as on a machine whose links are slow
         with card.lock:
             merge(card.clock, done.__dict__.get("clock", {}))
         return True

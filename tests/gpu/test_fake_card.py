@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -14,15 +13,13 @@ import torch
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.loop import BaseWeightStream
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm
-from flexgen_h2o.tiers.stream import NOTHING
 from tests.gpu import test_cuda_parity
 from tests.gpu.fake_card import NAME, Card
-from tests.gpu.fake_engine import deferred_transfers, fake_card
+from tests.gpu.fake_engine import fake_card
 from tests.gpu.test_cuda_parity import BUDGET, GREEDY, H2O, HALVES, PLACEMENTS, model_folder, off_by, prompts
 
 CONFIGS = {name: {**config, "num_hidden_layers": 2} for name, config in test_cuda_parity.CONFIGS.items()}
@@ -39,9 +36,9 @@ def params_of(placement: str) -> SamplingParams:
     return GREEDY if sum(PLACEMENTS[placement]["percent"][2:4]) < 100 else FEW_TOKENS
 
 
-def on_fake_card(folder, placement: str, eviction: Any = None, **more: Any):
+def on_fake_card(folder, placement: str, eviction: Any = None, has_triton: bool = True, **more: Any):
     """Tokens, and what was counted."""
-    with fake_card() as card:
+    with fake_card(has_triton) as card:
         policy, params = Policy(3, 2, **PLACEMENTS[placement], **more), params_of(placement)
         tokens, *_ = generate(folder, policy, "cuda", BUDGET, eviction=eviction, params=params)
     return tokens, card
@@ -57,15 +54,18 @@ GPT_OSS = {
     **CONFIGS["llama"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
     "intermediate_size": 64, "sliding_window": 16,
 }  # fmt: skip
-FAST = {("normal", "h2o", "KV on host")}
+RUNS = product(FAMILIES, EVICTIONS, (False, True), PLACEMENTS)
+FAST = {("normal", "h2o", False, "KV on host"), ("llama", "h2o", True, "KV split three ways")}
 
 
-@pytest.mark.parametrize(("family", "eviction", "placement"), some_slow(product(FAMILIES, EVICTIONS, PLACEMENTS), FAST))
-def test_tokens_are_those_of_the_cpu_and_nothing_races(tmp_path, family: str, eviction: str, placement: str) -> None:
+@pytest.mark.parametrize(("family", "eviction", "packed", "placement"), some_slow(RUNS, FAST))
+def test_tokens_are_those_of_the_cpu_and_nothing_races(
+    tmp_path, family: str, eviction: str, packed: bool, placement: str
+) -> None:
     folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
-    in_ram, params = MemoryBudget(host="1GiB"), params_of(placement)
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", in_ram, eviction=kept, params=params)
-    tokens, card = on_fake_card(folder, placement, kept)
+    in_ram, params, alone = MemoryBudget(host="1GiB"), params_of(placement), Policy(4, 1, compress_cache=packed)
+    expected, *_ = generate(folder, alone, "cpu", in_ram, eviction=kept, params=params)
+    tokens, card = on_fake_card(folder, placement, kept, compress_cache=packed)
     assert tokens == expected
     assert not card.races
 
@@ -82,87 +82,88 @@ def test_half_precision_is_near_the_cpu_in_full(tmp_path, dtype: str, family: st
     assert off_by(logits, expected) <= HALVES[dtype]
 
 
-def _no_fence_behind_weights(patch: pytest.MonkeyPatch) -> None:
-    opened = BaseWeightStream.open
-    patch.setattr(BaseWeightStream, "open", lambda stream, unit, fence: opened(stream, unit, lambda: NOTHING))
-
-
-def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
-    decode = BaseWeightStream.decode
-    patch.setattr(BaseWeightStream, "decode", lambda stream, fence: decode(stream, lambda: NOTHING))
-
-
-def _no_fence_behind_kv(patch: pytest.MonkeyPatch) -> None:
-    closed = Executor.close_cache
-    patch.setattr(Executor, "close_cache", lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING))
-
-
-def _no_fence_behind_hidden_states(patch: pytest.MonkeyPatch) -> None:
-    closed = Executor.close_hidden
-    patch.setattr(Executor, "close_hidden", lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drop", "placement", "more"),
-    [
-        (_no_fence_behind_weights, "weights on host, pinned", {}),
-        (_no_fence_behind_weights, "weights on disk", {}),
-        (_no_fence_behind_decoding, "weights on host, pinned", {"compress_weight": True}),
-        (_no_fence_behind_kv, "KV on host", {}),
-        (_no_fence_behind_kv, "KV on disk", {}),
-        (_no_fence_behind_hidden_states, "hidden states split three ways", {}),
-        (_no_fence_behind_hidden_states, "hidden states on disk", {}),
-    ],
-)
-def test_a_fence_that_is_left_out_is_a_race(tmp_path, monkeypatch, drop, placement: str, more: dict[str, Any]) -> None:
-    folder = model_folder(tmp_path, CONFIGS["normal"])
-    _, sound = on_fake_card(folder, placement, **more)
-    assert not sound.races
-    drop(monkeypatch)
-    _, card = on_fake_card(folder, placement, **more)
-    assert card.races
-
-
-@pytest.mark.parametrize(
-    ("eviction", "placement"),
-    some_slow(product(EVICTIONS, PLACEMENTS), {("h2o", "everything split"), ("full", "KV on disk")}),
-)
-def test_bytes_that_move_at_the_last_moment_are_the_same(tmp_path, eviction: str, placement: str) -> None:
-    folder, kept = model_folder(tmp_path, CONFIGS["normal"]), EVICTIONS[eviction]
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept, params=GREEDY)
-    with deferred_transfers():
-        policy = Policy(3, 2, **PLACEMENTS[placement])
-        tokens, *_ = generate(folder, policy, "cpu", BUDGET, eviction=kept, params=GREEDY)
-    assert tokens == expected
-
-
-LENGTHS = (9, 2, 1, 3, 3, 3, 7)
-
-
-@pytest.mark.parametrize("placement", ["all on the device", "KV on host", "hidden states on disk", "everything split"])
-def test_rows_take_places_whose_tokens_come_late(tmp_path, placement: str) -> None:
-    """In the same order, where rows have ended and where a micro-batch is empty."""
-    folder, finished = model_folder(tmp_path, CONFIGS["llama"]), dict[str, list[int]]()
-    given = {"dtype": "float32", "device": "cpu", "path": "_DUMMY_", "offload_dir": tmp_path, "budget": BUDGET}
-    rows = [Prompt(i, tuple(ids), None) for i, ids in enumerate(sorted(prompts(), key=len, reverse=True))]
-    params, tokens = [SamplingParams(n, ignore_eos=True) for n in LENGTHS], dict[str, list[Any]]()
-    for name, late in (("at once", nullcontext()), ("late", deferred_transfers())):
-        with late, LLM(str(folder), Policy(2, 2, **PLACEMENTS[placement]), **given) as llm:
-            done, coming = list[Completion](), iter([([], []), (rows[3:], params[3:])])
-            llm.run(rows[:3], params[:3], done.extend, refill=True, more=lambda it=coming: next(it, None))
-        finished[name] = [one.index for one in done]
-        tokens[name] = [one.token_ids for one in sorted(done, key=lambda one: one.index)]
-    assert [len(ids) for ids in tokens["late"]] == list(LENGTHS)
-    assert tokens["late"] == tokens["at once"] and finished["late"] == finished["at once"]
-
-
 def of_block(card: Card, phase: str, what: str) -> float:
     """What a transformer block takes for a micro-batch in a sweep."""
     return sum(card.per_step(f"{phase} {kind}", what) for kind in ("attention", "mlp"))
 
 
 KINDS = ("embedding", "attention", "mlp", "head")
+
+
+# Launches and syncs of a decode step of a block where kernels are torch's operations.
+WITHOUT_TRITON = {
+    ("normal", "full"): (34, 7), ("normal", "h2o"): (64, 7), ("llama", "full"): (66, 7), ("llama", "h2o"): (97, 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)})
+)
+def test_a_card_without_triton_takes_torchs_operations(tmp_path, family: str, eviction: str, packed: bool) -> None:
+    folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
+    alone = Policy(4, 1, compress_cache=packed)
+    expected, *_ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=kept)
+    tokens, card = on_fake_card(folder, "all on the device", kept, has_triton=False, compress_cache=packed)
+    assert tokens == expected and not card.races
+    if not packed:
+        found = tuple(of_block(card, "decode", what) for what in ("launch", "sync"))
+        assert all(n <= most for n, most in zip(found, WITHOUT_TRITON[family, eviction], strict=True)), found
+
+
+class Watched:
+    """What each step of the walk issues: names, shapes, and numbers that kernels are given. Addresses are those of
+    tensors that were there before the step, with the place that made them; a graph has its own for the others."""
+
+    def __init__(self) -> None:
+        self.steps: dict[tuple[int, int, int], list[tuple[Any, list[tuple[int, str]]]]] = {}
+        self._now = (0, 0, 0)
+        self._made: dict[int, tuple[tuple[int, int, int], str]] = {}
+
+    def begin(self, step: Step) -> None:
+        self._now = step.sweep, step.layer, step.micro_batch
+        self.steps[self._now] = []
+
+    def made(self, tensor: torch.Tensor, where: str) -> None:
+        self._made[tensor.untyped_storage()._cdata] = self._now, where
+
+    def issued(self, name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[object]) -> None:
+        form, places = [name, *numbers], list[tuple[int, str]]()
+        for tensor in tensors:
+            form.append((tensor.dtype, tensor.shape, tensor.stride()))
+            made, where = self._made.get(tensor.untyped_storage()._cdata, (None, "before"))
+            places.append((0 if made == self._now else tensor.data_ptr(), where))
+        self.steps.setdefault(self._now, []).append((form, places))
+
+
+@pytest.mark.parametrize(
+    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)})
+)
+def test_decode_steps_are_alike(tmp_path, family: str, eviction: str, packed: bool) -> None:
+    """What a graph of a step would need: all that differs is where a sweep's own state is uploaded to."""
+    folder, watched, begin, kinds = model_folder(tmp_path, CONFIGS[family]), Watched(), Executor.begin_step, {}
+
+    def watched_step(executor: Executor, step: Step) -> str | None:
+        watched.begin(step)
+        kinds[step.layer] = executor._layers[step.layer].kind
+        return begin(executor, step)
+
+    with fake_card() as card, pytest.MonkeyPatch.context() as patch:
+        card.watch = watched
+        patch.setattr(Executor, "begin_step", watched_step)
+        policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
+        generate(folder, policy, "cuda", BUDGET, eviction=EVICTIONS[eviction])
+    moved, compared = set[str](), 0
+    for (sweep, layer, k), mine in watched.steps.items():
+        if 2 <= sweep < FEW_TOKENS.max_tokens - 1 and kinds[layer] in ("attention", "mlp"):
+            theirs = watched.steps[sweep + 1, layer, k]
+            assert [form for form, _ in mine] == [form for form, _ in theirs]
+            both = zip((p for _, of in mine for p in of), (p for _, of in theirs for p in of), strict=True)
+            moved |= {where for (here, where), (there, _) in both if here != there}
+            compared += bool(mine)
+    assert compared >= 30
+    assert all(where.startswith("kernels/workspace.py") for where in moved), moved  # `upload`
+
+
 ONE_LAUNCH = {**EVICTIONS, "h2o-norm": H2ONorm(heavy_size=6, recent_size=3)}
 FAST_BLOCKS = {("llama", "h2o-norm", False)}  # packed: the loops that stand for the launches compile first
 

@@ -254,6 +254,21 @@ def device_comparisons(sources: Iterable[Source]) -> list[str]:
     return compared(outside, DEVICE, set(), "give the tier or kernel a method, only they know devices by name")
 
 
+def stray_launches(sources: Iterable[Source]) -> list[str]:
+    """Triton's kernels that are reached beside kernels.triton.launch, which the fake card counts and replaces."""
+    room, found = f"{PACKAGE}.kernels.triton", list[str]()
+    for source in sources:
+        if source.module == room or source.module.startswith(f"{room}."):
+            launch = {n for _, f in functions(source.tree, "") if f.name == "launch" for n in ast.walk(f)}
+            calls = (n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript))
+            lines = [n.lineno for n in calls if source.module != room or n not in launch]
+        else:
+            inside = (i for i in source.imports if i.target.startswith((f"{room}.", "triton.")) or i.target == "triton")
+            lines = [i.line for i in inside]
+        found += [f"{source.path}:{line}: kernels are launched by kernels.triton.launch alone" for line in lines]
+    return found
+
+
 def folders_without_init(sources: Iterable[Source]) -> list[str]:
     paths = {source.path for source in sources}
     missing = {f"{path.rpartition('/')[0]}/__init__.py" for path in paths} - paths
@@ -316,7 +331,7 @@ def many_arguments(sources: Iterable[Source]) -> list[str]:
 
 PACKAGE_RULES = (
     unplaced_rooms, forbidden_edges, unused_edges, reaches_torch, family_comparisons, device_comparisons,
-    folders_without_init,
+    stray_launches, folders_without_init,
 )  # fmt: skip
 SIZE_RULES = (long_files, long_functions, many_arguments)
 EVERYWHERE = (PACKAGE, "scripts", "bench", "tests")
@@ -378,6 +393,13 @@ SNIPPETS = [
     (device_comparisons, "llm.py", "assert device in {'cpu', 'cuda:0'}", "compares 'cpu'"),
     (device_comparisons, "tiers/device.py", "if device.type == 'cuda': ...", None),
     (device_comparisons, "llm.py", "device = 'cuda' if usable() else 'cpu'\nif device == 'auto': ...", None),
+    (stray_launches, "kernels/packed.py", "from flexgen_h2o.kernels.triton import rows", "packed.py:1: kernels are"),
+    (stray_launches, "kernels/packed.py", "def f():\n    from .triton.rows import unpack", "packed.py:2: kernels are"),
+    (stray_launches, "engine/loop.py", "import triton.language as tl", "by kernels.triton.launch alone"),
+    (stray_launches, "kernels/triton/rows.py", "def f(n, *given):\n    unpack[(n,)](*given)", "rows.py:2: kernels are"),
+    (stray_launches, "kernels/triton/__init__.py", "def other(kernel, n):\n    kernel[n]()", "__init__.py:2: kernels"),
+    (stray_launches, "kernels/triton/__init__.py", "def launch(kernel, n):\n    kernel[n]()", None),
+    (stray_launches, "kernels/packed.py", "from flexgen_h2o.kernels import triton\ntriton.launch('rows.unpack')", None),
     (folders_without_init, "tiers/disk.py", "", "tiers/__init__.py is missing"),
 ]
 

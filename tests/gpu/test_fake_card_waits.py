@@ -1,0 +1,189 @@
+"""Whether a wait that is left out is found, on a card of CPU memory and with transfers at the last moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.engine import stores
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.loop import BaseWeightStream
+from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.stores import HiddenStore, WeightStore
+from flexgen_h2o.kvcache import store
+from flexgen_h2o.kvcache.store import CacheStore
+from flexgen_h2o.tiers.stream import NOTHING
+from tests.gpu.fake_engine import deferred_transfers
+from tests.gpu.test_cuda_parity import BUDGET, GREEDY, PLACEMENTS, model_folder, prompts
+from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, generate, on_fake_card, some_slow
+
+
+def _no_fence_behind_weights(patch: pytest.MonkeyPatch) -> None:
+    opened = BaseWeightStream.open
+    patch.setattr(BaseWeightStream, "open", lambda stream, unit, fence: opened(stream, unit, lambda: NOTHING))
+
+
+def _no_fence_behind_decoding(patch: pytest.MonkeyPatch) -> None:
+    decode = BaseWeightStream.decode
+    patch.setattr(BaseWeightStream, "decode", lambda stream, fence: decode(stream, lambda: NOTHING))
+
+
+def _no_fence_behind_kv(patch: pytest.MonkeyPatch) -> None:
+    closed = Executor.close_cache
+    patch.setattr(Executor, "close_cache", lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING))
+
+
+def _no_fence_behind_hidden_states(patch: pytest.MonkeyPatch) -> None:
+    closed = Executor.close_hidden
+    patch.setattr(Executor, "close_hidden", lambda ex, key, region, fence: closed(ex, key, region, lambda: NOTHING))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drop", "placement", "more"),
+    [
+        (_no_fence_behind_weights, "weights on host, pinned", {}),
+        (_no_fence_behind_weights, "weights on disk", {}),
+        (_no_fence_behind_decoding, "weights on host, pinned", {"compress_weight": True}),
+        (_no_fence_behind_kv, "KV on host", {}),
+        (_no_fence_behind_kv, "KV on disk", {}),
+        (_no_fence_behind_hidden_states, "hidden states split three ways", {}),
+        (_no_fence_behind_hidden_states, "hidden states on disk", {}),
+    ],
+)
+def test_a_fence_that_is_left_out_is_a_race(tmp_path, monkeypatch, drop, placement: str, more: dict[str, Any]) -> None:
+    folder = model_folder(tmp_path, CONFIGS["normal"])
+    _, sound = on_fake_card(folder, placement, **more)
+    assert not sound.races
+    drop(monkeypatch)
+    _, card = on_fake_card(folder, placement, **more)
+    assert card.races
+
+
+def at_the_last_moment(folder, placement: str, eviction: Any = None) -> Any:
+    """Tokens, where bytes move once somebody waits for them."""
+    with deferred_transfers():
+        tokens, *_ = generate(
+            folder, Policy(3, 2, **PLACEMENTS[placement]), "cpu", BUDGET, eviction=eviction, params=GREEDY
+        )
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("eviction", "placement"),
+    some_slow(product(EVICTIONS, PLACEMENTS), {("h2o", "everything split"), ("full", "KV on disk")}),
+)
+def test_bytes_that_move_at_the_last_moment_are_the_same(tmp_path, eviction: str, placement: str) -> None:
+    folder, kept = model_folder(tmp_path, CONFIGS["normal"]), EVICTIONS[eviction]
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept, params=GREEDY)
+    assert at_the_last_moment(folder, placement, kept) == expected
+
+
+LENGTHS = (9, 2, 1, 3, 3, 3, 7)
+
+
+@pytest.mark.parametrize("placement", ["all on the device", "KV on host", "hidden states on disk", "everything split"])
+def test_rows_take_places_whose_tokens_come_late(tmp_path, placement: str) -> None:
+    """In the same order, where rows have ended and where a micro-batch is empty."""
+    folder, finished = model_folder(tmp_path, CONFIGS["llama"]), dict[str, list[int]]()
+    given = {"dtype": "float32", "device": "cpu", "path": "_DUMMY_", "offload_dir": tmp_path, "budget": BUDGET}
+    rows = [Prompt(i, tuple(ids), None) for i, ids in enumerate(sorted(prompts(), key=len, reverse=True))]
+    params, tokens = [SamplingParams(n, ignore_eos=True) for n in LENGTHS], dict[str, list[Any]]()
+    for name, late in (("at once", nullcontext()), ("late", deferred_transfers())):
+        with late, LLM(str(folder), Policy(2, 2, **PLACEMENTS[placement]), **given) as llm:
+            done, coming = list[Completion](), iter([([], []), (rows[3:], params[3:])])
+            llm.run(rows[:3], params[:3], done.extend, refill=True, more=lambda it=coming: next(it, None))
+        finished[name] = [one.index for one in done]
+        tokens[name] = [one.token_ids for one in sorted(done, key=lambda one: one.index)]
+    assert [len(ids) for ids in tokens["late"]] == list(LENGTHS)
+    assert tokens["late"] == tokens["at once"] and finished["late"] == finished["at once"]
+
+
+def _kv_is_loaded_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
+    load = CacheStore._load_part
+
+    def too_early(cache: CacheStore, unit: Any, home: Any, data: Any, after: list[Any]) -> Any:
+        return load(cache, unit, home, data, [one for one in after if one not in unit.last_store])
+
+    patch.setattr(CacheStore, "_load_part", too_early)
+
+
+def _hidden_states_are_loaded_before_they_are_stored(patch: pytest.MonkeyPatch) -> None:
+    load = HiddenStore.load
+
+    def too_early(hidden: HiddenStore, key: Any, region: Any) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(hidden, "_stores", [[] for _ in hidden._stores])
+            return load(hidden, key, region)
+
+    patch.setattr(HiddenStore, "load", too_early)
+
+
+def _without_waiting(patch: pytest.MonkeyPatch, owner: Any, name: str, module: Any) -> None:
+    """`wait_all` does nothing within a method."""
+    method = getattr(owner, name)
+
+    def too_early(*given: Any) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(module, "wait_all", lambda events: None)
+            return method(*given)
+
+    patch.setattr(owner, name, too_early)
+
+
+def _kv_is_made_while_the_region_is_stored(patch: pytest.MonkeyPatch) -> None:
+    _without_waiting(patch, CacheStore, "open", store)
+
+
+def _a_block_begins_while_kv_of_the_last_is_stored(patch: pytest.MonkeyPatch) -> None:
+    _without_waiting(patch, CacheStore, "settle", store)
+
+
+def _weights_are_used_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
+    _without_waiting(patch, WeightStore, "load_resident", stores)
+
+
+LAYERS = {**CONFIGS["normal"], "num_hidden_layers": 4}  # more units of KV in a block than the ring holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "drop", [_kv_is_made_while_the_region_is_stored, _a_block_begins_while_kv_of_the_last_is_stored]
+)
+def test_a_wait_of_the_computing_thread_that_is_left_out_is_a_race(tmp_path, monkeypatch, drop) -> None:
+    folder = model_folder(tmp_path, LAYERS)
+    _, sound = on_fake_card(folder, "KV on host")
+    assert not sound.races
+    drop(monkeypatch)
+    _, card = on_fake_card(folder, "KV on host")
+    assert card.races
+
+
+@pytest.mark.parametrize(
+    ("drop", "placement"),
+    some_slow(
+        [
+            (_kv_is_loaded_before_it_is_stored, "KV on host"),
+            (_kv_is_loaded_before_it_is_stored, "KV on disk"),
+            (_hidden_states_are_loaded_before_they_are_stored, "hidden states split three ways"),
+            (_hidden_states_are_loaded_before_they_are_stored, "hidden states on disk"),
+            (_kv_is_made_while_the_region_is_stored, "KV on host"),
+            (_weights_are_used_before_they_are_read, "all on the device"),
+        ],
+        {(_kv_is_loaded_before_it_is_stored, "KV on host")},
+    ),
+)
+def test_a_wait_that_is_left_out_changes_tokens(
+    tmp_path, monkeypatch, drop: Callable[..., None], placement: str
+) -> None:
+    """Where bytes move at the last moment."""
+    folder = model_folder(tmp_path, LAYERS)
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), params=GREEDY)
+    assert at_the_last_moment(folder, placement) == expected
+    drop(monkeypatch)
+    assert at_the_last_moment(folder, placement) != expected
