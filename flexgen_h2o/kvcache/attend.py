@@ -160,15 +160,15 @@ def write_prompts(
         if a >= b:
             continue
         heads, rows = slice(a - first, b - first), slice(a - view.start, b - view.start)
-        if view.whole is not None:
+        positions = kept.positions[i, heads]
+        if view.whole is not None:  # packed where they are held, which may not be where prompts are computed
+            keys, values, positions = (t.to(view.keys.device) for t in (keys, values, positions))
             window = window_of(view.whole.slots.shape[1], int(unit.budgets.slots[sequence + i]))
             of_rows = view.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-            some = slice(i, i + 1)
-            keep_whole(of_rows, k[some, :, heads], v[some, :, heads], kept.positions[some, heads], 0, window)
+            keep_whole(of_rows, keys[None, :, heads], values[None, :, heads], positions[None], 0, window)
         if kept.positions.shape[-1] == n:
             put_first_columns(view, rows.start, rows.stop, *(t[:, heads].transpose(0, 1) for t in (keys, values)))
         else:
-            positions = kept.positions[i, heads]
             index = positions * kv_heads + torch.arange(a - first, b - first, device=positions.device).unsqueeze(1)
             chosen = (t.reshape(-1, width).index_select(0, index.flatten()) for t in (keys, values))
             put_first_columns(view, rows.start, rows.stop, *(t.view(b - a, -1, width) for t in chosen))
