@@ -173,6 +173,7 @@ ALIGN = 64  # bytes; alignment of tensors that are packed side by side
 TRANSFER_CHUNK = 4 * 2**20  # bytes of one disk request
 READ_THREADS, WRITE_THREADS = 2, 1
 STAGING_BYTES = TRANSFER_CHUNK + 2 * PAGE  # of one disk thread: a chunk and its ragged ends
+STAGING_SLOTS = 4  # of so many bytes, of a thread that reads while what it has read is on its way to a device
 SAMPLING_CHUNK = 2**19  # logits whose probabilities are worked out at a time
 SCORE_TILE_BYTES = 4 * 2**20  # of an n x n matrix that exist at a time: what both cores' caches hold
 MASK_ROWS = 256  # queries at a time, where they are the last of a prompt and need a mask

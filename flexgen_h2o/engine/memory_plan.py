@@ -18,6 +18,7 @@ from flexgen_h2o.core.units import (
     READ_THREADS,
     SCORED_CHUNK,
     STAGING_BYTES,
+    STAGING_SLOTS,
     WIRE_BUFFERS,
     WRITE_THREADS,
     advice,
@@ -279,7 +280,8 @@ def memory_plan(
     neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
     row_threads = any(tensor.looked_up for tensor in spec.embedding)
     column_threads = policy.cache_shares[1] > 0 and not attends_on_host(policy, device_is_host)
-    threads = READ_THREADS + WRITE_THREADS + row_threads + column_threads
+    of_readers = READ_THREADS * (1 if device_is_host else STAGING_SLOTS)
+    staging = of_readers + WRITE_THREADS + row_threads + column_threads
     common_prefix = round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
     buffers = [
         Buffer("weights", "device", weights.device),
@@ -293,7 +295,7 @@ def memory_plan(
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)),
         Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
-        Buffer("staging", "host", threads * STAGING_BYTES),
+        Buffer("staging", "host", staging * STAGING_BYTES),
     ]
     merged: Counter[tuple[str, str]] = Counter()
     for b in buffers:

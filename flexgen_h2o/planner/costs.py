@@ -262,7 +262,8 @@ class Costs:
         return tuple(self._transfer_cost(m) for m in moves if m.nbytes)
 
     def _transfer_cost(self, move: Transfer) -> TransferCost:
-        """Of a disk's bytes that cross to the device each reader copies its own, so two of them share the copying."""
+        """Of a disk's bytes that cross to the device each reader copies its own: beside its next read where the device
+        is asynchronous, else two of them share the copying."""
         p, pinned = self.profile, self.at.policy.pin_weight
         if move.lane in ("h2d", "d2h"):
             rate = getattr(p, f"{move.lane}_bytes_per_s" if pinned else f"{move.lane}_unpinned_bytes_per_s")
@@ -272,7 +273,8 @@ class Costs:
         link, link_rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
         if move.crosses:
             both = each + 1 / link_rate
-            each = max(each, both / READ_THREADS) if reads else both
+            beside = self.profile.device_is_asynchronous
+            each = each if reads and beside else max(each, both / READ_THREADS) if reads else both
         seconds = move.nbytes * each + move.pieces * p.disk_request_s / (READ_THREADS if reads else 1)
         taken_s = move.short_requests * p.short_read_compute_s if reads and self.at.policy.overlap else 0.0
         if not move.crosses:

@@ -92,9 +92,13 @@ class Device(ABC):
         """A uint8 host buffer that copies to and from this device at full speed (pinned for CUDA)."""
         return host_buffer(nbytes)
 
-    @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy between host and device, any dtypes, on a worker thread; returns when the bytes are there."""
+        self.start_copy(dst, src).wait()
+
+    @abstractmethod
+    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
+        """Begin such a copy, and return what is done when the bytes are there. `src` is read until then."""
 
     def beside_compute(self) -> AbstractContextManager[object]:
         """What a worker thread starts within it does not queue behind compute; the thread waits for the results."""
@@ -122,8 +126,9 @@ class _OrdinaryMemory(Device):
     def buffer(self, nbytes: int) -> torch.Tensor:
         return host_buffer(nbytes)
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
         dst.copy_(src)
+        return NOTHING
 
     def fence(self) -> Waitable:
         return NOTHING  # CPU operators return when they are done
@@ -199,11 +204,10 @@ class CudaDevice(Device):
         weakref.finalize(memory, _unregister, runtime, memory.data_ptr(), self.torch_device)
         return memory
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
         with self.beside_compute():
             dst.copy_(src, non_blocking=True)
-            done = self.fence()  # of this stream alone; stream.synchronize() would hold a core
-        done.wait()
+            return self.fence()  # of this stream alone; stream.synchronize() would hold a core
 
     def beside_compute(self) -> AbstractContextManager[object]:
         return cast(AbstractContextManager[object], torch.cuda.stream(_thread_stream(self.torch_device)))

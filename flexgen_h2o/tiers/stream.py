@@ -73,18 +73,21 @@ class Waitable(Protocol):
 
 
 class Done:
-    """An event that may carry an error. `parts`: how many operations must finish first."""
+    """An event that may carry an error. `parts`: how many operations must finish first, and what they have begun."""
 
     def __init__(self, parts: int = 1) -> None:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._left = parts
+        self._begun: list[Waitable] = []
         self._error: BaseException | None = None
         if parts == 0:
             self._event.set()
 
-    def finish_one(self, error: BaseException | None = None) -> None:
+    def finish_one(self, error: BaseException | None = None, begun: Sequence[Waitable] = ()) -> None:
+        """begun: what the operation did not wait for."""
         with self._lock:
+            self._begun += begun
             self._left -= 1
             if error is not None and self._error is None:
                 self._error = error
@@ -96,10 +99,11 @@ class Done:
         interrupts.wait_for(self._event)
         if self._error is not None:
             raise self._error
+        wait_all(self._begun)
 
     @property
     def is_done(self) -> bool:
-        return self._event.is_set()
+        return self._event.is_set() and all(one.is_done for one in self._begun)
 
 
 NOTHING = Done(0)

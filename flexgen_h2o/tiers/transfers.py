@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal, cast
 
@@ -20,10 +21,10 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import PAGE, STAGING_BYTES, TRANSFER_CHUNK, round_up
+from flexgen_h2o.core.units import PAGE, STAGING_BYTES, STAGING_SLOTS, TRANSFER_CHUNK, round_up
 from flexgen_h2o.tiers.device import Device, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
-from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
+from flexgen_h2o.tiers.stream import NOTHING, Done, Waitable, wait_all
 
 _Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what it does, what comes before it
 
@@ -47,7 +48,8 @@ class Lanes:
         self.timeline = timeline
         self.bytes_moved = dict.fromkeys(threads, 0)
         self.bytes_by_name: Counter[tuple[str, str]] = Counter()
-        self._current = threading.local()  # `name`: of the operation that a worker is at
+        # Of a worker: the `name` of the operation that it is at, what that has `begun`, and the `last` that one has.
+        self._current = threading.local()
         self._failure: BaseException | None = None
         self._closed = False
         self._owner = os.getpid()
@@ -81,6 +83,12 @@ class Lanes:
             self.bytes_moved[lane] += nbytes
             self.bytes_by_name[lane, self._current.name] += nbytes
 
+    def begin(self, copy: Waitable) -> None:
+        """Inside a job: its operation is done once this is, too, and the worker goes on meanwhile."""
+        if not copy.is_done:
+            self._current.begun.append(copy)
+            self._current.last = copy
+
     def close(self) -> None:
         """Drop what is queued, end the threads and wait for them. Does nothing in a child of os.fork(), which has no
         threads and may have inherited a lock that one of them held."""
@@ -98,9 +106,11 @@ class Lanes:
 
     @torch.inference_mode()  # as the compute thread, whose views it fills
     def _work(self, lane: str, queue_name: str, row: str) -> None:
+        self._current.last = NOTHING
         while (job := self._queues[queue_name].get()) is not None:
             name, run, after, done = job
             failure = self._failure  # one that comes while this job runs is not its own
+            self._current.begun = begun = list[Waitable]()
             try:
                 if failure is None:
                     wait_all(after)
@@ -111,7 +121,30 @@ class Lanes:
             except BaseException as error:
                 with self._lock:
                     failure = self._failure = self._failure or error
-            done.finish_one(failure)
+            done.finish_one(failure, begun)
+        with suppress(Exception):  # whoever waits for the operation gets its error
+            self._current.last.wait()  # the staging that a copy reads is the worker's
+
+
+class _Staging:
+    """A worker's host memory between files and the device: slots in turn. Each is taken again once the copy that was
+    begun from it is done: further reads go on beside it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._slots = memory.split(STAGING_BYTES)
+        self._readers: list[tuple[Waitable, torch.Tensor]] = [(NOTHING, memory)] * len(self._slots)
+        self._at = -1
+
+    def take(self) -> torch.Tensor:
+        """The next slot, (STAGING_BYTES,) uint8, once nobody reads it any more."""
+        self._at = (self._at + 1) % len(self._slots)
+        self._readers[self._at][0].wait()
+        slot: torch.Tensor = self._slots[self._at]
+        return slot
+
+    def is_read_by(self, copy: Waitable, source: torch.Tensor) -> None:
+        """What was begun from the slot taken last. source: what it reads, kept until then."""
+        self._readers[self._at] = copy, source
 
 
 Memory = Literal["device", "host"]
@@ -131,7 +164,8 @@ class Mover:
         """Fill `dst`, which lies in `memory`, from a range of a file.
 
         Straight into `dst` where it is page-aligned host bytes with room for the aligned range. Otherwise chunk by
-        chunk through the worker's staging buffer, converted to dst's dtype and copied to dst's memory.
+        chunk through the worker's staging, converted to dst's dtype and copied to dst's memory, beside the reads of
+        further chunks.
         """
         file, offset, nbytes, dtype = source
         crosses = self._crosses(memory)
@@ -220,14 +254,18 @@ class Mover:
             if slots.device.type == "cpu":
                 return found
             packed = torch.cat([t.flatten().view(torch.uint8) for t in found])
-        staging = self._thread_staging()[: packed.numel()]
+        staging = self._thread_staging().take()[: packed.numel()]
         self.device.copy(staging, packed)
         parts = staging.split([t.nbytes for t in found])
         return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, found, strict=True)]
 
     def _staged_read(self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype, crosses: bool) -> int:
-        source, got = self._staged(file, offset, dst.numel() * dtype.itemsize)
-        self._copy_staged(dst, source, dtype)
+        staging = self._thread_staging(1 if self.device.is_host else STAGING_SLOTS)
+        source, got = _read_into(staging.take(), file, offset, dst.numel() * dtype.itemsize)
+        source = _aligned(source, dtype)
+        copy = self.device.start_copy(dst, source)
+        staging.is_read_by(copy, source)
+        self.lanes.begin(copy)
         if crosses:
             self.lanes.count("h2d", dst.nbytes)
         return got
@@ -235,34 +273,36 @@ class Mover:
     def _read_run(self, run: _Wanted, table: FileRange) -> int:
         file, offset, nbytes, dtype = table
         first, last = run[0][1], run[-1][1]
-        source, got = self._staged(file, offset + first * nbytes, (last + 1 - first) * nbytes)
+        staging = self._thread_staging().take()
+        source, got = _read_into(staging, file, offset + first * nbytes, (last + 1 - first) * nbytes)
         for dst, row in run:
-            self._copy_staged(dst, source[(row - first) * nbytes : (row + 1 - first) * nbytes], dtype)
+            self.device.copy(dst, _aligned(source[(row - first) * nbytes : (row + 1 - first) * nbytes], dtype))
         return got
 
-    def _staged(self, file: DirectFile, offset: int, nbytes: int) -> tuple[torch.Tensor, int]:
-        """A range of a file in the thread's staging, and bytes read."""
-        start, length = aligned_range(offset, nbytes)
-        staging = self._thread_staging()[:length]
-        got = file.read(staging, start, offset - start + nbytes)
-        return staging[offset - start : offset - start + nbytes], got
-
-    def _copy_staged(self, dst: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:
-        if source.data_ptr() % dtype.itemsize:
-            source = source.clone()  # safetensors promises no alignment
-        self.device.copy(dst, source.view(dtype))
-
     def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int, crosses: bool) -> int:
-        staging = self._thread_staging()[: round_up(src.numel(), PAGE)]
+        staging = self._thread_staging().take()[: round_up(src.numel(), PAGE)]
         self.device.copy(staging[: src.numel()], src)
         if crosses:
             self.lanes.count("d2h", src.numel())
         return file.write(staging, offset)
 
-    def _thread_staging(self) -> torch.Tensor:
-        if not hasattr(self._staging, "buffer"):
-            self._staging.buffer = self._take_staging(STAGING_BYTES)
-        return cast(torch.Tensor, self._staging.buffer)
+    def _thread_staging(self, slots: int = 1) -> _Staging:
+        """This thread's; a thread asks for as many slots each time."""
+        if not hasattr(self._staging, "own"):
+            self._staging.own = _Staging(self._take_staging(slots * STAGING_BYTES))
+        return cast(_Staging, self._staging.own)
+
+
+def _read_into(staging: torch.Tensor, file: DirectFile, offset: int, nbytes: int) -> tuple[torch.Tensor, int]:
+    """A range of a file, where it lies in staging, and bytes read."""
+    start, length = aligned_range(offset, nbytes)
+    got = file.read(staging[:length], start, offset - start + nbytes)
+    return staging[offset - start : offset - start + nbytes], got
+
+
+def _aligned(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as numbers; a copy of them where they are not aligned: safetensors promises nothing."""
+    return (source.clone() if source.data_ptr() % dtype.itemsize else source).view(dtype)
 
 
 def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:

@@ -91,6 +91,7 @@ class Card:
     races: Counter[tuple[str, str]] = field(default_factory=Counter)
     step: str = "before"
     watch: Watch | None = None
+    staging: dict[int, torch.Tensor] = field(default_factory=dict)  # host memory whose accesses are ordered, too
     _streams: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
     _accesses: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
     _local: threading.local = field(default_factory=threading.local)
@@ -138,6 +139,13 @@ class Card:
         if self.watch is not None and self._counts_here:
             self.watch.issued(name, [*reads, *writes], ())
 
+    def touch(self, tensor: torch.Tensor, writes: bool) -> None:
+        """Memory in `staging` is read or written by this thread itself."""
+        name, clock = f"host of {threading.current_thread().name}", self.clock
+        if tensor.untyped_storage()._cdata in self.staging:
+            clock[name] = clock.get(name, 0) + 1
+            self._access(tensor, writes, clock, _place(), name)
+
     def sync(self, name: str) -> None:
         merge(self.clock, self._streams[self.stream])
         self.count("sync", name)
@@ -168,12 +176,14 @@ class Card:
         if self.watch is not None and self._counts_here:
             self.watch.made(tensor, _place())
 
-    def _access(self, tensor: torch.Tensor, writes: bool, clock: Clock, where: str) -> None:
+    def _access(
+        self, tensor: torch.Tensor, writes: bool, clock: Clock, where: str, stream: str | None = None
+    ) -> None:  # fmt: skip
         if not tensor.numel():
             return
         start = tensor.storage_offset() * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end, stream = start + (last + 1) * tensor.itemsize, self.stream
+        end, stream = start + (last + 1) * tensor.itemsize, stream or self.stream
         kept = []
         found = self._accesses[tensor.untyped_storage()._cdata]
         for old in found:
@@ -302,12 +312,17 @@ class _Operation:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = self._args[i] if i < len(self._args) else self._kwargs.get(argument.name)
                 written += [t for t in _leaves_of(value) if isinstance(t, CardTensor)]
-        made = [] if written or self._leaves else [t for t in _leaves_of(out) if _is_tensor(t)]
+        is_copy = self._name == "copy_"
+        made = [] if written or is_copy or self._leaves else [t for t in _leaves_of(out) if _is_tensor(t)]
         for tensor in made:
             card.forget(tensor)
         if self._name in _ALLOCATES:
             return
         reads = [t.raw for t in self._cards if not any(t is one for one in written)]
+        if is_copy:  # between the card and memory in `staging`
+            for side, tensor in zip((made, reads), self._given, strict=True):
+                if not isinstance(tensor, CardTensor) and tensor.untyped_storage()._cdata in card.staging:
+                    side.append(tensor)
         writes = [*(t.raw for t in written), *made]
         card.launch("copy" if self._crosses else "launch", self._name, reads, writes)
         if self._waits:

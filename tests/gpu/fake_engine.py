@@ -15,6 +15,7 @@ from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.tiers.device import Device, host_buffer
+from flexgen_h2o.tiers.disk import DirectFile
 from flexgen_h2o.tiers.stream import Done, Waitable
 from flexgen_h2o.tiers.transfers import Lanes
 from tests.gpu.fake_card import NAME, Backend, Card, CardTensor, Mode, merge
@@ -77,13 +78,21 @@ class CardDevice(Device):
         return memory
 
     def host_staging(self, nbytes: int) -> torch.Tensor:
-        return host_buffer(nbytes)
+        memory = host_buffer(nbytes)
+        with self._card.lock:
+            self._card.staging[memory.untyped_storage()._cdata] = memory
+        return memory
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         with self._card.own_stream():
             dst.copy_(src, non_blocking=True)
             with self._card.lock:
                 self._card.sync("copy")
+
+    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
+        with self._card.own_stream():
+            dst.copy_(src, non_blocking=True)
+            return _Fence(self._card)
 
     def beside_compute(self) -> AbstractContextManager[object]:
         return self._card.own_stream()
@@ -161,12 +170,12 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
 
 def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
     """Jobs begin behind what their submitter has done, and who waits for them goes on behind what they did."""
-    finish, wait, submit, work = Done.finish_one, Done.wait, Lanes.submit, Lanes._work
+    finish, wait, submit, work, read = Done.finish_one, Done.wait, Lanes.submit, Lanes._work, DirectFile.read
 
-    def finish_one(done: Any, error: BaseException | None = None) -> None:
+    def finish_one(done: Any, error: BaseException | None = None, begun: Sequence[Waitable] = ()) -> None:
         with card.lock:
             merge(done.__dict__.setdefault("clock", {}), card.clock)
-        finish(done, error)
+        finish(done, error, begun)
 
     def wait_for(done: Any) -> None:
         wait(done)
@@ -196,6 +205,11 @@ def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
 
         return submit(lanes, lane, name, [bound(job) for job in jobs], after)
 
+    def read_on_card(file: DirectFile, data: torch.Tensor, offset: int, needed: int) -> int:
+        with card.lock:
+            card.touch(data, writes=True)
+        return read(file, data, offset, needed)
+
     def work_on_card(lanes: Lanes, *row: str) -> None:
         with Mode(card):
             work.__wrapped__(lanes, *row)  # type: ignore[attr-defined]
@@ -205,6 +219,7 @@ def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
     patch.setattr(Done, "is_done", property(is_done))
     patch.setattr(Lanes, "submit", submit_bound)
     patch.setattr(Lanes, "_work", work_on_card)
+    patch.setattr(DirectFile, "read", read_on_card)
 
 
 # ---- transfers at the last moment

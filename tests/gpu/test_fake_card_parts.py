@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from flexgen_h2o.core.packing import KVPacking, int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import ALIGN, STAGING_BYTES
+from flexgen_h2o.core.units import ALIGN, STAGING_BYTES, TRANSFER_CHUNK
 from flexgen_h2o.kernels import int8, triton
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
@@ -21,7 +22,8 @@ from flexgen_h2o.planner.measure import bench as measuring
 from flexgen_h2o.planner.measure import engine as steps
 from flexgen_h2o.planner.measure.bench import Bench
 from flexgen_h2o.tiers import transfers
-from flexgen_h2o.tiers.transfers import Lanes, Mover
+from flexgen_h2o.tiers.disk import DirectFile, FileRange
+from flexgen_h2o.tiers.transfers import Lanes, Mover, _Staging
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import CardDevice, deferred_transfers, fake_card
 from tests.unit.profiling.tiny import TINY
@@ -71,6 +73,36 @@ def test_columns_come_to_the_host_in_one_copy(room: int, copies: int, monkeypatc
         for row, slot in enumerate(chosen):
             expected[slot // 4, row, slot % 4] = area[slot // 4, row, slot % 4]
         assert torch.equal(target, expected)
+
+
+def read_in_chunks(tmp_path: Path) -> Card:
+    """Of a run's reads from a file to the card: many chunks, of one thread and its slots. Asserts that all came."""
+    chunk = TRANSFER_CHUNK // 4
+    path, values = tmp_path / "values", torch.arange(9 * chunk, dtype=torch.float32)
+    path.write_bytes(values.numpy().tobytes())
+    with fake_card() as card, torch.no_grad():
+        device, file = CardDevice(card), DirectFile(path)
+        lanes = Lanes({"disk_read": 1, "h2d": 1}, Timeline())
+        try:
+            there = device.buffer(values.nbytes).view(torch.float32)
+            source = FileRange(file, 0, values.nbytes, torch.float32)
+            Mover(device, lanes).read("load_weight", there, "device", source).wait()
+        finally:
+            lanes.close()
+            file.close()
+        assert torch.equal(there.to("cpu"), values)
+    assert lanes.bytes_moved["disk_read"] == values.nbytes and len(card.staging) == 1
+    return card
+
+
+def test_reads_go_on_beside_copies_of_what_was_read(tmp_path: Path) -> None:
+    """The reader waits for a copy where it takes its slot again, and for no other."""
+    assert not read_in_chunks(tmp_path).races
+
+
+def test_a_slot_that_is_read_into_too_early_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Staging, "is_read_by", lambda staging, copy, source: None)
+    assert read_in_chunks(tmp_path).races
 
 
 def test_vectors_go_to_the_card_in_one_copy() -> None:

@@ -16,7 +16,7 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import READ_THREADS, STAGING_BYTES, WRITE_THREADS
+from flexgen_h2o.core.units import READ_THREADS, STAGING_BYTES, STAGING_SLOTS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan, memory_plan
 from flexgen_h2o.engine.resources import Engine
@@ -85,7 +85,8 @@ def test_every_planned_buffer_is_taken_at_its_size(
         assert not any(tier == "disk" for _, tier in memory)
         assert {**memory, **files} == {place: n for place, n in plan.items() if place[0] not in TAKEN_BY_USERS}
         assert engine.peak_bytes == {tier: engine.plan.bytes_on(tier) for tier in TIERS}
-        assert plan["staging", "host"] == (READ_THREADS + WRITE_THREADS) * STAGING_BYTES
+        slots = 1 if device is HostDevice else STAGING_SLOTS  # of each thread that reads
+        assert plan["staging", "host"] == (READ_THREADS * slots + WRITE_THREADS) * STAGING_BYTES
         for name in ("weight ring", "cache ring", "hidden ring"):
             ring = engine.ring(name)
             assert (ring.capacity if ring is not None else 0) == engine.plan.size(name)
