@@ -74,9 +74,9 @@ SYSTEMS = (
     System("flexgen", "disk", (OFFLOAD,)),
     System("flexgen", "published", BOTH),
 )
-# On a card: weights that do not fit it are in RAM.
+# On a card: weights that do not fit it are in RAM; generate has them on the card, or does not fit.
 GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and s.variant != "paper-policy") + tuple(
-    s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu")
+    s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "hf-sdpa")
 )
 MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))
 # quick has 10 minutes: it leaves out a cache that is allocated once, which pays with long rows, and what is compiled
