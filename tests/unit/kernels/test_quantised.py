@@ -167,7 +167,7 @@ def test_mxfp4_becomes_int8_rows_in_one_pass(columns: int) -> None:
 @pytest.mark.parametrize("in_strips", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(192, 128), (130, 64), (5, 30)])
 def test_int8_rows(rows: int, columns: int, in_strips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filled in pieces they are those that are packed at once; blocked or in order, with sums; in one pass or several."""
+    """Filled in pieces, in one pass or several, they are as packed at once; blocked or in order, with sums."""
     if not in_strips:
         monkeypatch.setattr(quantised, "_fills_strips", lambda *_: False)
     values = torch.randn(rows, columns) * torch.logspace(-35, 30, rows).unsqueeze(1)
