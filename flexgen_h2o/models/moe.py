@@ -91,7 +91,8 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     dense = _dense_blocks(config)
     if len(dense) == len(blocks):
         raise UsageError("mlp_only_layers and decoder_sparse_step: leave no layer with experts; give a qwen3 model")
-    bias, width = bool(config.get("attention_bias", False)), found["head_dim"]
+    # Mixtral has no such field, and transformers makes nothing of it there.
+    bias, width = kind != "mixtral" and bool(config.get("attention_bias", False)), found["head_dim"]
     qk_norms = {
         "qwen3_moe": (width, width), "mixtral": (), "olmoe": (found["num_heads"] * width, found["num_kv_heads"] * width)
     }[kind]  # fmt: skip

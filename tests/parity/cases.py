@@ -147,6 +147,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral"},
     "mixtral, one layer, all experts chosen": {
         "model_type": "mixtral", "num_hidden_layers": 1, "num_experts_per_tok": 4, "hidden_act": "gelu",
+        "attention_bias": True,  # of other families, and nothing to transformers
     },
     "olmoe": {"model_type": "olmoe"},
     "olmoe, biases, normalised": {"model_type": "olmoe", "attention_bias": True, "norm_topk_prob": True},
