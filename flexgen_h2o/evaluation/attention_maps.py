@@ -315,7 +315,7 @@ class Without(Full):
 
     @property
     def needs(self) -> Needs:
-        return Needs(record=(POSITIONS, SCORES), query_rows=None)
+        return Needs(record=(POSITIONS, SCORES), query_rows=None, ranks_by_score=False)
 
     def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
         return RowBudget(self.sinks, prompt_len - int(self.share * prompt_len) - self.sinks, 0)
