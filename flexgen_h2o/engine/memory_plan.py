@@ -27,6 +27,7 @@ from flexgen_h2o.core.units import (
 )
 from flexgen_h2o.engine.temporaries import (
     blocking_bytes,
+    brought_prompt_bytes,
     int8_sizes,
     temporary_bytes,
     unpacked_cache_bytes,
@@ -295,6 +296,7 @@ def memory_plan(
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)),
         Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer("temporaries", "host", brought_prompt_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", staging * STAGING_BYTES),
     ]
     merged: Counter[tuple[str, str]] = Counter()

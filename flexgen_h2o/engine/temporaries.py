@@ -72,8 +72,14 @@ def int8_sizes(spec: ModelSpec, tokens: int, requantises: bool) -> dict[str, int
     shapes = [t.shape for t in tensors if len(t.shape) == 2]
     outer, inner = (max(sizes) for sizes in zip(*shapes, strict=True))
     inputs = tokens * (spec.experts.per_token if spec.experts else 1)
-    rows = max(min(a, max(1, REQUANTISE_CHUNK // b)) * int8_row_bytes(b) for a, b in shapes) if requantises else 0
-    return product_sizes(min(TOKEN_CHUNK, inputs), inner, outer) | {"int8 rows": round_up(rows, ALIGN)}
+    rows = max(requantised_bytes(*shape) for shape in shapes) if requantises else 0
+    return product_sizes(min(TOKEN_CHUNK, inputs), inner, outer) | {"int8 rows": rows}
+
+
+def requantised_bytes(outer: int, inner: int) -> int:
+    """Of int8 rows that a part of an (outer, inner) matrix in 4 bits becomes where the compiled loop does not make
+    them."""
+    return round_up(min(outer, max(1, REQUANTISE_CHUNK // inner)) * int8_row_bytes(inner), ALIGN)
 
 
 def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
@@ -188,3 +194,14 @@ def unpacked_cache_bytes(
         return 0
     row = shape.most_slots * spec.head_dim
     return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * each
+
+
+def brought_prompt_bytes(
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
+) -> int:
+    """Of keys and values of a prompt that a card has computed and the host packs, sums up or sketches, a layer at a
+    time."""
+    makes_more = policy.compress_cache or policy.attn_sparsity < 1 or shape.record.pages
+    if device_is_host or not policy.cpu_cache_compute or not makes_more:
+        return 0
+    return 2 * shape.most_attending * spec.num_kv_heads * spec.head_dim * itemsize

@@ -160,25 +160,27 @@ def write_prompts(
         if a >= b:
             continue
         heads, rows = slice(a - first, b - first), slice(a - view.start, b - view.start)
-        positions = kept.positions[i, heads]
-        if view.whole is not None:  # packed where they are held, which may not be where prompts are computed
-            keys, values, positions = (t.to(view.keys.device) for t in (keys, values, positions))
+        # What more is made of them is made where they are held, which may not be where prompts are computed.
+        here = k.device if view.whole is None and unit.is_plain(view) else view.keys.device
+        own = keys[:, heads].to(here), values[:, heads].to(here)
+        positions = kept.positions[i, heads].to(here)
+        if view.whole is not None:
             window = window_of(view.whole.slots.shape[1], int(unit.budgets.slots[sequence + i]))
             of_rows = view.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-            keep_whole(of_rows, keys[None, :, heads], values[None, :, heads], positions[None], 0, window)
+            keep_whole(of_rows, own[0][None], own[1][None], positions[None], 0, window)
         if kept.positions.shape[-1] == n:
-            put_first_columns(view, rows.start, rows.stop, *(t[:, heads].transpose(0, 1) for t in (keys, values)))
+            put_first_columns(view, rows.start, rows.stop, *(t.transpose(0, 1) for t in own))
         else:
-            index = positions * kv_heads + torch.arange(a - first, b - first, device=positions.device).unsqueeze(1)
-            chosen = (t.reshape(-1, width).index_select(0, index.flatten()) for t in (keys, values))
+            index = positions * (b - a) + torch.arange(b - a, device=here).unsqueeze(1)
+            chosen = (t.reshape(-1, width).index_select(0, index.flatten()) for t in own)
             put_first_columns(view, rows.start, rows.stop, *(t.view(b - a, -1, width) for t in chosen))
         if view.sketch is not None:
-            fill_sketch(view.sketch.map(lambda t, rows=rows: t[rows]), keys[:, heads], values[:, heads])  # type: ignore[misc]
+            fill_sketch(view.sketch.map(lambda t, rows=rows: t[rows]), *own)  # type: ignore[misc]
         if view.metadata is not None:
             record_prompts(view.metadata, rows, kept, slice(i * kv_heads + heads.start, i * kv_heads + heads.stop))
             if view.metadata.pages is not None:
                 pages = view.metadata.pages.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-                sum_up_prompt(pages, unit.policy.needs.page, keys[:, heads], values[:, heads], kept.positions[i, heads])
+                sum_up_prompt(pages, unit.policy.needs.page, *own, positions)
 
 
 def _write_at_once(

@@ -273,7 +273,7 @@ class Costs:
         link, link_rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
         if move.crosses:
             both = each + 1 / link_rate
-            beside = self.profile.device_is_asynchronous
+            beside = p.device_is_asynchronous and pinned  # what is not pinned is copied by the reader itself
             each = each if reads and beside else max(each, both / READ_THREADS) if reads else both
         seconds = move.nbytes * each + move.pieces * p.disk_request_s / (READ_THREADS if reads else 1)
         taken_s = move.short_requests * p.short_read_compute_s if reads and self.at.policy.overlap else 0.0

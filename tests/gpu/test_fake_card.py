@@ -82,6 +82,26 @@ def test_half_precision_is_near_the_cpu_in_full(tmp_path, dtype: str, family: st
     assert off_by(logits, expected) <= HALVES[dtype]
 
 
+SUMMED_UP = H2O(heavy_size=6, recent_size=3, summaries=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name.startswith("attention on the CPU")])
+@pytest.mark.parametrize(
+    ("eviction", "more"),
+    [(SUMMED_UP, {}), (SUMMED_UP, {"compress_cache": True}), (None, {"attn_sparsity": 0.5})],
+)
+def test_prompts_are_summed_up_and_sketched_where_they_are_held(
+    tmp_path, eviction: Any, more: dict[str, Any], placement: str
+) -> None:
+    folder, params = model_folder(tmp_path, CONFIGS["llama"]), params_of(placement)
+    expected, *_ = generate(
+        folder, Policy(4, 1, **more), "cpu", MemoryBudget(host="1GiB"), eviction=eviction, params=params
+    )
+    tokens, card = on_fake_card(folder, placement, eviction, **more)
+    assert tokens == expected and not card.races
+
+
 def of_block(card: Card, phase: str, what: str) -> float:
     """What a transformer block takes for a micro-batch in a sweep."""
     return sum(card.per_step(f"{phase} {kind}", what) for kind in ("attention", "mlp"))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.units import GIB, MIB, TOKEN_CHUNK
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
-from flexgen_h2o.engine.temporaries import product_sizes
+from flexgen_h2o.engine.temporaries import product_sizes, requantised_bytes
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.decode_step import FILLED, GAIN, NEWEST, PLACE, POSITION, SLOT, StepSlots, attend_step
 from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows, block_int8_rows, pack_int8_rows
@@ -387,6 +387,8 @@ class Products:
         memory = self._bench.empty(torch.uint8, count, *made.shape)
         memory.copy_(made)
         sizes = product_sizes(self._bench.sizes.rows[-1], inner, outer)
+        if packed:
+            sizes["int8 rows"] = requantised_bytes(outer, inner)
         workspace = Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
         if packed:
             return [(RequantisedRows(rows, inner, workspace),) for rows in memory]

@@ -13,6 +13,8 @@ import torch
 
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.kernels import int8
+from flexgen_h2o.kernels import products as loops
 from flexgen_h2o.kernels.int8 import Int8Rows, RequantisedRows
 from flexgen_h2o.kernels.linear import BlockedRows, block_rows
 from flexgen_h2o.kvcache.eviction import Full
@@ -105,6 +107,14 @@ def test_products_in_int8_are_right_and_of_other_rows_each_time(
         in_int8()
     assert all(isinstance(rows, kind) and len(rows) == 64 for rows in seen)
     assert len({id(rows) for rows in seen}) == count
+
+
+def test_a_cpu_without_avx2_has_products_in_int8_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (int8, loops):
+        monkeypatch.setattr(module, "cpu_has", lambda flag: False)
+    with torch.inference_mode():
+        found = compute.speedups(bench, torch.float32)
+    assert sizes_of(found["int4_speedup"]) == TINY.rows
 
 
 def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
