@@ -307,12 +307,13 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(rates, dict):
             return rates
         on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
+        requantise = _number(f"compute.{dtype}: requantise_speedup", rates.get("requantise_speedup", 1.0))
         since: dict[int, dict[str, Any]] = {
             2: {"blocked_speedup": {"1": 1.0}},
             3: {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}},
             5: {"decode_speedup": {}},
             # Until then a number: how many times faster 4 bits become int8 rows than the dtype.
-            6: {"int4_speedup": {"1": rates.get("requantise_speedup", 1.0)}},
+            6: {"int4_speedup": {"1": requantise}},
         }
         later = {name: value for came, new in since.items() if came > schema for name, value in new.items()}
         return {**later, **{name: value for name, value in rates.items() if name != "requantise_speedup"}}

@@ -120,7 +120,11 @@ def test_4_bits_that_become_int8_rows_first_take_that_time_once_for_all_rows() -
 
 
 def test_older_schema_with_bad_rates() -> None:
-    for compute, says in (({"float32": 1}, "float32: a JSON object"), ([], "object of dtypes")):
+    wrong = {**PROFILE.to_json()["compute"]["float32"], "requantise_speedup": "fast"}
+    for compute, says in (
+        ({"float32": 1}, "float32: a JSON object"), ([], "object of dtypes"),
+        ({"float32": wrong}, r"compute\.float32: requantise_speedup: 'fast' is not a number"),
+    ):  # fmt: skip
         with pytest.raises(UsageError, match=says):
             profile_from_json({**PROFILE.to_json(), "schema": 1, "compute": compute})
 
