@@ -1,11 +1,16 @@
 """Compile every Triton kernel ahead of time for cards that are not here: python -m tests.gpu.compile_kernels [sm ...].
 
-Prints a line for each card: kernels, and the bytes of shared memory that the hungriest takes.
+Every kernel for every card, in all its variants in the 16 bits in which the card computes. In fp32 each kernel once, in
+the variant that takes most shared memory, on sm75 and sm90: from sm80 on Triton 3.6 lays fp32 out alike, so that sm90's
+is held to what sm86 and sm89 have. sm89 gets the PTX of sm86, made into its own machine code: Triton writes the same
+for both, but for the name of the target; one variant is compiled for both to see that. Prints a line for each card:
+variants, and the bytes of shared memory that the hungriest takes.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.coded import ROWS_AT_A_TIME
@@ -24,6 +29,8 @@ from flexgen_h2o.kernels.triton import power_of_two, products, prompts, rows, sl
 
 # Bytes of shared memory that a block may take, by compute capability: Turing (T4), Ampere (3090), Ada (4090), Hopper.
 CARDS = {75: 65536, 86: 101376, 89: 101376, 90: 232448}
+FP32 = {75: CARDS[75], 90: CARDS[86]}  # and that a kernel may take in fp32
+PTX_OF = {89: 86}  # cards that are given the PTX of another
 NUMBERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16"}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Integers that are no multiples of 16; all others that a launch has compiled in are, as pointers are.
@@ -40,9 +47,17 @@ class Case(NamedTuple):
     constants: dict[str, Any]
 
 
-def cases(card: int) -> Iterator[Case]:
-    """In fp32, and in 16 bits as the card computes in them: bf16 where it does in that."""
-    for kind in ("fp32", "bf16" if card >= 80 else "fp16"):
+def cases(card: int) -> list[tuple[Case, int]]:
+    """With the bytes of shared memory that each may take. In 16 bits as the card computes in them: bf16 where it does
+    in that; of FP32 the last variant of each kernel, too."""
+    found = [(case, CARDS[card]) for case in variants("bf16" if card >= 80 else "fp16")]
+    once = {case.kernel.__name__: case for case in variants("fp32")} if card in FP32 else {}
+    return found + [(case, FP32[card]) for case in once.values()]
+
+
+def variants(*kinds: str) -> Iterator[Case]:
+    """Of a kernel the last takes most shared memory."""
+    for kind in kinds:
         t, dtype = NUMBERS[kind], DTYPES[kind]
         for bits in (4, 8):
             yield Case(rows.unpack, ("*i32", t, "i32", "i32", "i32", "i32"), {"BITS": bits, "BLOCK": 1024})
@@ -56,7 +71,7 @@ def cases(card: int) -> Iterator[Case]:
         yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
         yield from packed_cases(t, dtype)
         yield Case(prompts.choose, ("*fp32", "*i64", *["i32"] * 4), {"BLOCK": 1024})
-        for width in (128, 256):
+        for width in (256, 128):
             block = {"D": width, "WIDTH": width, "BLOCK": 64}
             for records in (False, True):
                 scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
@@ -128,34 +143,40 @@ def known_of(kernel: Any, types: Sequence[str]) -> dict[tuple[int], list[list[ob
     return found
 
 
-PARTS = 8  # of a card's kernels, so that all cores have some until the end
+def compiled(case: Case, card: int) -> Any:
+    kernel, types, constants = case
+    names = kernel.arg_names
+    assert len(types) + len(constants) == len(names), kernel
+    signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constants, known_of(kernel, types))
+    options = {"num_stages": 1} if kernel is slots.attend_packed_step else {}  # as it is launched
+    made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+    assert "cubin" in made.asm, kernel
+    return made
 
 
-def compile_part(card: int, part: int) -> list[int]:
-    """Every eighth of a card's kernels. Returns the bytes of shared memory of each."""
-    found = []
-    every = {repr(case): case for case in cases(card)}  # some do not depend on the type of numbers
-    for kernel, types, constants in [*every.values()][part::PARTS]:
-        names = kernel.arg_names
-        signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
-        assert len(types) + len(constants) == len(names), kernel
-        options = {"num_stages": 1} if kernel is slots.attend_packed_step else {}  # as it is launched
-        source = ASTSource(kernel, signature, constants, known_of(kernel, types))
-        made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
-        assert "cubin" in made.asm, kernel
-        shared = made.metadata.shared
-        assert shared <= CARDS[card], f"{kernel} {types} {constants}: {shared} bytes of shared memory on sm{card}"
-        found.append(shared)
-    return found
+def shared_memory(card: int, number: int) -> int:
+    """Compile one of the card's cases. Returns the bytes that a block takes."""
+    case, most = cases(card)[number]
+    made = compiled(case, PTX_OF.get(card, card))
+    if card in PTX_OF:
+        backend = make_backend(GPUTarget("cuda", card, 32))
+        assert backend.make_cubin(made.asm["ptx"], {}, backend.parse_options({}), card)
+        if number + 1 == len(cases(card)):
+            texts = [re.sub(r"\.target sm_\d+", "", each.asm["ptx"]) for each in (made, compiled(case, card))]
+            assert texts[0] == texts[1], f"sm{card} has PTX of its own: take it out of PTX_OF"
+    shared = int(made.metadata.shared)
+    assert shared <= most, f"{case}: {shared} bytes of shared memory on sm{card}, at most {most}"
+    return shared
 
 
 def main() -> None:
+    chosen = [int(card) for card in sys.argv[1:]] or [*CARDS]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        chosen = [int(card) for card in sys.argv[1:]] or [*CARDS]
-        parts = {card: [pool.submit(compile_part, card, part) for part in range(PARTS)] for card in chosen}
-        for card, of_card in parts.items():
-            shared = [each for part in of_card for each in part.result()]
-            print(f"sm{card}: {len(shared)} kernels, at most {max(shared)} bytes of shared memory", flush=True)
+        made = {card: [pool.submit(shared_memory, card, i) for i in range(len(cases(card)))] for card in chosen}
+        for card, of_card in made.items():
+            shared = [each.result() for each in of_card]
+            print(f"sm{card}: {len(shared)} variants, at most {max(shared)} bytes of shared memory", flush=True)
 
 
 if __name__ == "__main__":
