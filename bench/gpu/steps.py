@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -18,12 +18,13 @@ from typing import Any
 
 from bench import common
 from bench.baselines.contract import DTYPES
-from bench.sweep.grid import GRIDS, LLAMA_1B, Cell, systems_of
+from bench.sweep.grid import CARD_ROWS, GRIDS, LLAMA_1B, Cell, systems_of
 
 PARITY_S, KERNEL_PARITY_S, SHORT_S, MEASURED_S = 200.0, 120.0, 100.0, 240.0
 WRITTEN_S = 200.0  # of weights
 # Of essential steps of the second call on a card.
 WEIGHTS_S, LAUNCHES_S, PROFILE_S, PLACED_S = 140.0, 50.0, 100.0, 66.0
+ROUNDS_SLACK_S = 30.0  # of a step's limit: what a round may take longer than those before it
 TEST_PROCESSES = 12  # of pytest on a card: hundreds of kernels are compiled, and a process compiles one at a time
 CALLS = {
     1: "tokens and kernels are right, and kernels fast",
@@ -52,8 +53,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and at what size. device_mem, host_mem, dtype: as the flags take them; limits: seconds of a run and of a
-    cell."""
+    """Where and at what size. device_mem, host_mem, dtype: as the flags take them; limits: seconds of a run, of a cell
+    and of rounds of the first."""
 
     tiny: bool
     results: Path
@@ -67,13 +68,14 @@ class Setting:
     run_limit: float = 150.0
     cell_limit: float = 400.0
     measurement_limit: float = 150.0
+    rounds_limit: float = 540.0
     dtype: str = "bfloat16"
 
 
 def tiny_setting(results: Path, offload_dir: Path) -> Setting:
     """The same steps on the CPU: a device tier of ordinary memory, which holds the weights and little more."""
     return Setting(
-        True, results, offload_dir, "cpu", "300MiB", "2GiB", "facebook/opt-125m", 32, 8, 60.0, 120.0, 60.0
+        True, results, offload_dir, "cpu", "300MiB", "2GiB", "facebook/opt-125m", 32, 8, 60.0, 120.0, 60.0, 240.0
     )  # fmt: skip
 
 
@@ -127,15 +129,15 @@ def all_steps(setting: Setting) -> list[Step]:
     calls = {
         1: _essential(*_parity(setting), _figures(setting, "kernels", "bench.gpu.kernels")),
         2: _placed(setting),
-        3: _essential(_cell(setting, "table", six, cells[0])),
+        3: _essential(_rounds(setting, cells[0])),
         4: _essential(_placement(setting, "opt-30b-4bit", _LARGE, large, 2 * setting.run_limit)),
     }
     return [
         *(replace(step, call=call) for call, steps in calls.items() for step in steps),
         *_placements(setting, _THEN),
-        *(_cell(setting, "mem-spd", minikv, cell) for cell in GRIDS[minikv]),
-        *(_cell(setting, "table", six, cell) for cell in cells[1:]),
-        *(_cell(setting, "table", thirty, cell) for cell in GRIDS[thirty] if cell not in cells),
+        *(_searched(setting, "mem-spd", minikv, cell) for cell in GRIDS[minikv]),
+        *(_searched(setting, "table", six, cell) for cell in cells[1:]),
+        *(_searched(setting, "table", thirty, cell) for cell in GRIDS[thirty] if cell not in cells),
     ]
 
 
@@ -247,7 +249,21 @@ def _placement(setting: Setting, name: str, flags: str, model: str, limit: float
     return Step(name, "placement", command, limit, output)
 
 
-def _cell(setting: Setting, table: str, grid: str, cell: Cell) -> Step:
+def _rounds(setting: Setting, cell: Cell) -> Step:
+    """Systems in turn, with rows that are not searched for: three rounds, or as many as there is time for."""
+    rows = dict.fromkeys(CARD_ROWS, cell.rows[0]) if setting.tiny else CARD_ROWS
+    limit = setting.rounds_limit
+    systems = (f"{name}@{count}" for name, count in rows.items())
+    step = _cell(setting, "table", cell, ("--repeats", "3", "--time", f"{limit - ROUNDS_SLACK_S:.0f}"), systems)
+    return replace(step, limit=limit)
+
+
+def _searched(setting: Setting, table: str, grid: str, cell: Cell) -> Step:
+    """One run of each system at all rows that a search tries."""
+    return _cell(setting, table, cell, ("--repeats", "0"), (system.name for system in systems_of(grid, cell)))
+
+
+def _cell(setting: Setting, table: str, cell: Cell, how: Sequence[str], systems: Iterable[str]) -> Step:
     """One cell of the sweep. Lines go to <table>.jsonl, so that a step which was cut short goes on where it was."""
     first, last = cell.rows
     values = (cell.model, cell.prompt_len, cell.gen_len, cell.budget, first, last)
@@ -258,6 +274,6 @@ def _cell(setting: Setting, table: str, grid: str, cell: Cell) -> Step:
         sys.executable, "-m", "bench.sweep", "--cell", ",".join(map(str, values)), "--device", setting.device,
         "--device-mem", setting.device_mem, "--dtype", _SHORT[setting.dtype], "--offload-dir", str(setting.offload_dir),
         "--results", str(setting.results), "--name", table, "--limit", f"{setting.measurement_limit:.0f}",
-        "--quiet-wait", "0", "--repeats", "0", "--systems", *(system.name for system in systems_of(grid, cell)),
+        "--quiet-wait", "0", *how, "--systems", *systems,
     )  # fmt: skip
     return Step(name, "sweep", command, setting.cell_limit, setting.results / f"{table}.jsonl")

@@ -3,6 +3,7 @@
     bash bench/throughput_sweep.sh --quick
     bash bench/throughput_sweep.sh --grid disk-1.3b ram-1.3b --offload-dir DIR --machine NAME
     bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,third,8,64 --systems ours-full accelerate-disk
+    bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,none,8,64 --systems ours-full@64 hf-sdpa@16
     bash bench/throughput_sweep.sh --grid signed
 
 The grids `signed...` hold to more (`--signed` asks it of other cells): a clean commit; one memory cgroup for all with a
@@ -20,11 +21,13 @@ is an answer.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +43,7 @@ from bench.sweep.plots import draw_all
 from bench.sweep.rounds import Rates, Rounds, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
 from bench.sweep.search import best_rows, search
-from bench.sweep.store import BF16, DOES_NOT_FIT, REFUSED, TIMEOUT, Line, Store, claimed
+from bench.sweep.store import BF16, DOES_NOT_FIT, MEASURED, REFUSED, TIMEOUT, Line, Store, claimed
 from bench.sweep.summary import markdown
 from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, UsageError
@@ -55,16 +58,18 @@ SHARES = "ours-h2o:R, ours-h2o:kv-budget=R, ours-mix:kv-bytes=R"
 
 @dataclass(frozen=True)
 class Sweep:
-    """signed: the trained model that says what answers lose, where the cells are held to all that the grid is."""
+    """signed: the trained model that says what answers lose, where the cells are held to all that the grid is. end:
+    when, by `time.monotonic`, the last round is to be over; of signed ones all are made."""
 
     setup: Setup
     store: Store
     repeats: int
     signed: str | None = None
+    end: float = math.inf
 
     def cell(self, cell: Cell, systems: tuple[System, ...]) -> int:
-        """Find each system's best batch, then repeat these, the systems taking turns. Returns an exit code: of a cell
-        without a figure that of `_without_figure`."""
+        """Find each system's best batch, where its rows are not given, then repeat these, the systems taking turns.
+        Returns an exit code: of a cell without a figure that of `_without_figure`."""
         print(f"\n== {cell.name}", flush=True)
         ready = []
         for system in systems:
@@ -78,8 +83,8 @@ class Sweep:
         folder = _model_folder(cell.model, self.setup)
         chosen, tried = [], list[Line]()
         for system in ready:
-            if self.signed is not None and system.ours:  # plans its blocks itself, of as many rows as there are
-                chosen.append((system, cell.rows[1]))
+            if system.rows or (self.signed is not None and system.ours):  # which splits the cell's rows itself
+                chosen.append((system, system.rows or cell.rows[1]))
                 continue
             lines = search(lambda rows, s=system: self._measure(s, cell, folder, rows, 0), *cell.rows)
             tried += lines
@@ -92,10 +97,19 @@ class Sweep:
             self._signed(cell, folder, self._fastest(cell, chosen))
             quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
             return EXIT_DONE
+        longest = 0.0
         for repeat in range(1, self.repeats + 1):
+            start = time.monotonic()
+            if start + longest > self.end:
+                print(f"no time is left for round {repeat} of {self.repeats}", flush=True)
+                break
+            if repeat > 1:
+                measured = {line["system"] for line in tried if line["status"] in MEASURED}
+                chosen = [pair for pair in chosen if pair[0].name in measured]
             for system, rows in chosen if repeat % 2 else reversed(chosen):
-                self._measure(system, cell, folder, rows, repeat)
-        return EXIT_DONE
+                tried.append(self._measure(system, cell, folder, rows, repeat))
+            longest = max(longest, time.monotonic() - start)
+        return EXIT_DONE if best_rows(tried) is not None else _without_figure(cell, tried)
 
     def _measure(self, system: System, cell: Cell, folder: Path, rows: int, repeat: int) -> Line:
         key = key_of(cell, system, rows, repeat)
@@ -170,7 +184,8 @@ def _run(argv: list[str] | None) -> int:
     path = results / f"{args.name}.jsonl"
     with claimed(path):
         store = Store(path, args.again, common.machine_facts()["cpu"] if args.signed else None, args.dtype)
-        sweep = Sweep(setup, store, int(values["repeats"]), args.quality_model if args.signed else None)
+        quality_model = args.quality_model if args.signed else None
+        sweep = Sweep(setup, store, int(values["repeats"]), quality_model, time.monotonic() + args.time)
         try:
             codes = [sweep.cell(cell, systems) for cell, systems in cells]
         finally:
@@ -215,8 +230,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="the grid `quick`, one repeat: at most 10 minutes")
     add("--grid", nargs="+", choices=sorted(GRIDS), default=[], metavar="NAME", help=f"of {', '.join(GRIDS)}")
     add("--cell", nargs="+", default=[], metavar="MODEL,S,N,BUDGET,FIRST,LAST", help="cells of your own")
-    add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, {SHARES}")
+    some = f"only these of {', '.join(s.name for s in SYSTEMS)}, {SHARES}; NAME@ROWS: with so many, without a search"
+    add("--systems", nargs="+", metavar="NAME", help=some)
     add("--repeats", type=count, help="runs at the best batch (3)")
+    add(
+        "--time", type=common.seconds, default=math.inf, metavar="S", help="begin no round of runs that would end later"
+    )
     add("--again", action="store_true", help="measure what is there once more")
     add("--limit", type=common.seconds, metavar="S", help="most seconds of one measurement (1800)")
     add("--quiet-wait", type=common.seconds, metavar="S", help="most seconds to wait for quiet cores each time (60)")
@@ -261,7 +280,7 @@ def _check_signed(args: argparse.Namespace) -> None:
     """UsageError where what is asked for could not be signed."""
     given = {
         "--quick": args.quick, "--device": args.device != "cpu", "--device-mem": args.device_mem is not None,
-        "--dtype": args.dtype != BF16,
+        "--dtype": args.dtype != BF16, "--time": args.time < math.inf,
     }  # fmt: skip
     if any(given.values()):
         flags = ", ".join(flag for flag, is_given in given.items() if is_given)
@@ -314,7 +333,14 @@ def _read_cell(text: str) -> Cell:
 _SHARED = re.compile(r"(?:h2o(?:-4bit|-8bit|-int8|-4bit-int8)?:(?:kv-budget=)?|mix:kv-bytes=)([0-9.]+)")
 
 
-def _read_system(name: str) -> System:
+def _read_system(text: str) -> System:
+    name, at, rows = text.partition("@")
+    if at and not (rows.isdecimal() and int(rows)):
+        raise UsageError(f"--systems {text}: rows are a whole number, such as {name}@16")
+    return replace(_named_system(name), rows=int(rows or 0))
+
+
+def _named_system(name: str) -> System:
     known = {system.name: system for system in SYSTEMS}
     if name in known:
         return known[name]

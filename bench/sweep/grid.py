@@ -12,11 +12,13 @@ KV_RATIOS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 
 @dataclass(frozen=True)
 class System:
-    """A peer's folder under bench/baselines and its variant. kinds: where it belongs, IN_RAM, OFFLOAD or both."""
+    """A peer's folder under bench/baselines and its variant. kinds: where it belongs, IN_RAM, OFFLOAD or both. rows:
+    those that it is measured with; 0: its best batch is searched for."""
 
     peer: str
     variant: str
     kinds: tuple[str, ...]
+    rows: int = 0
 
     @property
     def name(self) -> str:
@@ -78,6 +80,14 @@ SYSTEMS = (
 GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and s.variant != "paper-policy") + tuple(
     s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "hf-sdpa")
 )
+# Rows of OPT-6.7B 512 + 32 on a card held to 16 GB, where there is no time to search: of ours whole blocks, as
+# policies/profiles/t4.json has them planned (6 of 11 rows; H2O one of 64). Weights take 13.3 GB, a row 0.29 GB of KV
+# and up to 0.1 of activations: beside all weights 6 rows leave 0.9 GB for the copies of a cache that grows. More would
+# send Accelerate's over the link in each step. FlexGen's 4, whose prefill has n x n scores, are twice its authors' on a
+# T4. DeepSpeed's weights are in RAM, three matrices, 1.2 GB at most, on the card: 32 rows leave 3 GB.
+CARD_ROWS = {
+    "ours-full": 66, "ours-h2o:0.1": 64, "flexgen-published": 4, "accelerate-cpu": 6, "deepspeed-cpu": 32, "hf-sdpa": 6,
+}  # fmt: skip
 MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))
 # quick has 10 minutes: it leaves out a cache that is allocated once, which pays with long rows, and what is compiled
 # first, offloading that moves nothing without a card, and a dtype that no other system is measured in.

@@ -71,7 +71,8 @@ def markdown(lines: list[Line]) -> str:
         "",
         "Made by `bench/throughput_sweep.sh` from the JSON lines beside it; "
         "`docs/lab/throughput.md` says how to read it.",
-        "tok/s counts generated tokens over prefill + decode, each system at its own best batch; medians of the runs.",
+        "tok/s counts generated tokens over prefill + decode, each system at its own best batch, or at rows that were "
+        "given; medians of the runs.",
         "Peak memory is that of generating, over an empty process that has imported torch; device GB: of the card.",
     ]
     for (model, prompt_len, gen_len, budget), mine in cells_of(lines).items():

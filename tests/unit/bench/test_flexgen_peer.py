@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from bench.baselines.contract import Meter
+from bench.sweep.runner import describe
+from bench.sweep.store import OK
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, load, request
 
 VENV = Path(os.environ.get("FLEXGEN_PEERS", Path.home() / ".cache/flexgen_h2o/peers")) / "flexgen"
@@ -23,6 +30,33 @@ asked = Request("disk", Path(sys.argv[1]), 8, 6, 4, None, "fp32", Path(sys.argv[
 for changed in json.loads(sys.argv[3]):
     print(json.dumps(cpu.generate(asked, Meter(0), cpu.choose(asked) | changed).tolist()))
 """
+
+
+def test_the_published_policy_runs_in_the_process_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the prompts of everybody, and without a tokenizer from the network."""
+    asked = request(tmp_path, variant="published", device="cuda", rows=4)
+    seen: list[Any] = []
+
+    def run_flexgen(args: argparse.Namespace) -> None:
+        seen.append(package.get_test_inputs(args.prompt_len, 4, package.AutoTokenizer.from_pretrained("opt")))
+        print("peak gpu mem: 1.500 GB\tprojected: False")
+        Path(args.log_file).write_text("prefill latency: 2.000 s\tdecode latency: 6.000 s\n")
+
+    def add_parser_arguments(parser: argparse.ArgumentParser) -> None:
+        for flag in flags:
+            parser.add_argument(flag, nargs="+" if flag == "--percent" else None, type=int if "-len" in flag else str)
+
+    flags = [
+        "--model", "--path", "--prompt-len", "--gen-len", "--offload-dir", "--log-file", "--gpu-batch-size",
+        "--num-gpu-batches", "--percent", "--overlap",
+    ]  # fmt: skip
+    package = SimpleNamespace(run_flexgen=run_flexgen, add_parser_arguments=add_parser_arguments)
+    monkeypatch.setitem(sys.modules, "flexgen", SimpleNamespace(flex_opt=package))
+    flexgen = load("flexgen/run.py")
+    monkeypatch.setattr(flexgen, "flexgen_name", lambda config: "facebook/opt-125m")
+    found = flexgen.measure(asked, Meter(0))
+    assert seen == [asked.prompts()]
+    assert "1.50 tok/s" in describe(found | {"status": OK, "others": 0.0})  # all that a line and its table read
 
 
 def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:

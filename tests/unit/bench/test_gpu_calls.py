@@ -75,6 +75,19 @@ def test_essential_steps_come_first_and_fit_the_time_of_a_call(tmp_path: Path) -
         assert sum(step.limit for step in essential) <= door._parse([]).limit == 540
 
 
+def test_the_first_cell_is_rounds_of_given_rows_that_end_in_time(tmp_path: Path) -> None:
+    """So that all systems are measured in the time of a call; other cells are searched."""
+    for setting in (Setting(False, tmp_path, tmp_path), tiny_setting(tmp_path, tmp_path)):
+        first, *others = [step for step in all_steps(setting) if step.name.startswith("table")]
+        asked = sweep._parse(list(first.command[3:])) if setting.tiny else None
+        assert first.call == 3 and {"--repeats", "3"} <= set(first.command)
+        assert 0 < float(first.command[first.command.index("--time") + 1]) < first.limit
+        rows = dict(word.split("@") for word in first.command if "@" in word)
+        assert {"ours-full", "ours-h2o:0.1", "hf-sdpa", "flexgen-published"} < set(rows)
+        assert not any("@" in word for step in others for word in step.command)
+        assert asked is None or {system.rows for _, some in sweep._cells(asked) for system in some} == {4}
+
+
 def test_weights_are_written_before_what_needs_them(tmp_path: Path) -> None:
     placed = [step for step in all_steps(Setting(False, tmp_path, tmp_path)) if step.call == 2]
     assert [step.name for step in placed][:7] == [

@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ CELL = "facebook/opt-125m,16,4,none,2,2"
         ["--systems", "ours-h2o:2", "--cell", CELL], ["--systems", "ours-h2o:kv-budget=2", "--cell", CELL],
         ["--systems", "ours-h2o:kv-budget", "--cell", CELL], ["--limit", "0", "--cell", CELL],
         ["--quiet-wait", "-1", "--cell", CELL], ["--device-mem", "12XB", "--cell", CELL],
+        ["--systems", "ours-full@0", "--cell", CELL], ["--systems", "ours@4", "--cell", CELL],
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_before_anything_runs(
@@ -182,6 +184,32 @@ def test_a_cell_without_a_figure_has_an_exit_code(
     assert door.main() == code
     said = capsys.readouterr().err
     assert said.count("\n") == bool(code) and ("no figure; ours-full: " in said) == bool(code)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(100.0, 3), (32.0, 2), (0.0, 1)])
+def test_rows_that_are_given_are_not_searched_for(
+    seconds: float, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds in turn, the order turned each time, of what gave a figure in the first; none is begun that would take
+    longer than there is time."""
+    now, seen = [0.0], list[tuple[str, int]]()
+
+    def run(setup: Setup, system: System, cell: Cell, folder: Path, rows: int) -> Line:
+        now[0] += 5.0
+        seen.append((system.name, rows))
+        return {"status": FAILED, "reason": "why"} if rows == 9 else figures(5.0)
+
+    monkeypatch.setattr(door, "measure", run)
+    monkeypatch.setattr(door, "_model_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(door, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    flags = ["--cell", CELL, "--repeats", "3", "--time", str(seconds), "--results", str(tmp_path)]
+    systems = ["ours-full@12", "ours-full-4bit@9", "ours-h2o:0.1@7"]
+    monkeypatch.setattr(sys, "argv", ["sweep", *flags, "--systems", *systems])
+    assert door.main() == 0
+    first = [("ours-full", 12), ("ours-full-4bit", 9), ("ours-h2o:0.1", 7)]
+    others = [first[0], first[2]]
+    assert seen == [*first, *others[::-1], *others][: 1 + 2 * rounds]
+    assert "**5.00** (5.00 - 5.00)" in (tmp_path / "throughput.md").read_text()
 
 
 def test_what_was_carried_along_is_found_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:

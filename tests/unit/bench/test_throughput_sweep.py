@@ -24,7 +24,6 @@ from contract import DoesNotFitError, Meter, RefusedError, Request, kv_and_work_
 
 from bench.sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
 from bench.sweep.plots import _by_kv_share
-from bench.sweep.runner import describe
 from bench.sweep.search import best_rows, search
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store, claimed
 from bench.sweep.summary import markdown, rows_of
@@ -259,16 +258,11 @@ def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     assert flags[:9] == ["--gpu-batch-size", "48", "--num-gpu-batches", "3", "--percent", "20", "80", "0", "100"]
     log = "prefill latency: 2.000 s\tprefill throughput: 1.0 token/s\ndecode latency: 6.000 s"
     assert flexgen.read_log(log, 4, 4)["tokens_per_s"] == 2.0
-    found = flexgen.read_log(f"peak gpu mem: 1.500 GB\tprojected: False\n{log}", 4, 4)
-    assert found["peak_card_bytes"] == 3 << 29
     assert flexgen.flexgen_name({"hidden_size": 7168, "num_hidden_layers": 48}) == "facebook/opt-30b"
     with pytest.raises(flexgen.RefusedError, match="width 64 with 2 layers"):
         flexgen.flexgen_name({"hidden_size": 64, "num_hidden_layers": 2})
     with pytest.raises(flexgen.RefusedError, match="published needs cuda"):
         flexgen.measure(request(tmp_path, variant="published"), Meter(0))
-    # All that a line of the sweep and its table read.
-    whole = found | flexgen.memory_of_children(0) | {"status": OK, "others": 0.0}
-    assert "2.00 tok/s" in describe(whole)
 
 
 @pytest.mark.parametrize(("peer", "dtypes"), [("llamacpp", "bf16"), ("vllm", "bf16, fp32")])
