@@ -50,7 +50,7 @@ from flexgen_h2o.flags import (
     value_of,
 )
 from flexgen_h2o.kvcache.eviction import SMALL_LOSSES
-from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.report import Answer, to_json, to_text
 
 if TYPE_CHECKING:

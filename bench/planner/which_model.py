@@ -27,8 +27,8 @@ from flexgen_h2o.core.units import less_margin
 from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models.load import find_spec
+from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.search import search
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.model import LayerKind, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
 from flexgen_h2o.engine.weight_units import layer_plan, layer_steps, waits_for_router
-from flexgen_h2o.engine.workload import Batch, shape_of
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, shape_of
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -356,6 +357,28 @@ class Costs:
         if p.device_is_host and not self.at.device_is_host:
             compute_left *= compute / (compute + busy["h2d"] + busy["d2h"])
         return replace(self, profile=_slowed(p, self.dtype, read_left, compute_left * rest_left, rest_left))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run takes place: measured speeds, and the dtype that is computed in.
+
+    device_is_host may differ from the profile's: on a CPU a device tier with a budget of its own stands in for a card.
+    """
+
+    profile: HardwareProfile
+    dtype: str
+    device_is_host: bool
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    def setting(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> CostContext:
+        return CostContext(spec, policy, need, self.itemsize, self.device_is_host)
+
+    def costs(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> Costs:
+        return Costs(self.setting(spec, policy, need), self.profile, self.dtype)
 
 
 @lru_cache(maxsize=64)

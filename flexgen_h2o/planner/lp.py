@@ -23,8 +23,8 @@ from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
-from flexgen_h2o.planner.costs import LANES
-from flexgen_h2o.planner.predict import PHASES, Machine
+from flexgen_h2o.planner.costs import LANES, Machine
+from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.work import CostContext
 
 KINDS = ("weights", "cache", "hidden")

@@ -25,9 +25,10 @@ from flexgen_h2o.engine.workload import (
     shape_of_blocks,
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
+from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import calmer, profile_of_this_machine
-from flexgen_h2o.planner.predict import Machine, Prediction, predict
+from flexgen_h2o.planner.predict import Prediction, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
 from flexgen_h2o.planner.report import Answer
 from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity

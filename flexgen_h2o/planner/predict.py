@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec, with_head_rows
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import MemoryPlan, hidden_row_bytes
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
-from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, StepCost, TransferCost
-from flexgen_h2o.planner.profile import HardwareProfile
-from flexgen_h2o.planner.work import CostContext, hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
+from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, Machine, StepCost, TransferCost
+from flexgen_h2o.planner.work import hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 
 PHASES = ("prefill", "decode")
@@ -72,28 +71,6 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "peak_bytes": dict(self.peak_bytes),
         }
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where a run takes place: measured speeds, and the dtype that is computed in.
-
-    device_is_host may differ from the profile's: on a CPU a device tier with a budget of its own stands in for a card.
-    """
-
-    profile: HardwareProfile
-    dtype: str
-    device_is_host: bool
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPE_BYTES[self.dtype]
-
-    def setting(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> CostContext:
-        return CostContext(spec, policy, need, self.itemsize, self.device_is_host)
-
-    def costs(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> Costs:
-        return Costs(self.setting(spec, policy, need), self.profile, self.dtype)
 
 
 def predict(
@@ -253,7 +230,8 @@ class _Simulation:
     """The tiers and the runner of a walk, on a clock.
 
     now: of the thread that issues compute. device: when the device has done all that was issued; computed: start and
-    end of what it was given last. free: when each lane's queue ends. busy: seconds that each resource has worked.
+    end of what it was given last; chosen: of each micro-batch, when its last sweep's tokens are there, for which the
+    thread waits before it feeds them. free: when each lane's queue ends. busy: seconds that each resource has worked.
     """
 
     def __init__(
@@ -263,7 +241,7 @@ class _Simulation:
         self.costs, self.costs_now, self._plan, self._on_span = costs, costs[0], plan, on_span
         self._is_asynchronous, self._sweeps = costs[0].profile.device_is_asynchronous, len(sweeps)
         self.now = self.device = 0.0
-        self._computed = (0.0, 0.0)
+        self._computed, self._chosen = (0.0, 0.0), [0.0] * len(block)
         self.free, self._busy = dict.fromkeys(LANES, 0.0), dict.fromkeys(RESOURCES, 0.0)
         self.ends: list[float] = []
         self.busy_at_ends: list[dict[str, float]] = []
@@ -328,6 +306,8 @@ class _Simulation:
 
     def begin_step(self, step: Step) -> str | None:
         self.costs_now, self.tokens_now = self.costs[step.sweep > 0], self._tokens[step.sweep > 0]
+        if step.layer == 0:
+            self.now = max(self.now, self._chosen[step.micro_batch])
         if step.micro_batch not in self._steps.of[step.layer][step.sweep > 0]:  # computed with an earlier one
             return None
         return "decode" if step.sweep else "prefill"
@@ -364,8 +344,8 @@ class _Simulation:
             self.now = self.device = start + cost.device_s + cost.host_s + cost.issue_s
             busy["device_compute"] += cost.issue_s
         self._computed = (start, self.device)
-        if step.layer == self._last_layer:  # tokens are chosen on the host
-            self.now = max(self.now, self.device)
+        if step.layer == self._last_layer:
+            self._chosen[step.micro_batch] = self.device
 
     def end_layer(self, step: Step) -> bool:
         layer = self._layers[step.layer]
@@ -373,9 +353,11 @@ class _Simulation:
             self.weights.choose(layer.block, range(self.costs_now.at.spec.experts.count))
         if step.layer < self._last_layer:
             return False
+        is_over = len(self.ends) == self._sweeps - 1
+        self.now = max(self.now, self._chosen[-1 if is_over else 0])  # does any row go on?
         self.ends.append(self.now)
         self.busy_at_ends.append(dict(self._busy))
-        return len(self.ends) == self._sweeps
+        return is_over
 
 
 class _WeightUnits:

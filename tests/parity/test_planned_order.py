@@ -20,8 +20,8 @@ from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.engine.workload import shape_of
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models.load import find_model
-from flexgen_h2o.planner.costs import LANES
-from flexgen_h2o.planner.predict import Machine, predict
+from flexgen_h2o.planner.costs import LANES, Machine
+from flexgen_h2o.planner.predict import predict
 from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.planner.work import weight_moves
 from flexgen_h2o.tiers.transfers import Lanes

@@ -12,8 +12,9 @@ from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.predict import PHASES, Machine
+from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile
 from flexgen_h2o.planner.report import Answer, to_json, to_text
 from flexgen_h2o.planner.search import More, Plan, evaluate

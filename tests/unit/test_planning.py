@@ -20,9 +20,10 @@ from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import MEASURING_BYTES, WORTH_MEASURING_S, Planner
-from flexgen_h2o.planner.predict import Machine, predict
+from flexgen_h2o.planner.predict import predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
 from flexgen_h2o.planner.report import Answer
 

@@ -44,10 +44,9 @@ from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import PartView, part_view
 from flexgen_h2o.kvcache.store import Overlay
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.planner.costs import Costs
+from flexgen_h2o.planner.costs import Costs, Machine
 from flexgen_h2o.planner.lp import Percent
 from flexgen_h2o.planner.measure.bench import ROUNDS, Bench, Call, Figures, Products
-from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.search import IN_MEMORY
 from flexgen_h2o.planner.work import kv_load_moves, layer_work, weight_moves

@@ -15,8 +15,7 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, m
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.planner.costs import Costs
-from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.costs import Costs, Machine
 from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile, nominal_profile
 
 SCORED = RowRecord(("positions", "scores"))

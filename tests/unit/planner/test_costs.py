@@ -15,7 +15,7 @@ from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.profile import AS_FAST, Curve
 from flexgen_h2o.planner.work import (
     CostContext,

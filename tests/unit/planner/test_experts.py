@@ -16,8 +16,8 @@ from flexgen_h2o.engine.temporaries import ROUTING_BYTES
 from flexgen_h2o.engine.weight_units import expert_group, unit_kinds, waits_for_router
 from flexgen_h2o.engine.workload import WorkloadShape
 from flexgen_h2o.models import built_in_spec, spec_from_config
+from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import MOST_MICRO_BATCH, SearchSpace
-from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.report import Answer, balanced_rows, to_text
 from flexgen_h2o.planner.search import disk_reads, evaluate

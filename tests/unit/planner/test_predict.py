@@ -10,8 +10,8 @@ import pytest
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import WorkloadShape, even_blocks
-from flexgen_h2o.planner.costs import RESOURCES
-from flexgen_h2o.planner.predict import MOST_WALKED, Machine, Prediction, predict, simulate, walked_sweeps
+from flexgen_h2o.planner.costs import RESOURCES, Machine
+from flexgen_h2o.planner.predict import MOST_WALKED, Prediction, predict, simulate, walked_sweeps
 from flexgen_h2o.planner.report import bound_text
 from flexgen_h2o.planner.work import weight_moves
 from tests.unit.planner.made_up import (

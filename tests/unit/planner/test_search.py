@@ -20,8 +20,8 @@ from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner import search as policies
+from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace, Solution, find_corners, placements, solve
-from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import Curve, find_profile, nominal_profile, read_profile
 from flexgen_h2o.planner.search import (
     Candidate,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Block, WorkloadShape, even_blocks
-from flexgen_h2o.planner.costs import LANES, Costs
-from flexgen_h2o.planner.predict import Machine, Simulated, simulate
+from flexgen_h2o.planner.costs import LANES, Costs, Machine
+from flexgen_h2o.planner.predict import Simulated, simulate
 from flexgen_h2o.planner.profile import HardwareProfile
 from tests.unit.planner.made_up import (
     BLOCKS,
@@ -144,6 +144,15 @@ def test_issuing_hides_behind_what_is_queued_on_a_device() -> None:
             steps = steps_of(costs, block, sweep)
             device, issue = sum(s[0] for s in steps), sum(s[2] for s in steps)
             assert seconds == pytest.approx(max(device, issue), rel=1e-3)
+
+
+def test_tokens_are_waited_for_where_they_are_fed_again() -> None:
+    """Not in the head: the device computes other micro-batches' meanwhile, and has work while the next is issued."""
+    policy, resident = Policy(8, 3), machine(False)
+    costs, block, *_ = walk(policy, resident)
+    device = [sum(step[0] for step in steps_of(costs, block, sweep)) for sweep in range(SWEEPS)]
+    _, _, found, _ = walk(policy, machine(False, step_s=device[1] / 100))
+    assert lasting(found)[1:-1] == pytest.approx(device[1:-1], rel=1e-2)
 
 
 def test_attention_on_the_host_is_waited_for() -> None:
