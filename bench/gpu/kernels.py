@@ -23,9 +23,9 @@ import torch
 from bench import common
 from bench.common import GB
 from flexgen_h2o.core.packing import KVPacking
+from flexgen_h2o.core.units import FEW_ROWS
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.coded import (
-    FEW_ROWS,
     groupwise_codes,
     multiply_coded,
     multiply_coded_reference,

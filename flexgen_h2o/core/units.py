@@ -178,6 +178,7 @@ SAMPLING_CHUNK = 2**19  # logits whose probabilities are worked out at a time
 SCORE_TILE_BYTES = 4 * 2**20  # of an n x n matrix that exist at a time: what both cores' caches hold
 MASK_ROWS = 256  # queries at a time, where they are the last of a prompt and need a mask
 PACKED_CHUNK = 2**22  # values of the KV cache that are unpacked at a time where they are not read packed
+FEW_ROWS = 32  # of a product, that a card multiplies by a weight's codes as they are
 TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
 JOINED_TOKENS = 4096  # of micro-batches that a group of experts computes together: hundreds of rows an expert
 NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time

@@ -98,6 +98,28 @@ def _unit_kinds(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat) ->
 
 
 @lru_cache(maxsize=64)
+def loaded_kinds(spec: ModelSpec, steps: tuple[bool, int], kinds: tuple[int, ...]) -> Counter[int]:
+    """How often a sweep loads the weights of each kind of layer (`layer_kinds`)."""
+    layers = layer_plan(spec, steps).layers
+    before = (layers[-1], *layers)
+    return Counter(k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit)
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(
+    spec: ModelSpec, steps: tuple[bool, int], kv_kinds: tuple[tuple[int, int, int | None], ...]
+) -> tuple[int, ...]:
+    """For each layer the first that computes the same. kv_kinds: of each block, what tells its KV from others'."""
+    first: dict[tuple[object, ...], int] = {}
+    plan, found = layer_plan(spec, steps), []
+    for i, layer in enumerate(plan.layers):
+        shapes = tuple(t.shape for t in plan.units[layer.unit].tensors)
+        kv = kv_kinds[layer.block] if layer.block >= 0 else ()
+        found.append(first.setdefault((layer.kind, shapes, kv), i))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
 def _windows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth: int) -> frozenset[tuple[int, ...]]:
     """The kinds of so many loads, one after another, that a ring holds at once."""
     cycle = _unit_kinds(spec, steps, form).cycle

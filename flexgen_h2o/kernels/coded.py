@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 
 from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.units import FEW_ROWS
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.linear import DenseRows, Product, RowPart
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
 from flexgen_h2o.kernels.workspace import upload
 
-FEW_ROWS = 32
 ROWS_AT_A_TIME = 32  # of the weight, a program
 _COLUMNS_AT_A_TIME = 128
 

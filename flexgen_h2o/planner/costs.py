@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of
+from flexgen_h2o.checkpoint.formats import layouts_of
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.model import LayerKind, LayerPlan, ModelSpec
-from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
+from flexgen_h2o.core.units import FEW_ROWS, READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
-from flexgen_h2o.engine.weight_units import layer_plan, layer_steps, waits_for_router
+from flexgen_h2o.engine.weight_units import layer_kinds, layer_plan, layer_steps, loaded_kinds, waits_for_router
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, shape_of
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
@@ -21,6 +21,7 @@ from flexgen_h2o.planner.work import (
     Product,
     Transfer,
     Work,
+    coded_bytes,
     hidden_is_brought,
     hidden_moves,
     kv_load_moves,
@@ -44,6 +45,9 @@ ATTENTION_RATES = (
     "host_attention_bytes_per_s", "host_scored_attention_bytes_per_s",
 )  # fmt: skip
 OTHER_RATES = ("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s")
+# Launches that a dense decode step, whose issuing step_s tells, does without: of attention to prompts of one length, of
+# a router, and of a group of experts (counted by tests/gpu/test_fake_card.py).
+PROMPT_LAUNCHES, ROUTER_LAUNCHES, EXPERTS_LAUNCHES = 11, 7, 8
 STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_s", "cache_load_step_s")
 
 
@@ -62,15 +66,16 @@ class TransferCost:
 @dataclass(frozen=True)
 class StepCost:
     """One (layer, micro-batch) step, which may compute for micro-batches that are joined. Seconds; issue_s: of the
-    thread that issues it, beside its kernels."""
+    thread that issues it, beside its kernels. rows: of its largest product."""
 
     device_s: float
     host_s: float
     issue_s: float
-    kv_load: tuple[TransferCost, ...]
-    kv_store: tuple[TransferCost, ...]
-    hidden_load: tuple[TransferCost, ...]
-    hidden_store: tuple[TransferCost, ...]
+    kv_load: tuple[TransferCost, ...] = ()
+    kv_store: tuple[TransferCost, ...] = ()
+    hidden_load: tuple[TransferCost, ...] = ()
+    hidden_store: tuple[TransferCost, ...] = ()
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,12 @@ class Costs:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each layer the first layer that costs the same."""
-        return _kinds(self.at.spec, self._steps, tuple(self.at.need.kinds))
+        return layer_kinds(self.at.spec, self._steps, tuple(self.at.need.kinds))
 
     @cached_property
     def loaded_kinds(self) -> Counter[int]:
         """How often a sweep loads each kind of layer's weights; a tied head and the next embedding are one load."""
-        return _loaded_kinds(self.at.spec, self._steps, self.kinds)
+        return loaded_kinds(self.at.spec, self._steps, self.kinds)
 
     @cached_property
     def _step_costs(self) -> dict[tuple[int, Batch, int, int | None], StepCost]:
@@ -111,8 +116,18 @@ class Costs:
         return {}
 
     @cached_property
-    def _dequantised(self) -> dict[int, float]:
+    def _decoded(self) -> dict[tuple[int, bool], StepCost]:
         return {}
+
+    @cached_property
+    def _launch_s(self) -> float:
+        """Of the thread that issues it: each launch of a device that computes beside that thread."""
+        return self.profile.kernel_s if self.profile.device_is_asynchronous else 0.0
+
+    @cached_property
+    def _kernel_s(self) -> float:
+        """Of the device: an operation beside its arithmetic."""
+        return self.profile.kernel_s - self._launch_s
 
     @cached_property
     def waits(self) -> bool:
@@ -150,17 +165,22 @@ class Costs:
                 lanes[load.lane] += count * load.seconds
         return max(lanes.values())
 
-    def dequantise_s(self, unit: int) -> float:
-        """To unpack a weight unit for a block."""
-        if not self.at.form.decodes:
-            return 0.0
-        kind = self._kind_of[unit]
-        if kind not in self._dequantised:
-            rates, form = self.profile.rates(self.dtype), self.at.form
-            faster = rates.decode_speedup.get(form.decoder, 1.0)
-            nbytes = _decoded_elements(layouts_of(self.at.form, self.layers.units[unit].tensors)) * self.at.itemsize
-            self._dequantised[kind] = nbytes / (rates.device_dequantise_bytes_per_s * faster)
-        return self._dequantised[kind]
+    def decoding(self, index: int, steps: Iterable[tuple[Batch, int]], sweep: int) -> StepCost:
+        """Unpacking a layer's weight unit for these steps of the layer (`steps_of`): not what all of them multiply by
+        as it is. A table that an embedding looks up in is unpacked."""
+        at, layer = self.at, self.layers.layers[index]
+        if not at.form.decodes:
+            return StepCost(0.0, 0.0, 0.0)
+        few = at.form.has_codes and layer.unit != self.layers.layers[0].unit
+        few = few and all(self.step(index, batch, sweep, tokens).rows <= FEW_ROWS for batch, tokens in steps)
+        key = self._kind_of[layer.unit], few
+        if key not in self._decoded:
+            rates = self.profile.rates(self.dtype)
+            rate = rates.device_dequantise_bytes_per_s * rates.decode_speedup.get(at.form.decoder, 1.0)
+            layouts = layouts_of(at.form, self.layers.units[layer.unit].tensors)
+            sizes = [math.prod(x.shape) for x in layouts if x.decoded_row_bytes and not (few and coded_bytes(at, x))]
+            self._decoded[key] = StepCost(sum(sizes) * at.itemsize / rate, 0.0, len(sizes) * self._launch_s)
+        return self._decoded[key]
 
     def step(self, layer_index: int, batch: Batch, sweep: int, tokens: int | None = None) -> StepCost:
         """tokens: as of `layer_work`."""
@@ -175,7 +195,7 @@ class Costs:
         device_s, host_s = self.compute_seconds(work)
         evicts = bool(at.need.record) and at.spec.window(layer.block) is None
         share = needed_share(at, layer, tokens_of(batch, sweep))  # the step is left out where no token needs it
-        issue_s = p.step_s * share
+        issue_s = (p.step_s + self._launch_s * EXPERTS_LAUNCHES * (layer.kind == "experts")) * share
         if at.device_is_host and layer.kind != "experts":
             issue_s += p.row_s * batch.rows
         elif evicts and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
@@ -185,10 +205,13 @@ class Costs:
             kv = kv_load_moves(at, layer.block, batch, sweep), kv_store_moves(at, layer.block, batch, sweep)
             issue_s += p.attention_step_s + (p.eviction_step_s if evicts else 0.0)
             issue_s += p.cache_load_step_s if kv[0] else 0.0
+            routes = layer.kind == "attention" and at.spec.experts_of(layer.block)
+            issue_s += self._launch_s * (PROMPT_LAUNCHES * (sweep == 0) + (ROUTER_LAUNCHES if routes else 0))
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
         hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
-        return StepCost(device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, *hidden)))
+        rows = max((product.rows for product in work.products), default=0)
+        return StepCost(device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, *hidden)), rows)
 
     @cached_property
     def _most_joined(self) -> dict[str, int]:
@@ -219,7 +242,7 @@ class Costs:
         device += work.overlay / p.overlay_bytes_per_s
         if work.prompt_flops:
             n = self.at.need.prompt_len
-            device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
+            device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + self._kernel_s
             device += work.sums_flops / rates.column_sums_flops_per_s.at(n)
         if work.device_kv:
             read = work.device_kv
@@ -229,7 +252,7 @@ class Costs:
                 unpacked = work.packed_values * at.itemsize * read / (read + work.host_kv) * self._unpacked_share
                 read = read * (1 - self._unpacked_share) + unpacked
                 device += unpacked / rates.device_dequantise_bytes_per_s
-            device += read / on_device.at(width) + p.kernel_s
+            device += read / on_device.at(width) + self._kernel_s
         host = 0.0
         if work.host_kv:
             host = self._slot_bytes(work, work.host_kv) / on_host.at(width) + p.kernel_s
@@ -247,6 +270,10 @@ class Costs:
     def _product_seconds(self, product: Product) -> float:
         """Rows are multiplied at most TOKEN_CHUNK at a time."""
         rates, seconds = self.profile.rates(self.dtype), 0.0
+        if product.coded:  # rates of few rows are of reading the dtype: multiplying alone goes at that of many
+            fastest = rates.matmul_rate(TOKEN_CHUNK, product.inner, product.outer)
+            flops = 2.0 * product.rows * product.inner * product.outer
+            return max(product.coded / self.profile.device_memory_bytes_per_s, flops / fastest)
         whole, rest = divmod(product.rows, TOKEN_CHUNK)
         for count, rows in ((whole, TOKEN_CHUNK), (1, rest)):
             if count and rows:
@@ -256,7 +283,7 @@ class Costs:
                 elif product.blocked:
                     rate *= rates.blocked_speedup.at(rows)
                 flops = 2.0 * rows * product.inner * product.outer
-                seconds += count * (flops / rate + self.profile.kernel_s)
+                seconds += count * (flops / rate + self._kernel_s)
         return seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
@@ -294,8 +321,6 @@ class Costs:
         found = dict.fromkeys(RESOURCES, 0.0)
         beside = self.profile.device_is_asynchronous  # issuing goes on beside what is queued on the device
         issue_s = 0.0
-        for index, count in self.loaded_kinds.items():
-            found["device_compute"] += count * self.dequantise_s(self.layers.layers[index].unit)
         for transfer, times in moved:
             found[transfer.lane] += times * transfer.seconds
             found["device_compute"] += times * transfer.taken_s
@@ -322,6 +347,7 @@ class Costs:
             for index, layers in Counter(self.kinds).items()
             for (batch, tokens), count in of_kinds[kinds[index]].items()
         ]
+        steps += [(self.decoding(i, of_kinds[kinds[i]], sweep), count) for i, count in self.loaded_kinds.items()]
         moved = [
             (load, count)
             for index, count in self.loaded_kinds.items()
@@ -379,32 +405,6 @@ class Machine:
 
     def costs(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> Costs:
         return Costs(self.setting(spec, policy, need), self.profile, self.dtype)
-
-
-@lru_cache(maxsize=64)
-def _loaded_kinds(spec: ModelSpec, steps: tuple[bool, int], kinds: tuple[int, ...]) -> Counter[int]:
-    layers = layer_plan(spec, steps).layers
-    before = (layers[-1], *layers)
-    return Counter(k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit)
-
-
-@lru_cache(maxsize=64)
-def _kinds(
-    spec: ModelSpec, steps: tuple[bool, int], kv_kinds: tuple[tuple[int, int, int | None], ...]
-) -> tuple[int, ...]:
-    first: dict[tuple[object, ...], int] = {}
-    plan, found = layer_plan(spec, steps), []
-    for i, layer in enumerate(plan.layers):
-        shapes = tuple(t.shape for t in plan.units[layer.unit].tensors)
-        kv = kv_kinds[layer.block] if layer.block >= 0 else ()
-        found.append(first.setdefault((layer.kind, shapes, kv), i))
-    return tuple(found)
-
-
-@lru_cache(maxsize=256)
-def _decoded_elements(layouts: tuple[TensorLayout, ...]) -> int:
-    """Of a unit: of a quantised checkpoint some matrices are plain."""
-    return sum(math.prod(layout.shape) for layout in layouts if layout.decoded_row_bytes)
 
 
 def _scaled(move: Transfer, share: float) -> Transfer:

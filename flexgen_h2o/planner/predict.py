@@ -241,6 +241,7 @@ class _Simulation:
         self.costs, self.costs_now, self._plan, self._on_span = costs, costs[0], plan, on_span
         self._is_asynchronous, self._sweeps = costs[0].profile.device_is_asynchronous, len(sweeps)
         self.now = self.device = 0.0
+        self._opened = 0, 0
         self._computed, self._chosen = (0.0, 0.0), [0.0] * len(block)
         self.free, self._busy = dict.fromkeys(LANES, 0.0), dict.fromkeys(RESOURCES, 0.0)
         self.ends: list[float] = []
@@ -305,10 +306,11 @@ class _Simulation:
         return _Event(self, self.device)
 
     def begin_step(self, step: Step) -> str | None:
-        self.costs_now, self.tokens_now = self.costs[step.sweep > 0], self._tokens[step.sweep > 0]
+        self._opened = layer, phase = step.layer, int(step.sweep > 0)
+        self.costs_now, self.tokens_now = self.costs[phase], self._tokens[phase]
         if step.layer == 0:
             self.now = max(self.now, self._chosen[step.micro_batch])
-        if step.micro_batch not in self._steps.of[step.layer][step.sweep > 0]:  # computed with an earlier one
+        if step.micro_batch not in self._steps.of[layer][phase]:  # computed with an earlier one
             return None
         return "decode" if step.sweep else "prefill"
 
@@ -319,13 +321,13 @@ class _Simulation:
 
     open_hidden = open_cache
 
-    def decode(self, seconds: float) -> None:
-        """Decode a weight unit."""
-        start = max(self.now, self.device)
-        self.device = start + seconds
-        self._busy["device_compute"] += seconds
-        if not self._is_asynchronous:
-            self.now = self.device
+    def decode(self) -> None:
+        """Decode the weight unit that the step has opened."""
+        (layer, phase), start = self._opened, max(self.now, self.device)
+        cost = self.costs_now.decoding(layer, self._steps.of[layer][phase].values(), phase)
+        self.device = start + cost.device_s
+        self._busy["device_compute"] += cost.device_s
+        self.now = self.now + cost.issue_s if self._is_asynchronous else self.device
         self._computed = (start, self.device)
 
     def compute(self, step: Step) -> None:
@@ -391,7 +393,7 @@ class _WeightStream(BaseWeightStream[None]):
         pass
 
     def _decode(self, unit: int, region: Region | None) -> tuple[None, bool]:
-        self._sim.decode(self._sim.costs_now.dequantise_s(unit))
+        self._sim.decode()
         return None, False
 
 

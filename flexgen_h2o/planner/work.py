@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format, weight_parts
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import Layer, LayerKind, ModelSpec, WeightUnit
-from flexgen_h2o.core.units import BLOCK_ROWS, PAGE, TRANSFER_CHUNK, WRITE_BACK_STEPS, round_up
+from flexgen_h2o.core.units import BLOCK_ROWS, FEW_ROWS, PAGE, TRANSFER_CHUNK, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.memory_plan import attends_on_host, hidden_is_streamed, hidden_row_bytes, kv_layout, record_in
 from flexgen_h2o.engine.temporaries import is_blocked
 from flexgen_h2o.engine.weight_units import layers_of, streamed_bytes, unit_kinds, waits_for_router
@@ -49,12 +49,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Product:
-    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer). blocked: is the part held blocked?"""
+    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer). blocked: is the part held blocked? coded:
+    bytes of codes that it is multiplied by as they are (kernels/coded.py); 0: by numbers of the dtype."""
 
     rows: int
     inner: int
     outer: int
     blocked: bool = False
+    coded: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,14 @@ def looked_up_bytes(at: CostContext) -> int:
         if part.tier == "disk" and not streamed
         for stored in layout.stored
     )
+
+
+def coded_bytes(at: CostContext, layout: TensorLayout) -> int:
+    """Of a matrix that products of few rows take as it is held; 0: it is decoded for them."""
+    if at.device_is_host or not at.form.has_codes or not layout.decoded_row_bytes:
+        return 0
+    parts, streamed = zip(*layout.homes(at.weight_shares, at.device_is_host), strict=True)
+    return 0 if any(streamed) else sum(map(layout.part_bytes, parts))
 
 
 def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
@@ -298,7 +308,10 @@ def _experts_work(at: CostContext, layer: Layer, unit: WeightUnit, tokens: int) 
     # The experts of a model are alike, so the first one's products are those of any; threads share those of all
     # (kernels/linear.grouped_linear), which takes as long as a matrix of all their rows.
     products = _products(at, unit, max(1, round(pairs / used)))
-    own = [replace(product, outer=max(1, round(used * product.outer))) for product in products[: len(products) // size]]
+    own = [
+        replace(product, outer=max(1, round(used * product.outer)), coded=used * product.coded)
+        for product in products[: len(products) // size]
+    ]
     width = 8 * at.spec.hidden_size + 4 * experts.ffn_size  # gathered, normed, gated, weighed and added
     return Work(tuple(own), elementwise=pairs * width * at.itemsize)
 
@@ -393,14 +406,18 @@ def _waiting_columns(gen_len: int) -> float:
 
 def _products(at: CostContext, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
     """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
-    whole once it is unpacked. Resident parts are blocked."""
+    whole once it is unpacked, or multiplied as it is. Resident parts are blocked."""
     shares = WHOLE if at.form.decodes else at.weight_shares
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     blocks = is_blocked(at.form, at.device_is_host)
-    return tuple(
+    found = tuple(
         Product(rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0)
         for columns, part in _part_shapes(shapes, shares)
     )
+    if rows > FEW_ROWS or not at.form.has_codes:
+        return found
+    matrices = (layout for layout in layouts_of(at.form, unit.tensors) if layout.is_matrix)
+    return tuple(replace(p, coded=coded_bytes(at, layout)) for p, layout in zip(found, matrices, strict=True))
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, TensorSpec, slice_key
-from flexgen_h2o.core.units import BLOCK_ROWS, CUT_IN_BLOCKS, ROW_BLOCK
+from flexgen_h2o.core.units import BLOCK_ROWS, CUT_IN_BLOCKS, FEW_ROWS, ROW_BLOCK
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 if TYPE_CHECKING:
@@ -223,6 +223,11 @@ class WeightFormat:
         return ""
 
     @property
+    def has_codes(self) -> bool:
+        """Do products on a card take matrices as they are held (`codes`)?"""
+        return type(self).codes is not WeightFormat.codes and not self.in_int8
+
+    @property
     def packed(self) -> PackedFormat | None:
         """Itself where checkpoints have first to be brought into it."""
         return None
@@ -264,7 +269,7 @@ class WeightFormat:
     def coded_parts(self, layout: TensorLayout, held: Sequence[Held], decoded: RowParts) -> RowParts:
         """The rows of a matrix that products take from their codes while inputs are few, and that are decoded into
         `decoded` when others want them; () where that cannot be. held: all its rows, in order, which stay there."""
-        if self.in_int8 or len(held) != 1:
+        if not self.has_codes or len(held) != 1:
             return ()
         from flexgen_h2o.kernels import triton
         from flexgen_h2o.kernels.coded import CodedRows
@@ -272,12 +277,11 @@ class WeightFormat:
 
         ((_, pieces),), (whole,) = held, decoded
         assert isinstance(whole, DenseRows)
-        codes = self.codes(layout, pieces) if triton.takes(*pieces) else None
-        return () if codes is None else (CodedRows(codes, whole),)
+        return (CodedRows(self.codes(layout, pieces), whole),) if triton.takes(*pieces) else ()
 
-    def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes | None:
-        """All rows of a matrix as products on a card take them; None: of this format they take none."""
-        return None
+    def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes:
+        """All rows of a matrix as products on a card take them; formats without it are decoded."""
+        raise NotImplementedError
 
     def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
         """Fill out (n, columns), in a float dtype, with rows from `first` on, and return it. held: what has them."""
@@ -381,7 +385,6 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, expert
     import torch
 
     from flexgen_h2o.kernels import triton
-    from flexgen_h2o.kernels.coded import FEW_ROWS
     from flexgen_h2o.kernels.int8 import BUFFERS
     from flexgen_h2o.kernels.linear import grouped_linear, linear, linear_each
     from flexgen_h2o.kernels.workspace import Workspace

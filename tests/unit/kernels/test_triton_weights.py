@@ -14,9 +14,9 @@ from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.mxfp4 import Mxfp4
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.units import FEW_ROWS
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.coded import (
-    FEW_ROWS,
     CodedRows,
     Codes,
     groupwise_codes,

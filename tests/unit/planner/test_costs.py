@@ -7,20 +7,22 @@ from dataclasses import replace
 
 import pytest
 
+from flexgen_h2o.checkpoint.formats import layouts_of
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.units import WRITE_BACK_STEPS
+from flexgen_h2o.core.units import FEW_ROWS, TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
-from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, need_of
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.costs import Costs, Machine
 from flexgen_h2o.planner.profile import AS_FAST, Curve
 from flexgen_h2o.planner.work import (
     CostContext,
     Product,
     Work,
+    coded_bytes,
     kv_load_moves,
     layer_work,
 )
@@ -203,6 +205,34 @@ def test_products_in_int8_and_blocked_ones_are_faster_by_rows(rows: int) -> None
     assert in_order == pytest.approx(int8 * TIMES.at(rows))
 
 
+def decoding_s(costs: Costs, layer: int = 1, sweep: int = 1) -> float:
+    """Of a layer's weights, in a sweep of a block of the policy's size."""
+    steps = costs.steps_of(costs.layers.layers[layer].kind, even_blocks(costs.at.policy, NEED)[0][0], sweep)
+    return costs.decoding(layer, steps.values(), sweep).device_s
+
+
+def test_products_of_few_rows_on_a_card_take_codes_as_they_are() -> None:
+    """They read those alone, or multiply as fast as many rows are; what streams, or more rows take, is decoded."""
+    where, policy, many = machine(False), Policy(6, compress_weight=True, weight_bits=4), NEED.rows * NEED.prompt_len
+    costs = costs_of(policy, NEED, where)
+    unit = costs.layers.units[1]
+    work, prompts = (layer_work(costs.at, costs.layers.layers[1], unit, Batch.even(6, 10), sweep) for sweep in (1, 0))
+    codes = [coded_bytes(costs.at, layout) for layout in layouts_of(costs.at.form, unit.tensors) if layout.is_matrix]
+    assert [p.coded for p in work.products] == codes and min(codes) > 0 and many > FEW_ROWS
+    assert not any(p.coded for p in prompts.products)
+    assert decoding_s(costs) == 0.0 < decoding_s(costs, sweep=0)
+    assert decoding_s(costs, layer=0) > 0.0, "a table is looked up in"
+    read_s = sum(codes) / where.profile.device_memory_bytes_per_s
+    assert costs.compute_seconds(Work(work.products))[0] == pytest.approx(read_s)
+    in_memory = replace(where, profile=replace(where.profile, device_memory_bytes_per_s=1e18))
+    fastest = where.profile.rates(DTYPE).matmul_rate(TOKEN_CHUNK, 128, 128)
+    multiplied_s = sum(2 * p.rows * p.inner * p.outer for p in work.products) / fastest
+    assert costs_of(policy, NEED, in_memory).compute_seconds(Work(work.products))[0] == pytest.approx(multiplied_s)
+    for other, on in ((replace(policy, percent=(50, 50, 100, 0, 100, 0)), False), (policy, True)):
+        decoded = costs_of(other, NEED, machine(on))
+        assert decoding_s(decoded) > 0 and not any(p.coded for p in attention(decoded.at, 1).products)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_4_bits_become_int8_as_they_are_multiplied(rows: int) -> None:
     """At that product's own rate; into the dtype when their unit is opened."""
@@ -210,7 +240,7 @@ def test_4_bits_become_int8_as_they_are_multiplied(rows: int) -> None:
     alone, plain = Policy(4, int8_compute=True), Policy(4)
     in_dtype, in_both = (product_seconds(policy, where, rows) for policy in (plain, both))
     assert in_dtype == pytest.approx(in_both * MORE_TIMES.at(rows))
-    opened = [costs_of(p, NEED, where).dequantise_s(1) for p in (both, alone, Policy(4, compress_weight=True))]
+    opened = [decoding_s(costs_of(p, NEED, where)) for p in (both, alone, Policy(4, compress_weight=True))]
     assert opened[:2] == [0.0, 0.0] and opened[2] > 0
 
 
@@ -218,7 +248,7 @@ def test_of_a_quantised_checkpoint_only_what_is_quantised_is_unpacked() -> None:
     where, policy = machine(is_host=True), Policy(4, percent=(0, 0, 100, 0, 100, 0))
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     plain, quantised = (costs_of(policy, NEED, where, replace(SPEC, quantization=config)) for config in (None, fp8))
-    assert quantised.dequantise_s(0) == plain.dequantise_s(1) == 0.0 < quantised.dequantise_s(1)
+    assert decoding_s(quantised, 0) == decoding_s(plain) == 0.0 < decoding_s(quantised)
     assert quantised.weight_load(0, 1) == plain.weight_load(0, 1)
     assert sum(t.seconds for t in quantised.weight_load(1, 1)) < sum(t.seconds for t in plain.weight_load(1, 1))
 
@@ -230,7 +260,7 @@ def test_a_quantised_checkpoint_is_decoded_at_its_own_rate() -> None:
     for on, name in ((False, "gptq"), (True, "gptq_int8")):
         rates = replace(where.profile.compute[DTYPE], decode_speedup={name: 0.2})
         known = replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
-        own, any_s = (costs_of(Policy(4, int8_compute=on), NEED, m, spec).dequantise_s(1) for m in (known, where))
+        own, any_s = (decoding_s(costs_of(Policy(4, int8_compute=on), NEED, m, spec)) for m in (known, where))
         assert own == pytest.approx(any_s / 0.2) and any_s > 0
 
 
