@@ -9,7 +9,7 @@ case, and not used where they are missing, raise or differ. The CUDA one has not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 
 import numpy as np
@@ -23,6 +23,7 @@ TILE_ROWS = 256  # query rows; fewer where a tile of so many is over TILE_BYTES 
 LEAST_TILE_ROWS = 16  # fewer make matrix products slow
 TILE_BYTES = SCORE_TILE_BYTES  # of all products that exist at a time
 REFERENCE_ROWS = 32  # query rows where all heads of all prompts are worked on at once
+ALL_ROWS = 2**31 - 1
 
 
 def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0) -> torch.Tensor:
@@ -44,18 +45,46 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: floa
 def _column_sums_on_card(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int
 ) -> torch.Tensor:
-    (batch, heads, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
+    (batch, _, rows, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     sums = torch.empty(batch, kv_heads, keys, dtype=torch.float32, device=q.device)
-    strides = *q.stride()[:3], *k.stride()[:3], *lse.stride()
-    sizes = kv_heads, heads // kv_heads, rows, keys, first_row, scale
 
     def reference() -> None:
         sums.copy_(column_sums_reference(q, k, lse, scale, first_row))
 
-    constants = _tile(q)
-    grid = batch * kv_heads, -(-keys // constants["KEYS"])
-    triton.launch("prompts.column_sums", grid, reference, (q, k, lse, sums, *strides, *sizes), **constants)
+    _launch_sums((q, k, lse, sums), (triton.PromptLine(0, rows, keys),) * batch, scale, keys - first_row, reference)
     return sums
+
+
+def packed_column_sums(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lines: triton.Lines, scale: float,
+    last: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`column_sums` on a card, in one launch, of whole prompts of any lengths that lie one behind the other, b = 1.
+
+    last: rows of each prompt that count, None for all. Returns (1, kv_heads, tokens) fp32.
+    """
+    sums, last = torch.empty(1, *k.shape[1:3], dtype=torch.float32, device=q.device), ALL_ROWS if last is None else last
+
+    def reference() -> None:
+        for line in lines:
+            own = slice(None), slice(None), line.tokens
+            sums[own] = column_sums_reference(q[own], k[own], lse[own], scale, max(0, line.keys - last))
+
+    _launch_sums((q, k, lse, sums), lines, scale, last, reference)
+    return sums
+
+
+def _launch_sums(
+    tensors: Sequence[torch.Tensor], lines: triton.Lines, scale: float, last: int,
+    reference: Callable[[], object],
+) -> None:  # fmt: skip
+    """tensors: q, k, lse and sums, of a batch or of packed prompts. last: queries of each prompt that count."""
+    (q, k, lse, sums), constants = tensors, _tile(tensors[0])
+    kv_heads, strides = k.shape[1], [step for t in (q, k, lse) for step in triton.batch_strides(t, 3)]
+    sizes = *strides, *triton.batch_strides(sums, 2), kv_heads, q.shape[1] // kv_heads, last, scale
+    grid = len(lines) * kv_heads, -(-max(line.keys for line in lines) // constants["KEYS"])
+    arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
+    triton.launch("prompts.column_sums", grid, reference, arguments, **constants)
 
 
 def _tile(q: torch.Tensor) -> dict[str, int]:
@@ -167,20 +196,47 @@ def causal_attention_lse(
 def _attend_on_card(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
     """The result has the heads of a token side by side."""
     (batch, heads, rows, width), keys = q.shape, k.shape[2]
-    assert all(t.stride(3) == 1 for t in (q, k, v))
     out = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
-    strides = [step for t in (q, k, v, out) for step in t.stride()[:3]]
-    sizes = heads, heads // k.shape[1], rows, keys, keys if window is None else window, scale
 
     def reference() -> None:
         for ours, theirs in zip((out, lse), causal_attention_lse_reference(q, k, v, scale, window), strict=True):
             ours.copy_(theirs)
 
-    constants = _tile(q)
-    grid = batch * heads, -(-rows // constants["ROWS"])
-    triton.launch("prompts.attend", grid, reference, (q, k, v, out, lse, *strides, *sizes), **constants)
+    _launch_attention((q, k, v, out, lse), (triton.PromptLine(0, rows, keys),) * batch, scale, window, reference)
     return out, lse
+
+
+def packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lines: triton.Lines, scale: float,
+    window: int | None, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """`causal_attention_lse` on a card, in one launch, of whole prompts of any lengths that lie one behind the other,
+    b = 1, into `out`, which is as q. Returns the log-sum-exp, (1, heads, tokens) fp32."""
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+    def reference() -> None:
+        for line in lines:
+            own = slice(None), slice(None), line.tokens
+            out[own], lse[own] = causal_attention_lse_reference(q[own], k[own], v[own], scale, window)
+
+    _launch_attention((q, k, v, out, lse), lines, scale, window, reference)
+    return lse
+
+
+def _launch_attention(
+    tensors: Sequence[torch.Tensor], lines: triton.Lines, scale: float, window: int | None,
+    reference: Callable[[], object],
+) -> None:  # fmt: skip
+    """tensors: q, k, v, out and the log-sum-exp, of a batch or of packed prompts."""
+    (q, k, v, _, lse), constants = tensors, _tile(tensors[0])
+    assert all(t.stride(3) == 1 for t in (q, k, v))
+    strides = [step for t in tensors[:4] for step in triton.batch_strides(t, 3)]
+    heads, most = q.shape[1], ALL_ROWS if window is None else window
+    sizes = *strides, *triton.batch_strides(lse, 2), heads, heads // k.shape[1], most, scale
+    grid = len(lines) * heads, -(-max(line.rows for line in lines) // constants["ROWS"])
+    arguments = *tensors, triton.prompt_table(lines, q.device), *sizes
+    triton.launch("prompts.attend", grid, reference, arguments, **constants)
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Result:

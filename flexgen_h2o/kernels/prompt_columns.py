@@ -1,8 +1,9 @@
 """What stays of prompts: the columns that rank highest, and their way into slots, packed or not, with what lies beside
-packed ones. On a card one launch each. R, d, C, S, W: as in kernels/slots.py."""
+packed ones. On a card one launch each, also of prompts of different lengths. R, d, C, S, W: as in kernels/slots.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,13 +32,35 @@ def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.T
         return choose_kept_reference(rank, begin, end, count)
     rank, tokens = rank.contiguous(), rank.shape[2]
     kept = torch.empty(*rank.shape[:2], count, dtype=torch.int64, device=rank.device)
-    sizes = tokens, begin, end, count - tokens + end - begin
 
     def reference() -> None:
         kept.copy_(choose_kept_reference(rank, begin, end, count))
 
-    triton.launch("prompts.choose", (rank.shape[0] * rank.shape[1],), reference, (rank, kept, *sizes), BLOCK=_RANKS)
+    _launch_choice(rank, kept, (triton.PromptLine(0, tokens, tokens, 0, count, begin, end),) * len(rank), reference)
     return kept
+
+
+def choose_packed(rank: torch.Tensor, lines: triton.Lines) -> torch.Tensor:
+    """`choose_kept` of prompts that lie one behind the other, b = 1, in one launch on a card: (1, kv_heads, all that
+    stay) int64, in each prompt from 0 on. One of which all columns stay has none that are ranked."""
+    kept = torch.empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64, device=rank.device)
+
+    def reference() -> None:
+        for line in lines:
+            own = rank[..., line.tokens], line.begin, line.end, line.kept
+            kept[..., line.stays] = choose_kept_reference(*own)
+
+    _launch_choice(rank.contiguous(), kept, lines, reference)
+    return kept
+
+
+def _launch_choice(
+    rank: torch.Tensor, kept: torch.Tensor, lines: triton.Lines, reference: Callable[[], object]
+) -> None:
+    kv_heads = rank.shape[1]
+    sizes = *triton.batch_strides(rank, 2), *triton.batch_strides(kept, 2), kv_heads
+    arguments = rank, kept, triton.prompt_table(lines, rank.device), *sizes
+    triton.launch("prompts.choose", (len(lines) * kv_heads,), reference, arguments, BLOCK=_RANKS)
 
 
 def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
@@ -68,6 +91,14 @@ class PromptSlots:
     positions: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
+    def of_prompt(self, line: triton.PromptLine, number: int, kv_heads: int) -> PromptSlots:
+        """The rows of a prompt, the `number`-th of those that lie one behind the other."""
+        start = number * kv_heads - self.first
+        here = slice(max(0, start), max(0, start + kv_heads))
+        keys, values, form = self.keys[:, here], self.values[:, here], self.form.rows(here)
+        recorded = (None if t is None else t[here] for t in (self.positions, self.scores))
+        return PromptSlots(keys, values, max(0, -start), form, line.window, *recorded)
+
 
 def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
     """Are columns of all rows of prompts put into slots at once? Loops of a CPU pack and copy row by row."""
@@ -75,36 +106,58 @@ def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
 
 
 def put_prompts(
-    k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots,
+    lines: triton.Lines | None = None,
+) -> None:  # fmt: skip
     """Columns of prompts into the slots 0, 1, ... of some rows of theirs: one launch, or two where they are packed.
 
     k, v: (b, n, kv_heads, d), numbers of a head side by side; kept: (b, kv_heads, count) int64, ascending, the tokens
-    whose columns stay. scores: (b, kv_heads, n) fp32, where slots record theirs.
+    whose columns stay. scores: (b, kv_heads, n) fp32, where slots record theirs. lines: of prompts that lie one behind
+    the other, b = 1, of any lengths, each with a window of its own; `kept` as of `choose_packed`.
     """
+    prompts, tokens, kv_heads, width = k.shape
+    reference: Callable[[], object] = partial(put_prompts_reference, k, v, kept, scores, slots)
+    if lines is not None:
+        reference = partial(_put_one_by_one, k, v, kept, scores, slots, lines)
     if not triton.takes(k):
-        put_prompts_reference(k, v, kept, scores, slots)
+        reference()
         return
+    lines = lines or (triton.PromptLine(0, tokens, tokens, 0, kept.shape[2], window=slots.window),) * prompts
     assert k.stride(3) == v.stride(3) == kept.stride(2) == 1
-    (_, tokens, kv_heads, width), count, (_, rows, length, _) = k.shape, kept.shape[2], slots.keys.shape
-    unused = kept  # what a kernel that does not read it gets
-    recorded = [unused] * 3 if scores is None else [scores.contiguous(), slots.scores, slots.positions]
-    tensors = k, v, kept, slots.keys, slots.values, *recorded
-    strides = *k.stride()[:3], *v.stride()[:3], *kept.stride()[:2], segment_step(slots.keys)
+    (_, rows, length, _), unused = slots.keys.shape, kept  # what a kernel that does not read it gets
+    given = unused if scores is None else scores.contiguous()
+    recorded = (unused, unused) if scores is None else (slots.scores, slots.positions)
+    tensors = k, v, kept, slots.keys, slots.values, given, *recorded, triton.prompt_table(lines, k.device)
+    laid_out = (k, 3), (v, 3), (kept, 2), (given, 2)
+    strides = [step for t, count in laid_out for step in triton.batch_strides(t, count)]
     columns = unused.shape[2] if slots.scores is None else slots.scores.shape[1]
-    sizes = *strides, length, columns, count, tokens, kv_heads, slots.first
+    sizes: tuple[int, ...] = *strides, segment_step(slots.keys), length, columns, kv_heads, slots.first
     wide = triton.power_of_two(width, 16)
     name, constants = "prompts.put", {"D": width, "WIDTH": wide, "BLOCK": _COLUMNS, "RECORDS": scores is not None}
     packing, whole = slots.form.packing, slots.form.whole
     if packing is not None:
         assert whole is not None
-        _begin_whole(whole, k, slots.first)
+        _begin_whole(whole, k, slots.first, lines)
         name, tensors = "prompts.put_packed", (*tensors, *vars(whole).values())
-        windows = whole.slots.shape[1], slots.window
-        sizes = *sizes, segment_step(slots.values), *windows, *packed_sizes(packing)
+        sizes = *sizes, segment_step(slots.values), whole.slots.shape[1], *packed_sizes(packing)
         constants |= {"BLOCK": max(1, _NUMBERS // wide), **packing_constants(packing)}
-    grid, reference = (rows, -(-count // constants["BLOCK"])), partial(put_prompts_reference, k, v, kept, scores, slots)
+    grid = rows, -(-max(line.kept for line in lines) // constants["BLOCK"])
     triton.launch(name, grid, reference, (*tensors, *sizes), **constants)
+
+
+def _put_one_by_one(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: PromptSlots,
+    lines: triton.Lines,
+) -> None:
+    for number, line in enumerate(lines):
+        part = slots.of_prompt(line, number, k.shape[2])
+        if part.keys.shape[1]:
+            own = kept[..., line.stays], None if scores is None else scores[..., line.tokens]
+            put_prompts_reference(k[:, line.tokens], v[:, line.tokens], *own, part)
 
 
 def put_prompts_reference(
@@ -155,13 +208,13 @@ def keep_whole(
         target[:, :window].copy_(found.masked_fill(~stays.unsqueeze(2), 0))
 
 
-def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int) -> None:
-    (_, tokens, kv_heads, width), wide = k.shape, triton.power_of_two(k.shape[3], 16)
-    sizes = *k.stride()[:3], tokens, kv_heads, first, whole.slots.shape[1], LEAST_RANGE
+def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.Lines) -> None:
+    """Its reference is part of `put_prompts_reference`."""
+    (*_, kv_heads, width), wide = k.shape, triton.power_of_two(k.shape[3], 16)
+    sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], LEAST_RANGE
     constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide)}
-    reference = partial(begin_whole_reference, whole, k, first)
-    arguments = k, *vars(whole).values(), *sizes
-    triton.launch("prompts.begin_whole", (len(whole.slots),), reference, arguments, **constants)
+    arguments = k, triton.prompt_table(lines, k.device), *vars(whole).values(), *sizes
+    triton.launch("prompts.begin_whole", (len(whole.slots),), lambda: None, arguments, **constants)
 
 
 def begin_whole_reference(whole: WholeColumns, k: torch.Tensor, first: int) -> None:

@@ -16,17 +16,25 @@ import torch
 
 from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
+from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import SlotForm, joined
 from flexgen_h2o.kernels.decode_step import InFront, StepSlots, attend_step
 from flexgen_h2o.kernels.elementwise import Rotation
-from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, with_sinks
+from flexgen_h2o.kernels.prefill_attention import (
+    causal_attention,
+    causal_attention_lse,
+    packed_attention,
+    with_sinks,
+)
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, are_put_together, keep_whole, put_prompts
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, counts_of, fill_sketch
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
     PrefixSums,
+    keep_packed_columns,
     keep_prompt_columns,
+    packed_lines,
     rank_victims,
     record_columns,
     record_prompts,
@@ -83,6 +91,9 @@ def _attend_group(
     if not group.rows:
         assert rows.common is not None
         put_first_columns(rows.common, 0, rows.kv_heads, *(t[0].transpose(0, 1) for t in prefix[1:]))
+    elif not group.before and triton.takes(*packed):
+        _attend_at_once(packed, group, sequence, rows, scale, attn_out)
+        return
     for number, count in _equal_rows(group, rows.budgets, sequence):
         end = start + number * count
         queries, *columns = (t[start:end].view(number, count, t.shape[1], -1) for t in packed)
@@ -94,11 +105,52 @@ def _attend_group(
         attn_out[start:end].view(queries.shape).copy_(attended.transpose(1, 2))
         if rows.watch is not None and lse is not None:
             rows.watch(sequence, PromptAttention(q, k, lse, scale))
-        kept = keep_prompt_columns(rows, sequence, (q, k[:, :, skipped:], v[:, :, skipped:]), lse, scale, prefix_sums)
-        stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
-        for view in rows.views:
-            write_prompts(view, sequence, (stored[:, skipped:], values[:, skipped:]), kept, rows)
+        own = [t[:, skipped:] for t in columns]
+        _keep(rows, sequence, (q, own), lse, scale, prefix_sums)
         start, sequence = end, sequence + number
+
+
+def _keep(
+    rows: KVRows, sequence: int, of_prompts: tuple[torch.Tensor, Sequence[torch.Tensor]], lse: torch.Tensor | None,
+    scale: float, prefix_sums: PrefixSums | None = None,
+) -> None:  # fmt: skip
+    """What stays of equally long prompts goes to slots. of_prompts: q (b, heads, m, d), and keys, values and stored
+    keys, if any, (b, n, kv_heads, d)."""
+    q, columns = of_prompts
+    k, v = (t.transpose(1, 2) for t in columns[:2])
+    kept = keep_prompt_columns(rows, sequence, (q, k, v), lse, scale, prefix_sums)
+    stored = columns[-1] if len(columns) > 2 else columns[0]
+    for view in rows.views:
+        write_prompts(view, sequence, (stored, columns[1]), kept, rows)
+
+
+def _attend_at_once(
+    packed: Sequence[torch.Tensor], group: PromptGroup, sequence: int, rows: KVRows, scale: float,
+    attn_out: torch.Tensor,
+) -> None:  # fmt: skip
+    """`_attend_group` on a card, without a prefix: a launch takes all prompts, whatever their lengths."""
+    q, k, v, out = (t.unsqueeze(0).transpose(1, 2) for t in (*packed[:3], attn_out))
+    lines, needs = packed_lines(rows, sequence, group.own), rows.policy.needs
+    sums = packed_attention(q, k, v, lines, scale, rows.window, out)
+    if rows.sinks is not None:
+        _, sums = with_sinks(out, sums, rows.sinks)
+    lse = sums if needs.query_rows != 0 else None
+    if rows.watch is not None and lse is not None:
+        for i, line in enumerate(lines):
+            own = slice(None), slice(None), line.tokens
+            rows.watch(sequence + i, PromptAttention(q[own], k[own], lse[own], scale))
+    if needs.in_one_launch and (lse is not None or not needs.record):
+        kept = keep_packed_columns(rows, lines, (q, k), lse, scale)
+        for view in rows.views:
+            _write_packed(view, sequence, packed[1:3], kept, rows, lines)
+        return
+    start = 0
+    for number, count in _equal_rows(group, rows.budgets, sequence):
+        here, shape = slice(start, start + number * count), (number, count)
+        queries, *columns = (t[here].unflatten(0, shape) for t in packed)
+        of_queries = None if lse is None else lse[0, :, here].unflatten(1, shape).transpose(0, 1)
+        _keep(rows, sequence, (queries.transpose(1, 2), columns), of_queries, scale)
+        start, sequence = here.stop, sequence + number
 
 
 def _attend_prefix(
@@ -196,11 +248,35 @@ def _write_at_once(
         a, b, first = max(start, view.start), min(stop, view.end), some.stop
         if a >= b:
             continue
-        part = view.part(a - view.start, b - view.start, 0)
-        m, scores = part.metadata, None if kept.scores is None else kept.scores[some]
-        recorded = () if m is None else (m.positions, m.scores)
-        slots = PromptSlots(part.keys, part.values, a - start, part.form, window, *recorded)
-        put_prompts(kv[0][some], kv[1][some], kept.positions[some], scores if m is not None else None, slots)
+        scores = None if kept.scores is None or view.metadata is None else kept.scores[some]
+        slots = _slots_of_prompts(view, a, b, start, window)
+        put_prompts(kv[0][some], kv[1][some], kept.positions[some], scores, slots)
+
+
+def _slots_of_prompts(view: PartView, a: int, b: int, start: int, window: int = 0) -> PromptSlots:
+    """Of the rows [a, b) of a unit, where those of the prompts begin at `start`."""
+    part = view.part(a - view.start, b - view.start, 0)
+    m = part.metadata
+    recorded = () if m is None else (m.positions, m.scores)
+    return PromptSlots(part.keys, part.values, a - start, part.form, window, *recorded)
+
+
+def _write_packed(
+    view: PartView, sequence: int, kv: Sequence[torch.Tensor], kept: KeptColumns, unit: KVRows, lines: triton.Lines
+) -> None:
+    """`write_prompts` of prompts that lie one behind the other, k and v (tokens, kv_heads, d)."""
+    k, v = (t.unsqueeze(0) for t in kv)
+    if are_put_together(k, view.keys) and unit.is_plain(view):
+        start, stop = (i * unit.kv_heads for i in (sequence, sequence + len(lines)))
+        a, b = max(start, view.start), min(stop, view.end)
+        if a < b:
+            slots, scores = _slots_of_prompts(view, a, b, start), None if view.metadata is None else kept.scores
+            put_prompts(k, v, kept.positions, scores, slots, lines)
+        return
+    for i, line in enumerate(lines):
+        scores = None if kept.scores is None else kept.scores[..., line.tokens]
+        own = KeptColumns(kept.positions[..., line.stays], scores, None)
+        write_prompts(view, sequence + i, (k[:, line.tokens], v[:, line.tokens]), own, unit)
 
 
 # ---- new tokens

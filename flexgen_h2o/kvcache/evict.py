@@ -10,13 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 
+from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import SUMMARY_CHUNK
+from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import Pages
-from flexgen_h2o.kernels.prefill_attention import column_sums
-from flexgen_h2o.kernels.prompt_columns import choose_kept
+from flexgen_h2o.kernels.prefill_attention import column_sums, packed_column_sums
+from flexgen_h2o.kernels.prompt_columns import choose_kept, choose_packed
 from flexgen_h2o.kernels.slots import add_to_pages
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs, value_sizes
@@ -104,6 +108,78 @@ def weighted_column_sums(
         before_last = torch.arange(q.shape[2] - 1, -1, -1, device=lse.device, dtype=torch.float32)
         lse = lse - before_last * math.log(needs.query_decay)
     return column_sums(q, k, lse, scale, k.shape[2] - query_rows)
+
+
+# ---- prompts of any lengths that lie one behind the other on a card
+
+
+def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.Lines:
+    """Of prompts of these lengths, the sequences `first`, `first` + 1, ...: what stays, in what order."""
+    here, room = slice(first, first + len(lengths)), [v.whole.slots.shape[1] for v in rows.views if v.whole is not None]
+    budgets, most = rows.budgets.select(here), max(room, default=0)
+    columns = zip(*(t.tolist() for t in (budgets.kept, budgets.sinks, budgets.recent, budgets.slots)), strict=True)
+    found, start, kept_start = list[triton.PromptLine](), 0, 0
+    for n, (kept, sinks, recent, slots) in zip(lengths, columns, strict=True):
+        begin, end = (sinks, n - recent) if kept < n else (0, 0)
+        found.append(triton.PromptLine(start, n, n, kept_start, kept, begin, end, window_of(most, slots)))
+        start, kept_start = start + n, kept_start + kept
+    return tuple(found)
+
+
+def keep_packed_columns(
+    rows: KVRows, lines: triton.Lines, qk: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float
+) -> KeptColumns:
+    """`keep_prompt_columns` of prompts that lie one behind the other, b = 1, where the policy ranks by scores alone, or
+    not at all. Positions are those of each prompt, from 0 on, as its line says."""
+    (q, k), needs, where = qk, rows.policy.needs, qk[1].device
+    scores = None
+    if lse is not None:
+        if needs.query_decay != 1:
+            lse = lse - _offsets(lines, needs.query_decay, where)
+        scores = packed_column_sums(q, k, lse, lines, scale, needs.query_rows)
+        _score_alike(rows, scores, lines)
+    if scores is None or not any(line.kept - line.keys + line.end - line.begin for line in lines):
+        stay = tuple((line.keys, line.begin, line.kept) for line in lines)
+        return KeptColumns(_unranked(stay, where).expand(1, k.shape[1], -1), scores, None)
+    rank = scores
+    if needs.per_query:
+        most = max(line.keys for line in lines)
+        rank = scores / query_weight_table(needs.decay, 1 << most.bit_length(), where)[_ages(lines, where)]
+    return KeptColumns(choose_packed(rank, lines), scores, None)
+
+
+def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.Lines) -> None:
+    """What the policy makes of the column sums (1, kv_heads, tokens), in place: of neighbours of one length at once."""
+    query_rows = rows.policy.needs.query_rows
+    for n, same in groupby(lines, key=lambda line: line.keys):
+        alike = [line.tokens for line in same]
+        own = sums[0, :, alike[0].start : alike[-1].stop].unflatten(1, (len(alike), n)).transpose(0, 1)
+        made = rows.policy.prompt_scores(own, n if query_rows is None else min(n, query_rows))
+        if made is not own:
+            own.copy_(made)
+
+
+def _ages_on_host(lines: triton.Lines) -> torch.Tensor:
+    return torch.cat([torch.arange(line.keys, 0, -1, device="cpu") for line in lines])
+
+
+@lru_cache(maxsize=16)
+def _ages(lines: triton.Lines, where: torch.device) -> torch.Tensor:
+    """(tokens,) int64: how many queries see each token's column."""
+    return upload(_ages_on_host(lines), where)
+
+
+@lru_cache(maxsize=16)
+def _offsets(lines: triton.Lines, decay: float, where: torch.device) -> torch.Tensor:
+    """(tokens,) fp32: what `weighted_column_sums` takes from a row's log-sum-exp."""
+    return upload((_ages_on_host(lines) - 1).float() * math.log(decay), where)
+
+
+@lru_cache(maxsize=16)
+def _unranked(stay: tuple[tuple[int, int, int], ...], where: torch.device) -> torch.Tensor:
+    """(all that stay,) int64: `_without_rank` of each prompt, given its tokens, its sinks and what stays."""
+    host = torch.device("cpu")
+    return upload(torch.cat([_without_rank(n, sinks, kept, host) for n, sinks, kept in stay]), where)
 
 
 def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these: slice) -> None:

@@ -70,16 +70,16 @@ def variants(*kinds: str) -> Iterator[Case]:
         sizes = "i32", "i32", "i32", "i32", "i32"
         yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
         yield from packed_cases(t, dtype)
-        yield Case(prompts.choose, ("*fp32", "*i64", *["i32"] * 4), {"BLOCK": 1024})
+        yield Case(prompts.choose, ("*fp32", "*i64", "*i32", *["i32"] * 5), {"BLOCK": 1024})
         for width in (256, 128):
             block = {"D": width, "WIDTH": width, "BLOCK": 64}
             for records in (False, True):
                 scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
                 block |= {"RECORDS": records}
-                yield Case(prompts.put, (t, t, "*i64", t, t, *scores, *["i32"] * 15), dict(block))
+                yield Case(prompts.put, (t, t, "*i64", t, t, *scores, "*i32", *["i32"] * 15), dict(block))
             tile = _tile(torch.empty(1, 1, 1, width, dtype=dtype, device="meta"))
-            yield Case(prompts.attend, (*[t] * 4, "*fp32", *["i32"] * 17, "fp32"), tile)
-            yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", *["i32"] * 14, "fp32"), tile)
+            yield Case(prompts.attend, (*[t] * 4, "*fp32", "*i32", *["i32"] * 17, "fp32"), tile)
+            yield Case(prompts.column_sums, (t, t, "*fp32", "*fp32", "*i32", *["i32"] * 14, "fp32"), tile)
         for records, group, width, before in (
             (False, 1, 64, 0), (False, 1, 128, 2), (True, 4, 128, 0), (True, 8, 80, 0), (True, 8, 256, 1),
         ):  # fmt: skip
@@ -125,10 +125,10 @@ def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
              **packing_constants(packing)},
         )  # fmt: skip
         block = {"D": width, "WIDTH": wide, "BLOCK": max(1, 2048 // wide)}
-        yield Case(prompts.begin_whole, (t, *beside, *["i32"] * 7, "fp32"), block)
+        yield Case(prompts.begin_whole, (t, "*i32", *beside, *["i32"] * 6, "fp32"), block)
         scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
         yield Case(
-            prompts.put_packed, (t, t, "*i64", "*i32", "*i32", *scores, *beside, *["i32"] * 24),
+            prompts.put_packed, (t, t, "*i64", "*i32", "*i32", *scores, "*i32", *beside, *["i32"] * 23),
             {**block, "RECORDS": records, **packing_constants(packing)},
         )  # fmt: skip
 

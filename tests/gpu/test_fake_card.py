@@ -16,7 +16,7 @@ from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.warm_up import warm_up_card
-from flexgen_h2o.kvcache.eviction import H2ONorm
+from flexgen_h2o.kvcache.eviction import H2ONorm, SnapKV, VaSE
 from tests.gpu import test_cuda_parity
 from tests.gpu.fake_card import NAME, Card
 from tests.gpu.fake_engine import fake_card
@@ -82,11 +82,12 @@ def test_half_precision_is_near_the_cpu_in_full(tmp_path, dtype: str, family: st
     assert off_by(logits, expected) <= HALVES[dtype]
 
 
+ON_CPU = [name for name in PLACEMENTS if name.startswith("attention on the CPU")]
 SUMMED_UP = H2O(heavy_size=6, recent_size=3, summaries=4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name.startswith("attention on the CPU")])
+@pytest.mark.parametrize("placement", ON_CPU)
 @pytest.mark.parametrize(
     ("eviction", "more"),
     [(SUMMED_UP, {}), (SUMMED_UP, {"compress_cache": True}), (None, {"attn_sparsity": 0.5})],
@@ -206,7 +207,7 @@ def test_launches_and_syncs_of_a_block(tmp_path, family: str, eviction: str, pac
     assert of_block(card, "decode", "fence") == 0, card.places
 
 
-OF_LAYER, OF_LENGTH = 11, 4  # launches of a prefill layer, and for each length of its prompts
+OF_PREFILL = 13  # launches of a layer with the full cache in 16 bits
 
 
 @pytest.mark.parametrize(
@@ -215,18 +216,37 @@ OF_LAYER, OF_LENGTH = 11, 4  # launches of a prefill layer, and for each length 
 def test_launches_of_prefill_do_not_grow_with_prompts(
     tmp_path, monkeypatch, family: str, eviction: str, packed: bool
 ) -> None:
-    """But with different lengths among them, which are computed one after the other."""
+    """Nor with their lengths."""
     folder, kept, random = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction], torch.Generator()
-    policy = Policy(3, 2, **PLACEMENTS["all on the device"], compress_cache=packed)
-    for lengths, apart in (((20,) * 6, 1), ((20, 22, 24, 26, 28, 30), 3)):
+    more: dict[str, Any] = {"eviction": kept, "params": SamplingParams(2, ignore_eos=True)}
+    policy = Policy(8, 1, **PLACEMENTS["all on the device"], compress_cache=packed)
+    most = OF_PREFILL + 2 * (eviction == "h2o") + packed  # scores and a choice; what lies beside packed slots
+    for lengths in ((20,), (20,) * 8, (1, 2, 9, 15, 16, 17, 33, 100)):
         given = [torch.randint(4, 1000, (n,), generator=random.manual_seed(n)).tolist() for n in lengths]
         monkeypatch.setattr("tests.gpu.test_cuda_parity.prompts", lambda given=given: given)
         with fake_card() as card:
-            generate(folder, policy, "cuda", BUDGET, eviction=kept, params=SamplingParams(2, ignore_eos=True))
+            tokens, *_ = generate(folder, policy, "cuda", BUDGET, **more)
         told = {place: count for place, count in card.places.items() if place[0].startswith("prefill")}
-        of_length = OF_LENGTH + (eviction == "h2o") + packed  # scores, or a choice; and what lies beside packed slots
-        assert of_block(card, "prefill", "launch") <= OF_LAYER + of_length * apart <= 40, told
+        assert of_block(card, "prefill", "launch") <= most <= 40, told
         assert of_block(card, "prefill", "sync") == 0, told
+    alone = Policy(8, 1, compress_cache=packed)
+    assert tokens == generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), **more)[0] and not card.races
+
+
+OTHERS = {
+    "snapkv": SnapKV(window=4, kv_budget=0.5), "vase": VaSE(kv_budget=0.5),
+    "h2o-norm": H2ONorm(heavy_size=6, recent_size=3, decay=0.9),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("eviction", "placement"), product(OTHERS, ("all on the device", *ON_CPU)))
+def test_other_policies_keep_the_same_columns_of_prompts(tmp_path, eviction: str, placement: str) -> None:
+    """Those that smooth scores, or rank by more than scores, see the prompts of one length at a time."""
+    folder, kept, params = model_folder(tmp_path, CONFIGS["llama"]), OTHERS[eviction], params_of(placement)
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept, params=params)
+    tokens, card = on_fake_card(folder, placement, kept)
+    assert tokens == expected and not card.races
 
 
 CHOICES = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}

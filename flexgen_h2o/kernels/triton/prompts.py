@@ -1,6 +1,9 @@
 """Prompts on a card, one launch each: causal attention with its log-sum-exp (Dao 2023, FlashAttention-2, whose backward
 pass we have no use for) and what each column received of it, without an n x n matrix; the columns that stay, and their
-way into slots. R, d, C, S, W: as in kernels/slots.py."""
+way into slots. R, d, C, S, W: as in kernels/slots.py.
+
+prompts: a line of numbers for each prompt of a launch (`PromptLine`). Where they lie one behind the other, tensors have
+a batch stride of 0 and each prompt begins at its line's start, which is 0 in a batch."""
 
 from __future__ import annotations
 
@@ -12,30 +15,33 @@ from flexgen_h2o.kernels.triton.slots import pack, softmax_start, softmax_step
 _MOST = tl.constexpr(3.4028234663852886e38)  # the largest number in fp32
 # Sizes that differ from prompt to prompt or from plan to plan, and make no code faster: none is compiled in.
 _SIZES = (
-    "tokens", "begin", "end", "heavy", "kept_batch", "kept_head", "length", "columns", "count", "first", "windows",
-    "window",
+    "lse_batch", "lse_head", "sums_batch", "sums_head", "last", "window", "rank_batch", "rank_head", "kept_batch",
+    "kept_head", "given_batch", "given_head", "length", "columns", "first", "windows",
 )  # fmt: skip
 _ROWS = "rank", "kept", "given", "scores", "positions", "whole_slots"  # of any number of columns: may begin anywhere
 
 
-@triton.jit(do_not_specialize=("rows", "keys", "window"))
+@triton.jit(do_not_specialize=_SIZES)
 def attend(
-    q, k, v, out, lse, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    out_batch, out_head, out_token, heads, group, rows, keys, window, scale,
+    q, k, v, out, lse, prompts, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    out_batch, out_head, out_token, lse_batch, lse_head, heads, group, window, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of a head. rows: the last so many of all `keys`; window: keys that a query sees."""
+    """ROWS queries of a head, the last of all keys of its prompt. window: keys that a query sees."""
     of_all = tl.program_id(0)  # a head of a prompt, on the first axis: others end at 65,535
     start, batch, head = tl.program_id(1) * ROWS, (of_all // heads).to(tl.int64), of_all % heads
+    origin, rows, keys = _line(prompts, batch)
     number, query = tl.arange(0, WIDTH), start + tl.arange(0, ROWS)
     row, in_head = keys - rows + query, number < D
     of_query, asked = query[:, None] * q_token + number[None, :], (query < rows)[:, None] & in_head[None, :]
-    tile = tl.load(q + batch * q_batch + head * q_head + of_query, mask=asked, other=0.0)
-    k += batch * k_batch + head // group * k_head
-    v += batch * v_batch + head // group * v_head
+    tile = tl.load(q + batch * q_batch + origin * q_token + head * q_head + of_query, mask=asked, other=0.0)
+    k += batch * k_batch + origin * k_token + head // group * k_head
+    v += batch * v_batch + origin * v_token + head // group * v_head
     most, total, mixed = softmax_start(ROWS, WIDTH)
     first = tl.maximum(0, keys - rows + start + 1 - window) // KEYS * KEYS
-    for begin in range(first, tl.minimum(keys, keys - rows + start + ROWS), KEYS):
+    # A longer prompt's grid has more programs than this one's queries.
+    end = tl.where(start < rows, tl.minimum(keys, keys - rows + start + ROWS), 0)
+    for begin in range(first, end, KEYS):
         key = begin + tl.arange(0, KEYS)
         loads = (key < keys)[:, None] & in_head[None, :]
         some = tl.load(k + key[:, None] * k_token + number[None, :], mask=loads, other=0.0)
@@ -47,50 +53,72 @@ def attend(
     total = tl.where(query < rows, total, 1.0)
     of_query = query[:, None] * out_token + number[None, :]
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + batch * out_batch + head * out_head + of_query, mixed, mask=asked)
-    tl.store(lse + of_all.to(tl.int64) * rows + query, most + tl.log(total), mask=query < rows)
+    tl.store(out + batch * out_batch + origin * out_token + head * out_head + of_query, mixed, mask=asked)
+    tl.store(lse + batch * lse_batch + head * lse_head + origin + query, most + tl.log(total), mask=query < rows)
 
 
-@triton.jit(do_not_specialize=("lse_batch", "lse_head", "rows", "keys", "first_row"))
+@triton.jit(do_not_specialize=_SIZES)
 def column_sums(
-    q, k, lse, sums, q_batch, q_head, q_token, k_batch, k_head, k_token, lse_batch, lse_head, lse_token,
-    kv_heads, group, rows, keys, first_row, scale,
+    q, k, lse, sums, prompts, q_batch, q_head, q_token, k_batch, k_head, k_token, lse_batch, lse_head, lse_token,
+    sums_batch, sums_head, kv_heads, group, last, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """KEYS columns of a kv-head, over the queries of its group: nobody else adds to them."""
+    """KEYS columns of a kv-head, over the queries of its group: nobody else adds to them. last: queries that count."""
     begin, of_all = tl.program_id(1) * KEYS, tl.program_id(0)
     batch, kv_head = (of_all // kv_heads).to(tl.int64), of_all % kv_heads
+    origin, rows, keys = _line(prompts, batch)
     number, key = tl.arange(0, WIDTH), begin + tl.arange(0, KEYS)
     in_head, before = number < D, keys - rows
     loads = (key < keys)[:, None] & in_head[None, :]
-    of_keys = tl.load(k + batch * k_batch + kv_head * k_head + key[:, None] * k_token + number[None, :], mask=loads,
-                      other=0.0)  # fmt: skip
+    k += batch * k_batch + origin * k_token + kv_head * k_head
+    of_keys = tl.load(k + key[:, None] * k_token + number[None, :], mask=loads, other=0.0)
     received = tl.zeros([KEYS], tl.float32)
-    least = tl.maximum(tl.maximum(first_row, begin), before)
+    least = tl.maximum(tl.maximum(keys - last, begin), before)
+    q += batch * q_batch + origin * q_token
+    lse += batch * lse_batch + origin * lse_token
     for head in range(kv_head * group, (kv_head + 1) * group):
         for start in range(least, keys, ROWS):
             row = start + tl.arange(0, ROWS)
             query = row - before
             asked = (row < keys)[:, None] & in_head[None, :]
-            at = batch * q_batch + head * q_head + query[:, None] * q_token + number[None, :]
-            tile = tl.load(q + at, mask=asked, other=0.0)
-            at = batch * lse_batch + head * lse_head + query * lse_token
-            query_lse = tl.load(lse + at, mask=row < keys, other=0.0)
+            tile = tl.load(q + head * q_head + query[:, None] * q_token + number[None, :], mask=asked, other=0.0)
+            query_lse = tl.load(lse + head * lse_head + query * lse_token, mask=row < keys, other=0.0)
             product = tl.dot(tile, tl.trans(of_keys), input_precision="ieee") * scale
             seen = (key[None, :] <= row[:, None]) & (row < keys)[:, None]
             received += tl.sum(tl.where(seen, tl.exp(product - query_lse[:, None]), 0.0), 0)
-    tl.store(sums + of_all.to(tl.int64) * keys + key, received, mask=key < keys)
+    tl.store(sums + batch * sums_batch + kv_head * sums_head + origin + key, received, mask=key < keys)
+
+
+@triton.jit
+def _line(prompts, batch):
+    """Of a prompt: where it begins, queries and keys."""
+    line = prompts + batch * 8
+    return tl.load(line).to(tl.int64), tl.load(line + 1), tl.load(line + 2)
+
+
+@triton.jit
+def _stays(prompts, batch):
+    """Of a prompt: where its columns that stay begin, and how many they are."""
+    line = prompts + batch * 8
+    return tl.load(line + 3).to(tl.int64), tl.load(line + 4)
 
 
 # ---- the columns that stay
 
 
-@triton.jit(do_not_specialize=_SIZES[:4], do_not_specialize_on_alignment=_ROWS[:2])
-def choose(rank, kept, tokens, begin, end, heavy, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
+def choose(
+    rank, kept, prompts, rank_batch, rank_head, kept_batch, kept_head, kv_heads, BLOCK: tl.constexpr
+):  # fmt: skip
     """A row of `choose_kept`. The lowest rank that stays is found bit by bit, by how many are as high."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    rank += row * tokens
-    kept += row * (begin + heavy + tokens - end)
+    batch, head = row // kv_heads, row % kv_heads
+    origin, _, tokens = _line(prompts, batch)
+    kept_at, count = _stays(prompts, batch)
+    begin, end = tl.load(prompts + batch * 8 + 5), tl.load(prompts + batch * 8 + 6)
+    heavy = count - tokens + end - begin
+    rank += batch * rank_batch + head * rank_head + origin
+    kept += batch * kept_batch + head * kept_head + kept_at
     step = row * 0 + 2147483648
     lowest = -step
     for _ in range(32):
@@ -138,49 +166,57 @@ def _order(x):
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def put(
-    k, v, kept, keys, values, given, scores, positions,
-    k_batch, k_token, k_head, v_batch, v_token, v_head, kept_batch, kept_head, segment, length, columns, count, tokens,
-    kv_heads, first,
+    k, v, kept, keys, values, given, scores, positions, prompts,
+    k_batch, k_token, k_head, v_batch, v_token, v_head, kept_batch, kept_head, given_batch, given_head, segment, length,
+    columns, kv_heads, first,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK of a row's `count` columns, which tokens kept[row] of its prompt have, into its slots from the first on.
+    """BLOCK of a row's columns, which tokens kept[row] of its prompt have, into its slots from the first on.
     first: of the prompts' rows, the one that is row 0 of the slots."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = (first + row) // kv_heads, (first + row) % kv_heads
+    origin, _, _ = _line(prompts, batch)
+    kept_at, count = _stays(prompts, batch)
     slot, number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    token = tl.load(kept + batch * kept_batch + head * kept_head + slot, mask=slot < count, other=0)
+    token = tl.load(kept + batch * kept_batch + head * kept_head + kept_at + slot, mask=slot < count, other=0)
     if RECORDS:
-        _record(row, slot, token, given + (first + row) * tokens, scores, positions, columns, count)
+        given += batch * given_batch + head * given_head + origin
+        _record(row, slot, token, given, scores, positions, columns, count)
     loads = (slot < count)[:, None] & (number < D)[None, :]
+    k += batch * k_batch + origin * k_token + head * k_head
+    v += batch * v_batch + origin * v_token + head * v_head
     at = (slot // length).to(tl.int64) * segment + (row * length + slot % length) * D
     at = at[:, None] + number[None, :]
-    of_keys = batch * k_batch + token[:, None] * k_token + head * k_head + number[None, :]
-    of_values = batch * v_batch + token[:, None] * v_token + head * v_head + number[None, :]
+    of_keys, of_values = token[:, None] * k_token + number[None, :], token[:, None] * v_token + number[None, :]
     tl.store(keys + at, tl.load(k + of_keys, mask=loads, other=0.0), mask=loads)
     tl.store(values + at, tl.load(v + of_values, mask=loads, other=0.0), mask=loads)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def put_packed(
-    k, v, kept, keys, values, given, scores, positions, centres, ranges, whole_keys, whole_values, whole_slots,
-    k_batch, k_token, k_head, v_batch, v_token, v_head, kept_batch, kept_head, segment, length, columns, count, tokens,
-    kv_heads, first, value_segment, windows, window, k_low, k_codes, k_words, v_low, v_codes, v_words,
+    k, v, kept, keys, values, given, scores, positions, prompts, centres, ranges, whole_keys, whole_values, whole_slots,
+    k_batch, k_token, k_head, v_batch, v_token, v_head, kept_batch, kept_head, given_batch, given_head, segment, length,
+    columns, kv_heads, first, value_segment, windows, k_low, k_codes, k_words, v_low, v_codes, v_words,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RECORDS: tl.constexpr, K_BITS: tl.constexpr,
     K_SHARING: tl.constexpr, K_GROUPS: tl.constexpr, V_BITS: tl.constexpr, V_SHARING: tl.constexpr,
     V_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The same, packed; the newest `window` tokens also whole, of the `windows` places beside. k_, v_: as of
+    """The same, packed; a prompt's newest tokens also whole, in some of the `windows` places beside. k_, v_: as of
     slots.attend_packed_step. `begin_whole` comes first."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = (first + row) // kv_heads, (first + row) % kv_heads
+    origin, _, tokens = _line(prompts, batch)
+    kept_at, count = _stays(prompts, batch)
     slot, number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     here, in_head = slot < count, number < D
-    token = tl.load(kept + batch * kept_batch + head * kept_head + slot, mask=here, other=0)
+    token = tl.load(kept + batch * kept_batch + head * kept_head + kept_at + slot, mask=here, other=0)
     if RECORDS:
-        _record(row, slot, token, given + (first + row) * tokens, scores, positions, columns, count)
+        given += batch * given_batch + head * given_head + origin
+        _record(row, slot, token, given, scores, positions, columns, count)
     loads = here[:, None] & in_head[None, :]
-    of_keys = batch * k_batch + token[:, None] * k_token + head * k_head + number[None, :]
-    of_values = batch * v_batch + token[:, None] * v_token + head * v_head + number[None, :]
+    k += batch * k_batch + origin * k_token + head * k_head
+    v += batch * v_batch + origin * v_token + head * v_head
+    of_keys, of_values = token[:, None] * k_token + number[None, :], token[:, None] * v_token + number[None, :]
     new_keys, new_values = tl.load(k + of_keys, mask=loads, other=0.0), tl.load(v + of_values, mask=loads, other=0.0)
     centre = tl.load(centres + row * D + number, mask=in_head, other=0.0).to(tl.float32)
     spread = tl.load(ranges + row * D + number, mask=in_head, other=1.0).to(tl.float32)
@@ -191,6 +227,7 @@ def put_packed(
     pack(smoothed, keys, at, here, k_low, k_codes, D, WIDTH, BLOCK, K_BITS, K_SHARING, K_GROUPS)
     at = part * value_segment + place * v_words
     pack(new_values.to(tl.float32), values, at, here, v_low, v_codes, D, WIDTH, BLOCK, V_BITS, V_SHARING, V_GROUPS)
+    window = tl.load(prompts + batch * 8 + 7)
     goes = here & (token >= tokens - window)
     entry = row * windows + token % tl.maximum(window, 1)
     tl.store(whole_slots + entry, slot, mask=goes)
@@ -209,7 +246,7 @@ def _record(row, slot, token, given, scores, positions, columns, count):
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def begin_whole(
-    k, centres, ranges, whole_keys, whole_values, whole_slots, k_batch, k_token, k_head, tokens, kv_heads, first,
+    k, prompts, centres, ranges, whole_keys, whole_values, whole_slots, k_batch, k_token, k_head, kv_heads, first,
     windows, least_range, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row of what lies beside packed slots, without whole columns."""
@@ -217,7 +254,8 @@ def begin_whole(
     batch, head = (first + row) // kv_heads, (first + row) % kv_heads
     number = tl.arange(0, WIDTH)
     in_head = number < D
-    k += batch * k_batch + head * k_head
+    origin, _, tokens = _line(prompts, batch)
+    k += batch * k_batch + origin * k_token + head * k_head
     least, most = tl.full([WIDTH], float("inf"), tl.float32), tl.full([WIDTH], float("-inf"), tl.float32)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
@@ -14,12 +16,15 @@ from flexgen_h2o.kernels.prefill_attention import (
     causal_attention_lse_reference,
     column_sums,
     column_sums_reference,
+    packed_attention,
+    packed_column_sums,
 )
 from flexgen_h2o.kernels.prompt_columns import (
     PromptSlots,
     begin_whole_reference,
     choose_kept,
     choose_kept_reference,
+    choose_packed,
     put_prompts,
     put_prompts_reference,
 )
@@ -52,6 +57,47 @@ def test_attention_over_prompts(shape: tuple[int, ...], window: int | None, dtyp
             torch.testing.assert_close(mine, theirs, rtol=close, atol=10 * close)
 
 
+RAGGED = {"one": (7,), "tiles": (1, 15, 16, 17), "far apart": (1, 300), "equals": (33, 5, 5, 64)}
+
+
+def lines_of(lengths: Iterable[int], share: float = 1.0, window: int = 0) -> triton.Lines:
+    """Prompts one behind the other, which keep some columns each, their first and newest ones among them."""
+    found, start, kept_start = list[triton.PromptLine](), 0, 0
+    for n in lengths:
+        kept = max(1, int(share * n))
+        ranked = (0, 0) if kept == n else (kept // 4, n - kept // 4)
+        found.append(triton.PromptLine(start, n, n, kept_start, kept, *ranked, min(window, kept)))
+        start, kept_start = start + n, kept_start + kept
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "group", "width", "window", "dtype"),
+    some_slow(
+        RAGGED.values(), [1, 4], [64, 80], [None, 9], MULTIPLIED, fast=((1, 15, 16, 17), 4, 80, None, torch.float16)
+    ),
+)
+def test_prompts_of_all_lengths_in_one_launch(
+    lengths: tuple[int, ...], group: int, width: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Each as by itself: attention, written where it belongs, and what columns received of all queries or the last."""
+    torch.manual_seed(0)
+    lines, tokens, scale, close = lines_of(lengths), sum(lengths), width**-0.5, CLOSE[dtype]
+    q, k, v = (torch.randn(1, tokens, of, width).to(dtype).transpose(1, 2) for of in (2 * group, 2, 2))
+    out = torch.full((1, tokens, 2 * group, width), torch.nan).to(dtype).transpose(1, 2)
+    lse = packed_attention(q, k, v, lines, scale, window, out)
+    sums = {last: packed_column_sums(q, k, lse, lines, scale, last) for last in (None, 1, 16)}
+    for line in lines:
+        own = slice(None), slice(None), line.tokens
+        expected, expected_lse = causal_attention_lse_reference(q[own], k[own], v[own], scale, window)
+        torch.testing.assert_close(out[own], expected, rtol=close, atol=close)
+        torch.testing.assert_close(lse[own], expected_lse, rtol=1e-4, atol=close)
+        for last, found in sums.items() if window is None else ():
+            first = 0 if last is None else max(0, line.keys - last)
+            theirs = column_sums_reference(q[own].float(), k[own].float(), lse[own], scale, first)
+            torch.testing.assert_close(found[own], theirs, rtol=close, atol=10 * close)
+
+
 def test_no_axis_of_a_grid_but_the_first_grows_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card's others end at 65,535."""
     grids = list[tuple[int, ...]]()
@@ -80,6 +126,24 @@ def test_columns_that_stay(n: int, begin: int, end: int, heavy: int, kind: str) 
     count = begin + heavy + n - end
     expected = choose_kept_reference(rank, begin, end, count)
     assert torch.equal(choose_kept(rank, begin, end, count), expected)
+
+
+@pytest.mark.parametrize("lengths", [(1, 2), (1, 15, 16, 17), (1, 1500, 300)])
+def test_columns_that_stay_of_all_lengths(lengths: tuple[int, ...]) -> None:
+    """Some of them keep all, and one keeps none but its first and newest."""
+    torch.manual_seed(0)
+    short = lines_of(lengths, 0.6)[:-1]
+    start, kept_start = short[-1].tokens.stop, short[-1].stays.stop
+    lines = (
+        *short,
+        triton.PromptLine(start, 9, 9, kept_start, 5, 2, 6),
+        triton.PromptLine(start + 9, 4, 4, kept_start + 5, 4),
+    )
+    rank = torch.randn(1, 2, start + 13).round()
+    found = choose_packed(rank, lines)
+    for line in lines:
+        expected = choose_kept_reference(rank[..., line.tokens], line.begin, line.end, line.kept)
+        assert torch.equal(found[..., line.stays], expected)
 
 
 # ---- their way into slots
@@ -119,6 +183,32 @@ def test_columns_of_prompts(rows: slice, dtype: torch.dtype, records: bool) -> N
     found, expected = (rows_of_prompts(None, 0, 0, 20, dtype, rows, records) for _ in range(2))
     put_prompts(k, v, kept, scores, found)
     put_prompts_reference(k, v, kept, scores, expected)
+    for mine, theirs in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert mine.any() and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("bits", "rows", "records", "dtype"),
+    some_slow([None, 4, "3/2"], [slice(0, 6), slice(1, 5)], [False, True], DTYPES,
+              fast=(4, slice(1, 5), True, torch.float16)),
+)  # fmt: skip
+def test_columns_of_prompts_of_all_lengths(
+    bits: int | str | None, rows: slice, records: bool, dtype: torch.dtype
+) -> None:
+    """As each prompt's are put by itself, with its own number of whole columns beside packed slots."""
+    torch.manual_seed(0)
+    lengths, packing = (1, 90, 17), None if bits is None else KVPacking.of(36, bits)
+    lines = tuple(line._replace(window=window) for line, window in zip(lines_of(lengths, 0.7), (0, 8, 4), strict=True))
+    k, v = (torch.randn(1, sum(lengths), 2, 36).to(dtype) for _ in range(2))
+    scores = torch.rand(1, 2, sum(lengths)) if records else None
+    kept = choose_packed(torch.randn(1, 2, sum(lengths)), lines)
+    found, expected = (rows_of_prompts(packing, 8, 0, 36, dtype, rows, records) for _ in range(2))
+    put_prompts(k, v, kept, scores, found, lines)
+    for number, line in enumerate(lines):
+        part, own = expected.of_prompt(line, number, 2), (kept[..., line.stays],)
+        given = None if scores is None else scores[..., line.tokens]
+        if part.keys.shape[1]:
+            put_prompts(k[:, line.tokens], v[:, line.tokens], *own, given, part)
     for mine, theirs in zip(tensors_of(found), tensors_of(expected), strict=True):
         assert mine.any() and torch.equal(mine, theirs)
 
