@@ -4,7 +4,7 @@ over queries, never as an n x n matrix. With more keys than queries, the queries
 On a CPU with AVX2 our compiled loop is used (with AVX-512 2-3x torch's). Exception: whole prompts in bf16 on AMX, where
 torch's fused kernel is 1.3-5.8x ours. There and elsewhere torch computes the log-sum-exp inside its fused attention,
 but returns it only from private operations. They are tried once against `causal_attention_lse_reference` on a small
-case, and not used where they are missing, raise or differ. The CUDA one has not run on a GPU yet.
+case, and not used where they are missing, raise or differ. Those for CUDA have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -174,6 +174,8 @@ def causal_attention(
     if 1 < rows < n or _hides(window, n):
         pieces = _row_pieces(q, k, v, window)
         return _joined([attend(some, a, b, _last_rows(some, a, window)) for some, a, b in pieces])
+    if enable_gqa and _checked(q.device.type, q.dtype, True) is _efficient_cuda:  # torch would write n x n scores
+        return _efficient_cuda(q, k, v, scale, window)[0]
     return attend(q, k, v, is_causal=rows > 1)
 
 
@@ -390,18 +392,34 @@ def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
     return out, lse[..., : q.shape[2]]
 
 
-_FUSED: dict[str, tuple[_Fused, tuple[torch.dtype, ...]]] = {
-    "cpu": (_fused_cpu, (torch.float32, torch.bfloat16)),
-    "cuda": (_fused_cuda, (torch.float16, torch.bfloat16)),
+def _efficient_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+    """For cards and dtypes without flash attention: Turing, float32. It knows whole prompts alone, no shared kv-heads
+    (one query head of each at a time, so that no keys are copied), and gives more log-sum-exps than there are rows."""
+    (heads, rows, width), (kv_heads, keys) = q.shape[1:], k.shape[1:3]
+    if width % 8 or rows != keys or _hides(window, keys):
+        return causal_attention_lse_reference(q, k, v, scale, window)
+    attend = partial(torch.ops.aten._scaled_dot_product_efficient_attention, is_causal=True, scale=scale)
+    found = [attend(some, k, v, None, True)[:2] for some in q.unflatten(1, (kv_heads, heads // kv_heads)).unbind(2)]
+    if len(found) > 1:
+        found = [tuple(torch.stack(parts, 2).flatten(1, 2) for parts in zip(*found, strict=True))]
+    (out, lse), *_ = found
+    return out, lse[..., :rows]
+
+
+_FUSED: dict[str, tuple[tuple[_Fused, tuple[torch.dtype, ...]], ...]] = {
+    "cpu": ((_fused_cpu, (torch.float32, torch.bfloat16)),),
+    "cuda": ((_fused_cuda, (torch.float16, torch.bfloat16)), (_efficient_cuda, (torch.float16, torch.float32))),
 }
 
 
 @lru_cache
 def _checked(device: str, dtype: torch.dtype, shared: bool) -> _Fused | None:
-    """The fused operation of a kind of device, if it does what we think; shared: fewer kv-heads than heads."""
-    fused, dtypes = _FUSED.get(device, (None, ()))
-    if fused is None or dtype not in dtypes:
-        return None
+    """The first fused operation of a kind of device that does what we think; shared: fewer kv-heads than heads."""
+    known = (fused for fused, dtypes in _FUSED.get(device, ()) if dtype in dtypes)
+    return next((fused for fused in known if _is_right(fused, device, dtype, shared)), None)
+
+
+def _is_right(fused: _Fused, device: str, dtype: torch.dtype, shared: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, _CHECK_ROWS, heads, 16, generator=generator).to(device, dtype).transpose(1, 2)
@@ -411,11 +429,11 @@ def _checked(device: str, dtype: torch.dtype, shared: bool) -> _Fused | None:
         try:
             result = fused(queries, k, v, 0.3, window)
         except (RuntimeError, AttributeError, TypeError, ValueError):  # gone, renamed, or not for this hardware
-            return None
+            return False
         expected = causal_attention_lse_reference(queries, k, v, 0.3, window)
         if not all(
             a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=_CHECK_TOLERANCE[dtype], rtol=0.0)
             for a, b in zip(result, expected, strict=True)
         ):
-            return None
-    return fused
+            return False
+    return True

@@ -187,7 +187,7 @@ def misshapen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, w
 
 @pytest.mark.parametrize("fused", [missing, wrong, misshapen, aligned_to_the_first, without_windows])
 def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(causal._FUSED, "cpu", (fused, (torch.float32,)))
+    monkeypatch.setitem(causal._FUSED, "cpu", ((fused, (torch.float32,)),))
     monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
     causal._checked.cache_clear()
     try:
@@ -195,6 +195,42 @@ def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pyte
         for a, b in zip(causal_attention_lse(q, k, v, 0.3), causal_attention_lse_reference(q, k, v, 0.3), strict=True):
             assert torch.equal(a, b)
     finally:
+        causal._checked.cache_clear()
+
+
+@pytest.mark.parametrize("of_base_2", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_efficient_attention_is_used_where_flash_attention_cannot_be(
+    kv_heads: int, of_base_2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Turing and in float32. A CPU has neither operation: one stands in here, under torch's own signature."""
+    calls = []
+
+    def stand_in(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):  # type: ignore[no-untyped-def]
+        assert attn_bias is None and compute_log_sumexp and is_causal and q.shape == k.shape == v.shape
+        calls.append(q.shape)
+        out, lse = causal_attention_lse_reference(q, k, v, scale)
+        padded = torch.full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"))
+        padded[..., : lse.shape[2]] = lse * (1.4427 if of_base_2 else 1.0)
+        return out, padded, torch.zeros(0), torch.zeros(0)
+
+    monkeypatch.setitem(causal._FUSED, "cpu", causal._FUSED["cuda"])
+    monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_efficient_attention", stand_in, "CPU")
+    causal._checked.cache_clear()
+    try:
+        q, k, v = prompts(2, kv_heads, 4 // kv_heads, 45, 16, torch.float32)
+        found, before = causal._checked("cpu", torch.float32, kv_heads == 2), len(calls)
+        assert found is (None if of_base_2 else causal._efficient_cuda)
+        out, lse = causal_attention_lse(q, k, v, 0.3)
+        assert len(calls) - before == (0 if of_base_2 else 4 // kv_heads)
+        torch.testing.assert_close((out, lse), causal_attention_lse_reference(q, k, v, 0.3))
+        before = len(calls)
+        torch.testing.assert_close(causal.causal_attention(q, k, v, 0.3), out)
+        assert len(calls) - before == (2 if kv_heads == 2 and not of_base_2 else 0)
+    finally:
+        library._destroy()
         causal._checked.cache_clear()
 
 
