@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
@@ -15,7 +16,7 @@ from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_model import Window
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
-from flexgen_h2o.kvcache.rows import RowBudgets, StepNumbers
+from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable, StepNumbers, copied_together
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, split_views
 from flexgen_h2o.models import Attention, Hidden, Queries, end_attention
 
@@ -51,6 +52,7 @@ class CacheStep:
         return self.new[0].slots if len(self.new) == 1 and not self.store_whole else None
 
 
+NumbersOfSweep = dict[tuple[RowBudgets, int | None], StepNumbers]  # by budgets and window of a transformer block
 Begin = Callable[[torch.Tensor], tuple[torch.Tensor, Attention]]
 Attend = Callable[[SweepInput, torch.Tensor, Queries], None]
 
@@ -86,29 +88,30 @@ class JoinedAttention:
 class UnitAttention:
     """Attention of a run: over the slots of rows, and over prompts.
 
-    sparsity: `Policy.attn_sparsity`. common: of what all rows begin with, where the full cache holds it in one copy.
+    common: of what all rows begin with, where the full cache holds it in one copy.
     """
 
     def __init__(
-        self, spec: ModelSpec, eviction: Eviction, sparsity: float, device: torch.device,
+        self, spec: ModelSpec, eviction: Eviction, policy: Policy, device: torch.device,
         common: Sequence[PartView] | None = None,
     ) -> None:  # fmt: skip
         self._spec, self._eviction, self._kv_heads, self._common = spec, eviction, spec.num_kv_heads, common
-        self._sparsity = sparsity
+        self._sparsity = policy.attn_sparsity
+        self._whole = policy.cache_window if policy.compress_cache else 0
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
-        self._numbers: WeakKeyDictionary[RowBudgets, tuple[SweepInput, int | None, StepNumbers]] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[SlotTable, tuple[SweepInput, NumbersOfSweep]] = WeakKeyDictionary()
         if spec.rotary is not None:
             frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
 
     def open(
-        self, block: int, budgets: RowBudgets, fed: SweepInput, views: Sequence[PartView], store_whole: bool
+        self, block: int, table: SlotTable, fed: SweepInput, views: Sequence[PartView], store_whole: bool
     ) -> CacheStep:
-        """The unit of transformer block `block`, whose rows are fed `fed`. views, store_whole: of `CacheStore.open`."""
-        first, decoding, entering = fed.decoding, None, None
-        window = self._spec.window(block)
-        policy = self._eviction if window is None else Window(window)
+        """The unit of transformer block `block`, whose rows are fed `fed`. table: their budgets. views, store_whole: of
+        `CacheStore.open`."""
+        first, decoding, entering, budgets = fed.decoding, None, None, table.at(block)
+        window, policy = self._spec.window(block), self._policy(block)
         common = self._common[block] if self._common is not None else None
         before, behind = split_views(views, first * self._kv_heads)
         new: list[NewColumns] = []
@@ -116,21 +119,32 @@ class UnitAttention:
             of_rows = budgets.select(slice(0, first))
             beside = common if window is None else None
             decoding = KVRows(policy, block, self._kv_heads, of_rows, before, beside, window=window)
-            new.append(decoding.new_columns(self._step_numbers(decoding, budgets, fed)))
+            new.append(decoding.new_columns(self._step_numbers(block, table, fed)))
         if behind:
             assert store_whole  # a prompt is more than a column
             of_rows = budgets.select(slice(first, None))
             entering = KVRows(policy, block, self._kv_heads, of_rows, behind, common, window=window)
         return CacheStep(store_whole, decoding, entering, new)
 
-    def _step_numbers(self, rows: KVRows, budgets: RowBudgets, fed: SweepInput) -> StepNumbers:
-        """Of the first decode step: worked out, and copied to a card, once for blocks that share budgets."""
-        made = self._numbers.get(budgets)
-        if made is None or made[0] is not fed or made[1] != rows.window:
-            past = torch.tensor(fed.past[: fed.decoding])
-            made = fed, rows.window, rows.step_numbers(past if rows.window is None else past + fed.common)
-            self._numbers[budgets] = made
-        return made[2]
+    def _policy(self, block: int) -> Eviction:
+        window = self._spec.window(block)
+        return self._eviction if window is None else Window(window)
+
+    def _step_numbers(self, block: int, table: SlotTable, fed: SweepInput) -> StepNumbers:
+        """Of the first decode step: worked out at a sweep's first block for all blocks, once for those that share
+        budgets, and copied to a card together."""
+        key, (known, made) = (table.at(block), self._spec.window(block)), self._numbers.get(table, (None, {}))
+        if known is not fed or key not in made:
+            past, made = torch.tensor(fed.past[: fed.decoding]), {}
+            for b in range(self._spec.num_blocks):
+                budgets, window = table.at(b), self._spec.window(b)
+                if (budgets, window) not in made:
+                    own, needs = budgets.select(slice(0, fed.decoding)), self._policy(b).needs
+                    positions = past if window is None else past + fed.common
+                    made[budgets, window] = StepNumbers(own, needs, positions, self._whole)
+            copied_together(list(made.values()))
+            self._numbers[table] = fed, made
+        return made[key]
 
     def attend(self, cache: CacheStep, fed: SweepInput, out: torch.Tensor, queries: Queries) -> None:
         """Of a micro-batch or a part of one. queries, with keys and values, packed: changed in place. out: (tokens,

@@ -60,9 +60,9 @@ class Executor:
         self._max_sweeps = max_sweeps
         self._waits = self._in_step and waits_for_router(engine.spec, engine.policy)
         self._weights = self._weight_stream()
-        self._where, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
+        self._where = engine.device.torch_device
         copies = engine.common_prefix(common) if common else None
-        self._attention = UnitAttention(engine.spec, eviction, sparsity, self._where, copies)
+        self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._where, copies)
 
     @property
     def _in_step(self) -> bool:
@@ -206,8 +206,7 @@ class Executor:
     def open_cache(self, key: UnitKey, region: Region | None) -> None:
         _, block, k = key
         views, store_whole = self._engine.cache.open(key, region)
-        budgets = self._tables[k].at(block)
-        cache = self._attention.open(block, budgets, self._inputs[k], views, store_whole)
+        cache = self._attention.open(block, self._tables[k], self._inputs[k], views, store_whole)
         self._cache = self._with_watch(block, k, cache)
 
     def compute(self, step: Step) -> None:

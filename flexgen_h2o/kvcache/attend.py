@@ -342,8 +342,7 @@ def _step_slots(
     rows: KVRows, view: PartView, new: NewColumns, taken: torch.Tensor, before: InFront | None
 ) -> StepSlots:
     """What one launch does a view's decode step on. before: of all rows."""
-    whole = 0 if view.whole is None else view.whole.slots.shape[1]
-    state = new.numbers.state(view.keys.device, whole)
+    state = new.numbers.state(view.keys.device)
     found = StepSlots(view.keys, view.values, view.start, rows.kv_heads, state, taken, form=view.form, before=before)
     if view.metadata is None:
         return found

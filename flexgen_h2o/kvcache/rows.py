@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 
 from flexgen_h2o.core.packing import window_of
-from flexgen_h2o.kernels.workspace import upload
+from flexgen_h2o.kernels.workspace import upload, upload_together
 from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs, query_weights
 
 Move = tuple[int, int]  # from sequence, to sequence
@@ -83,16 +84,17 @@ class StepNumbers:
 
     positions: (sequences,) int64, of the columns. filled: slots in use with them. replaces: where they take the place
     of another column. free: the next free slot, or -1. oldest_slot: of the oldest column, where slots are filled in the
-    order of columns. Each (sequences,) on the host.
+    order of columns. Each (sequences,) on the host. whole: the most columns of a row that are whole beside packed ones.
     """
 
-    def __init__(self, budgets: RowBudgets, needs: Needs, positions: torch.Tensor) -> None:
+    def __init__(self, budgets: RowBudgets, needs: Needs, positions: torch.Tensor, whole: int = 0) -> None:
         held = budgets.kept + positions - budgets.prompts
         self.positions, self.filled = positions, torch.minimum(held + 1, budgets.slots)
         self.replaces = held >= budgets.slots
         self.free, self.oldest_slot = held.masked_fill(self.replaces, -1), held % budgets.slots
-        self._budgets, self._needs = budgets, needs
-        self._states: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._budgets, self._needs, self._whole = budgets, needs, whole
+        self._states: dict[torch.device, torch.Tensor] = {}
+        self._together: Sequence[ref[StepNumbers]] = ()
         self._of_rows: dict[tuple[int, int, int, torch.device], NumbersOfRows] = {}
         self._places: dict[int, torch.Tensor] = {}
 
@@ -127,16 +129,29 @@ class StepNumbers:
             self._places[most] = torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
         return self._places[most]
 
-    def state(self, where: torch.device, whole: int = 0) -> torch.Tensor:
-        """The state of the step (kernels/decode_step.StepSlots) on a card, which is copied there once. whole: room for
-        whole columns in a row."""
-        if (where, whole) not in self._states:
-            slots = self.free if self._needs.record else self.oldest_slot
-            newest = self.positions - self._budgets.recent
-            fields = torch.stack([self.filled, slots, self.positions, self._budgets.sinks, newest]).int()
-            gains, places = self.gains.float().view(torch.int32), self.whole_places(whole).int()
-            self._states[where, whole] = upload(torch.cat([fields, gains[None], places[None]]), where)
-        return self._states[where, whole]
+    def state(self, where: torch.device) -> torch.Tensor:
+        """The state of the step (kernels/decode_step.StepSlots) on a card, which is copied there once, with those of
+        `copied_together`."""
+        if where not in self._states:
+            together = [one for found in self._together if (one := found()) is not None] or [self]
+            copies = upload_together([one._state_on_host().flatten() for one in together], where)
+            for one, copy in zip(together, copies, strict=True):
+                one._states[where] = copy.view(-1, len(one.positions))
+        return self._states[where]
+
+    def _state_on_host(self) -> torch.Tensor:
+        slots = self.free if self._needs.record else self.oldest_slot
+        newest = self.positions - self._budgets.recent
+        fields = torch.stack([self.filled, slots, self.positions, self._budgets.sinks, newest]).int()
+        gains, places = self.gains.float().view(torch.int32), self.whole_places(self._whole).int()
+        return torch.cat([fields, gains[None], places[None]])
+
+
+def copied_together(numbers: Sequence[StepNumbers]) -> None:
+    """A card gets the states of these in one copy."""
+    together = [ref(one) for one in numbers]
+    for one in numbers:
+        one._together = together
 
 
 class SlotTable:

@@ -305,7 +305,8 @@ class KVRows:
         return None if self.sinks is None else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
 
     def step_numbers(self, positions: torch.Tensor) -> StepNumbers:
-        return StepNumbers(self.budgets, self.policy.needs, positions)
+        whole = max((view.whole.slots.shape[1] for view in self.views if view.whole is not None), default=0)
+        return StepNumbers(self.budgets, self.policy.needs, positions, whole)
 
     def new_columns(self, numbers: StepNumbers) -> NewColumns:
         """Where columns go: the next free slot, or in a full row the slot of its victim; of its oldest column where

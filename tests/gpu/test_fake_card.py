@@ -249,6 +249,18 @@ def test_other_policies_keep_the_same_columns_of_prompts(tmp_path, eviction: str
     assert tokens == expected and not card.races
 
 
+def test_states_of_layers_with_different_budgets_are_one_copy(tmp_path) -> None:
+    """What lies whole beside packed slots differs as well: as many columns as half of a layer's slots, or less."""
+    folder = model_folder(tmp_path, {**CONFIGS["llama"], "num_hidden_layers": 3})
+    kept, packed = H2O(heavy_size=16, recent_size=16, layer_schedule="pyramid"), {"compress_cache": True}
+    alone, in_ram = Policy(4, 1, **packed), MemoryBudget(host="1GiB")
+    expected, *_ = generate(folder, alone, "cpu", in_ram, eviction=kept)
+    tokens, card = on_fake_card(folder, "all on the device", kept, **packed)
+    assert tokens == expected and not card.races
+    copies = sum(n for (step, what, _), n in card.places.items() if (step, what) == ("decode attention", "copy"))
+    assert copies == card.counts["decode embedding", "steps"], card.places
+
+
 CHOICES = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
 MOST_OF_A_HEAD = {"greedy": 6, "drawn": 39}  # launches
 HELD = ("all on the device", "weights on host, pinned", "KV on host", "hidden states split three ways")
