@@ -49,12 +49,12 @@ def generate(
 
     Raises RuntimeError where something was compiled in the timed part.
     """
-    cache, prompts = cache or {}, request.prompts()
+    cache, prompts = cache or {}, _ids(request, request.prompts())
     compiled = "compile_config" in cache
     if compiled:
         _generate(model, prompts, request.gen_len, [_WarmEnough(request.prompt_len)], cache)
     else:
-        _generate(model, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, [], cache)
+        _generate(model, _ids(request, request.prompts(1, WARM_UP_PROMPT)), WARM_UP_TOKENS, [], cache)
     before_graphs = _graphs()
     if before is not None:
         before()
@@ -73,15 +73,19 @@ def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def _ids(request: Request, prompts: list[list[int]]) -> torch.Tensor:
+    """Where the model computes: its weights may be elsewhere, or nowhere until they are used."""
+    return torch.tensor(prompts, device=request.device)
+
+
 def _generate(
-    model: Any, prompts: list[list[int]], gen_len: int, criteria: list[StoppingCriteria], cache: dict[str, Any]
+    model: Any, ids: torch.Tensor, gen_len: int, criteria: list[StoppingCriteria], cache: dict[str, Any]
 ) -> int:
     """Returns the columns of prompt and new tokens."""
     config = GenerationConfig(
         max_new_tokens=gen_len, min_new_tokens=gen_len, do_sample=False, use_cache=True,
         eos_token_id=None, pad_token_id=1, bos_token_id=2, **cache,
     )  # fmt: skip
-    ids = torch.tensor(prompts, device=model.device)
     with torch.inference_mode():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=config,

@@ -238,6 +238,24 @@ def test_a_card_keeps_fewer_weights_of_accelerate_the_more_rows_it_has(tmp_path:
         accelerate.card_and_host_bytes(request(tmp_path, **asked | {"variant": "disk"}), 2**30)
 
 
+def test_prompts_are_where_the_model_computes(tmp_path: Path) -> None:
+    """Accelerate's weights are on `meta` between their uses."""
+    seen = []
+
+    class Model:
+        device = torch.device("meta")
+
+        def generate(self, ids: torch.Tensor, generation_config: Any, stopping_criteria: Any, **_: Any) -> torch.Tensor:
+            seen.append(str(ids.device))
+            for _ in range(generation_config.max_new_tokens):
+                ids = torch.cat([ids, ids[:, :1]], dim=1)
+                stopping_criteria(ids, ids)
+            return ids
+
+    found = load("hf_generate.py").generate(Model(), request(tmp_path), Meter(0))
+    assert seen == ["cpu", "cpu"] and found["rows"] == 4
+
+
 def test_deepspeed_takes_as_many_buffers_as_fit(tmp_path: Path) -> None:
     deepspeed = load("deepspeed/run.py")
     beside = sum(kv_and_work_bytes(request(tmp_path)))
