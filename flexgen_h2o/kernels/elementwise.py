@@ -17,6 +17,8 @@ from flexgen_h2o.core.units import NORM_CHUNK, ROTARY_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
+_ROWS, _COLUMNS = 256, 256  # of weighted sums: rows that are looked at, and columns that are added, at a time on a card
+
 
 def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate = silu(gate) x up, in place; silu in fp32, rounded to the dtype before the product. Returns gate.
@@ -127,6 +129,11 @@ def add_weighted(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, o
     x: (rows, width), contiguous; tokens: (rows,) int32; weights: (rows,) fp32; out: (tokens, width), contiguous, of the
     dtype of x.
     """
+    if triton.takes(x):
+        grid, reference = (len(x), -(-x.shape[1] // _COLUMNS)), partial(add_weighted_reference, x, tokens, weights, out)
+        arguments = x, tokens, weights, out, *x.shape
+        triton.launch("rows.add_weighted", grid, reference, arguments, ROWS=_ROWS, BLOCK=_COLUMNS)
+        return
     if not is_compiled(x):
         add_weighted_reference(x, tokens, weights, out)
         return

@@ -65,6 +65,7 @@ def variants(*kinds: str) -> Iterator[Case]:
             sizes = "i32", "i32", "i32", "fp32"
             yield Case(rows.rms_norm, (t, t, t, *sizes), {"ONCE": once, "BLOCK": 4096})
         yield Case(rows.silu_gated, (t, t, "i32"), {"BLOCK": 1024})
+        yield Case(rows.add_weighted, (t, "*i32", "*fp32", t, "i32", "i32"), {"ROWS": 256, "BLOCK": 256})
         yield Case(rows.clamped_gate, (t, t, "fp32", "fp32", "i32"), {"BLOCK": 1024})
         yield from coded_cases(t)
         sizes = "i32", "i32", "i32", "i32", "i32"

@@ -1,4 +1,4 @@
-"""Rows on a card: unpacking of weights, RMS norms, gates and rotary embeddings. One launch each."""
+"""Rows on a card: unpacking of weights, RMS norms, gates, weighted sums and rotary embeddings. One launch each."""
 
 from __future__ import annotations
 
@@ -47,6 +47,30 @@ def silu_gated(gate, up, count, BLOCK: tl.constexpr):
     activated = (x / (1 + tl.exp(-x))).to(kind).to(tl.float32)
     other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(gate + at, (activated * other).to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("tokens", "weights"))
+def add_weighted(x, tokens, weights, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of `add_weighted`, for the token of one row: of a token's rows the first adds all, in order."""
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, place = tl.load(tokens + row), tl.arange(0, ROWS)
+    kind = out.dtype.element_ty
+    before = 0
+    for start in range(0, row, ROWS):
+        at = start + place
+        before += tl.sum(((tl.load(tokens + at, mask=at < row, other=-1) == token) & (at < row)).to(tl.int32), 0)
+    stores, into = (column < width) & (before == 0), out + token.to(tl.int64) * width + column
+    mixed = tl.load(into, mask=stores, other=0.0)
+    for start in range(row, tl.where(before == 0, rows, 0), ROWS):
+        at = start + place
+        same = (tl.load(tokens + at, mask=at < rows, other=-1) == token) & (at < rows)
+        last = start - 1
+        for _ in range(tl.sum(same.to(tl.int32), 0)):
+            last = tl.min(tl.where(same & (at > last), at, rows), 0)
+            added = tl.load(x + last.to(tl.int64) * width + column, mask=stores, other=0.0).to(tl.float32)
+            added = (added * tl.load(weights + last)).to(kind).to(tl.float32)
+            mixed = (mixed.to(tl.float32) + added).to(kind)
+    tl.store(into, mixed, mask=stores)
 
 
 @triton.jit

@@ -23,6 +23,8 @@ from flexgen_h2o.kernels.decode_step import (
 )
 from flexgen_h2o.kernels.elementwise import (
     Rotation,
+    add_weighted,
+    add_weighted_reference,
     clamped_gate,
     clamped_gate_reference,
     rms_norm,
@@ -67,6 +69,19 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(triton, "DEVICES", {"cpu"})
     monkeypatch.setattr(prefill_attention, "_is_compiled", lambda *tensors: False)
     yield
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)  # the interpreter cuts bf16 off where others round it
+@pytest.mark.parametrize(("rows", "tokens", "width"), [(1, 1, 1), (17, 4, 300), (270, 90, 16)])
+def test_weighted_sums(rows: int, tokens: int, width: int, dtype: torch.dtype) -> None:
+    """Rows of one token far apart, and a token that has none: added in their order, so that they are rounded alike."""
+    torch.manual_seed(0)
+    x, out, weights = torch.randn(rows, width).to(dtype), torch.randn(tokens + 1, width).to(dtype), torch.rand(rows)
+    to, expected = torch.randint(tokens, (rows,)).int(), out.clone()
+    add_weighted(x, to, weights, out)
+    for i in range(rows):
+        add_weighted_reference(x[i : i + 1], to[i : i + 1], weights[i : i + 1], expected)
+    torch.testing.assert_close(out, expected, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
