@@ -31,7 +31,7 @@ from flexgen_h2o.kernels.linear import RowPart, RowParts, Table, lookup
 from flexgen_h2o.kernels.workspace import Workspace, parallel_each
 from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
-from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, split_rows, wait_all
+from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, split_rows, wait_all, wait_all_on_card
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
 _MANY_TASKS = 16  # matrices of a unit, about alike, from which on a thread decodes one: experts, not attention
@@ -385,7 +385,7 @@ class HiddenStore:
         _, layer, k = key
         tokens, found = sum(self._now[k : k + 1 if last is None else last + 1]), list[Any]()
         if region is not None:
-            wait_all(region.after)
+            wait_all_on_card(region.after)
         elif layer == 0:  # what was there before is of no use any more
             self._starts[k] = sum(self._now[:k])
         for data, (width, dtype) in zip(self._open(k, region), self._fields, strict=True):

@@ -33,7 +33,7 @@ from flexgen_h2o.kvcache.slots import (
     whole_view,
 )
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
-from flexgen_h2o.tiers.stream import Done, Part, Region, Waitable, is_streamed, wait_all
+from flexgen_h2o.tiers.stream import Done, Part, Region, Waitable, is_streamed, wait_all, wait_all_on_card
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
 CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch
@@ -211,7 +211,8 @@ class CacheStore:
         unit.in_use = True
         is_new, has_changed = not unit.columns, unit.version != rows.version
         if region is not None and (is_new or (has_changed and rows.live > rows.left)):
-            wait_all([*region.after, *unit.last_store])  # rows that enter go where nothing was loaded to
+            wait = wait_all if self._ring_memory == "host" else wait_all_on_card
+            wait([*region.after, *unit.last_store])  # rows that enter go where nothing was loaded to
         views = self._views(unit, region)
         # The overlay holds columns of the rows that are in the unit now, before the change.
         for home, view in zip(unit.homes, unit.live_views(views), strict=False):

@@ -182,7 +182,7 @@ def simulate(
     return Simulated(sim.ends, sim.busy_at_ends, max(end, sim.free["disk_write"], sim.free["d2h"]) - end)
 
 
-class _Event:
+class _Event(Waitable):
     """Something is done at `time`; waiting for it sets the clock."""
 
     __slots__ = ("_sim", "time")

@@ -228,12 +228,15 @@ def _unregister(runtime: Any, address: int, device: torch.device) -> None:
         runtime.cudaHostUnregister(address)
 
 
-class _CudaFence:
+class _CudaFence(Waitable):
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def wait_on_card(self) -> None:
+        self._event.wait()  # torch: of the current stream
 
     @property
     def is_done(self) -> bool:

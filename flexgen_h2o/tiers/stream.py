@@ -1,7 +1,8 @@
 """Shares into rows, events, rings of buffer space, and streams of units that are loaded ahead. No torch: the simulator
 uses them too.
 
-Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for nothing else. One
+Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for nothing else. Where
+both are on a card it is the card that waits, and the thread that issues work goes on. One
 `Stream` for each thing that moves (weights, KV units, hidden states). Space is taken strictly in schedule order, so a
 unit that is needed now never waits for space held by one that is needed later.
 """
@@ -68,11 +69,21 @@ def is_streamed(tier: str, device_is_host: bool) -> bool:
 class Waitable(Protocol):
     def wait(self) -> None: ...
 
+    def wait_on_card(self) -> None:
+        """Hold back what this thread gives its current stream of the card from now on. The thread itself waits only
+        until the card knows what for; host memory may not be read or overwritten after that."""
+        self.wait()
+
+    @property
+    def is_begun(self) -> bool:
+        """Would `wait_on_card` return at once?"""
+        return True
+
     @property
     def is_done(self) -> bool: ...
 
 
-class Done:
+class Done(Waitable):
     """An event that may carry an error. `parts`: how many operations must finish first, and what they have begun."""
 
     def __init__(self, parts: int = 1) -> None:
@@ -96,10 +107,21 @@ class Done:
 
     def wait(self) -> None:
         """Block until done; raises the operation's error."""
+        self._wait_until_begun()
+        wait_all(self._begun)
+
+    def wait_on_card(self) -> None:
+        self._wait_until_begun()
+        wait_all_on_card(self._begun)
+
+    def _wait_until_begun(self) -> None:
         interrupts.wait_for(self._event)
         if self._error is not None:
             raise self._error
-        wait_all(self._begun)
+
+    @property
+    def is_begun(self) -> bool:
+        return self._event.is_set()
 
     @property
     def is_done(self) -> bool:
@@ -112,6 +134,12 @@ NOTHING = Done(0)
 def wait_all(events: Iterable[Waitable]) -> None:
     for event in events:
         event.wait()
+
+
+def wait_all_on_card(events: Iterable[Waitable]) -> None:
+    """As `Waitable.wait_on_card`."""
+    for event in events:
+        event.wait_on_card()
 
 
 @dataclass(eq=False)
@@ -220,16 +248,18 @@ class Stream(Generic[Key]):
             pass
 
     def take(self, key: Key) -> Region | None:
-        """Wait for the region of `key`; None when it takes no ring space. Keys come in the order of the sequence."""
+        """Wait, on a card where it can, for the region of `key`; None when it takes no ring space. Keys come in the
+        order of the sequence."""
         if not self._source.nbytes(key):
             return None
         while True:
             if not self._entries and not self._start_one():
                 raise AssertionError(f"{key} cannot be loaded: it is not ready, out of order, or larger than the ring")
             found, region, loads = self._entries.popleft()
-            wait_all(loads)
             if found == key:
+                wait_all_on_card(loads)
                 return region
+            wait_all(loads)
             assert not self._source.is_needed(found), f"{key} asked for before {found}"
             self.give_back(region)
 

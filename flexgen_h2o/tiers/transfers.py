@@ -1,7 +1,8 @@
 """Transfers between files, host and device memory, on lanes of worker threads.
 
-An operation waits on its worker for the events that must come before it, and signals its own `Done`. The first failure
-ends every lane, and whoever waits gets that error.
+An operation waits on its worker for the events that must come before it, and signals its own `Done`. A copy between a
+card and pinned memory waits on the card: its worker goes on to the next, and its `Done` says that it has begun. The
+first failure ends every lane, and whoever waits gets that error.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import os
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 
@@ -24,14 +25,25 @@ from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE, STAGING_BYTES, STAGING_SLOTS, TRANSFER_CHUNK, round_up
 from flexgen_h2o.tiers.device import Device, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
-from flexgen_h2o.tiers.stream import NOTHING, Done, Waitable, wait_all
+from flexgen_h2o.tiers.stream import NOTHING, Done, Waitable, wait_all, wait_all_on_card
 
-_Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what it does, what comes before it
+_Wait = Callable[[Iterable[Waitable]], None]
+
+
+class _Job(NamedTuple):
+    """Of the operation `name`: `run` is called once `wait` has returned from `after`."""
+
+    name: str
+    run: Callable[[], int]
+    after: Sequence[Waitable]
+    wait: _Wait
+    done: Done
 
 
 # Queues beside a lane's own, by lane and the end of an operation's name. On a card, weights wait for ring space and
 # must not hold up KV; rows of a table must not wait behind bulk reads.
 _OWN_QUEUES = {("h2d", "weight"): "h2d weights", ("disk_read", "look_up_weight"): "disk_read rows"}
+MOST_UNDER_WAY = 32  # copies that a worker has begun: two units of weights, so that a signal is soon seen
 RUNS_A_JOB = 16
 NEAR_BYTES = 128 * 2**10  # largest gap between rows of a table that is read through; beyond it a request is cheaper
 _Wanted = Sequence[tuple[torch.Tensor, int]]  # rows of a table, and where they go
@@ -48,7 +60,8 @@ class Lanes:
         self.timeline = timeline
         self.bytes_moved = dict.fromkeys(threads, 0)
         self.bytes_by_name: Counter[tuple[str, str]] = Counter()
-        # Of a worker: the `name` of the operation that it is at, what that has `begun`, and the `last` that one has.
+        # Of a worker: the `name` of the operation that it is at, what that has `begun`, which of it is `all` that the
+        # operation does, and the `last` that one has.
         self._current = threading.local()
         self._failure: BaseException | None = None
         self._closed = False
@@ -63,15 +76,19 @@ class Lanes:
         for thread in self._threads:
             interrupts.start(thread)
 
-    def submit(self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()) -> Done:
-        """Queue `jobs` on a lane, each of which returns the bytes it moved. They start once `after` is done."""
+    def submit(
+        self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = (),
+        wait: _Wait = wait_all,
+    ) -> Done:  # fmt: skip
+        """Queue `jobs` on a lane, each of which returns the bytes it moved. They start once `after` is done, for which
+        the worker waits by `wait`."""
         done, chosen = Done(len(jobs)), self._queues[self._queue_of(lane, name)]
         with self._lock:
             if self._closed:  # nobody is left to serve it
                 done.finish_one(self._failure)
                 return done
             for job in jobs:
-                chosen.put((name, job, after, done))
+                chosen.put(_Job(name, job, after, wait, done))
         return done
 
     def _queue_of(self, lane: str, name: str) -> str:
@@ -83,11 +100,12 @@ class Lanes:
             self.bytes_moved[lane] += nbytes
             self.bytes_by_name[lane, self._current.name] += nbytes
 
-    def begin(self, copy: Waitable) -> None:
-        """Inside a job: its operation is done once this is, too, and the worker goes on meanwhile."""
+    def begin(self, copy: Waitable, is_all: bool = False) -> None:
+        """Inside a job: its operation is done once this is, too, and the worker goes on meanwhile. is_all: it does
+        nothing else, and its span is the copy's."""
         if not copy.is_done:
             self._current.begun.append(copy)
-            self._current.last = copy
+            self._current.last, self._current.all = copy, is_all
 
     def close(self) -> None:
         """Drop what is queued, end the threads and wait for them. Does nothing in a child of os.fork(), which has no
@@ -106,24 +124,49 @@ class Lanes:
 
     @torch.inference_mode()  # as the compute thread, whose views it fills
     def _work(self, lane: str, queue_name: str, row: str) -> None:
-        self._current.last = NOTHING
-        while (job := self._queues[queue_name].get()) is not None:
-            name, run, after, done = job
+        current, jobs, under_way = self._current, self._queues[queue_name], deque[tuple[_Job, Waitable]]()
+        current.last = NOTHING
+        while True:
+            while under_way and jobs.empty():
+                self._see_end(lane, row, *under_way.popleft())
+            if (job := jobs.get()) is None:
+                break
+            while under_way and (len(under_way) == MOST_UNDER_WAY or not all(one.is_begun for one in job.after)):
+                self._see_end(lane, row, *under_way.popleft())
             failure = self._failure  # one that comes while this job runs is not its own
-            self._current.begun = begun = list[Waitable]()
+            current.begun, current.all = list[Waitable](), False
             try:
                 if failure is None:
-                    wait_all(after)
-                    start, self._current.name = time.perf_counter(), name
-                    moved = run()
-                    self.timeline.record(lane, name, start, time.perf_counter(), row)
+                    job.wait(job.after)
+                    start, current.name = time.perf_counter(), job.name
+                    moved = job.run()
+                    if current.all:
+                        under_way.append((job, current.last))
+                    else:
+                        self.timeline.record(lane, job.name, start, time.perf_counter(), row)
                     self.count(lane, moved)
             except BaseException as error:
-                with self._lock:
-                    failure = self._failure = self._failure or error
-            done.finish_one(failure, begun)
+                failure = self._fail(error)
+            job.done.finish_one(failure, current.begun)
         with suppress(Exception):  # whoever waits for the operation gets its error
-            self._current.last.wait()  # the staging that a copy reads is the worker's
+            current.last.wait()  # the staging that a copy reads is the worker's
+
+    def _see_end(self, lane: str, row: str, job: _Job, copy: Waitable) -> None:
+        """Wait until a copy that was begun has ended, and record when the link was busy with it: since all before it
+        was done, the worker's last copy among it."""
+        try:
+            wait_all(job.after)
+            start = time.perf_counter()
+            copy.wait()
+            self.timeline.record(lane, job.name, start, time.perf_counter(), row)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """The first failure."""
+        with self._lock:
+            self._failure = self._failure or error
+            return self._failure
 
 
 class _Staging:
@@ -151,10 +194,11 @@ Memory = Literal["device", "host"]
 
 
 class Mover:
-    """All traffic of a run. Every method queues the work and returns its `Done`."""
+    """All traffic of a run. Every method queues the work and returns its `Done`. pins: host memory that is copied to
+    and from a card is pinned. Of other memory a copy, and each wait of the card for it, would hold a core."""
 
     def __init__(self, device: Device, lanes: Lanes, pins: bool = True) -> None:
-        self.device, self._take_staging = device, device.host_staging if pins else host_buffer
+        self.device, self._take_staging, self._pins = device, device.host_staging if pins else host_buffer, pins
         self.lanes = lanes
         self._staging = threading.local()
 
@@ -177,7 +221,7 @@ class Mover:
                 partial(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype, crosses)
                 for a, b in _chunks(flat.numel(), TRANSFER_CHUNK // dtype.itemsize)
             ]
-        return self.lanes.submit("disk_read", name, jobs, after)
+        return self.lanes.submit("disk_read", name, jobs, after, self._wait_of(crosses))
 
     def read_rows(self, name: str, wanted: _Wanted, table: FileRange) -> Done:
         """Fill tensors in host memory with a row each of a table in a file. wanted: in the order of rows; table: the
@@ -206,20 +250,32 @@ class Mover:
                 partial(self._staged_write, src[a:b], file, offset + a, crosses)
                 for a, b in _chunks(src.numel(), TRANSFER_CHUNK)
             ]
-        return self.lanes.submit("disk_write", name, jobs, after)
+        return self.lanes.submit("disk_write", name, jobs, after, self._wait_of(crosses))
 
     def _crosses(self, memory: Memory) -> bool:
         """Do bytes between a file and `memory` cross the link between host and device?"""
         return memory == "device" and not self.device.is_host
 
+    def _wait_of(self, crosses: bool) -> _Wait:
+        """How to wait for what comes before an operation: on the card where only it touches the bytes."""
+        return self._wait_on_card if crosses and self._pins else wait_all
+
+    def _wait_on_card(self, events: Iterable[Waitable]) -> None:
+        with self.device.beside_compute():
+            wait_all_on_card(events)
+
     def copy(self, lane: str, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Waitable] = ()) -> Done:
         """Copy between host and device memory on lane `h2d` or `d2h`."""
 
         def job() -> int:
-            self.device.copy(dst, src)
+            copy = self.device.start_copy(dst, src)
+            if self._pins:
+                self.lanes.begin(copy, is_all=True)
+            else:
+                copy.wait()
             return src.nbytes
 
-        return self.lanes.submit(lane, name, [job], after)
+        return self.lanes.submit(lane, name, [job], after, self._wait_of(crosses=True))
 
     def copy_columns(
         self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor,
@@ -243,7 +299,7 @@ class Mover:
                     moved += column.nbytes
             return moved
 
-        return self.lanes.submit("d2h", name, [job], after)
+        return self.lanes.submit("d2h", name, [job], after, self._wait_of(crosses=True))
 
     def _gathered(self, slots: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The slots and the columns there, in host memory until the thread's next transfer. A card sends all of them in

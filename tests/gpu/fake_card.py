@@ -4,9 +4,12 @@ Tensors of device type `card` wrap CPU tensors, on torch's backend for devices t
 on one is a launch; a value that the host reads back, and a copy that it waits for, is a sync. Whether two accesses to
 the same bytes are ordered is told by vector clocks (Fidge 1988, Mattern 1988) over streams and threads: what a stream
 has been given is ordered, and so is what a thread does after it has waited for a fence or a `Done`. An access that is
-not ordered behind an earlier one to the same bytes, and one of them writes, is a race.
+not ordered behind an earlier one to the same bytes, and one of them writes, is a race. A stream that waits for an event
+joins its clock; the thread that makes it wait does not. What a thread does to pinned memory itself is checked, too.
 
-Operations are carried out at once by the thread that issues them, so a race corrupts nothing here: only clocks tell.
+Operations are carried out at once by the thread that issues them, where a race corrupts nothing: only clocks tell. A
+worker's copy is put off: it is carried out before the first operation that is ordered behind it, on its stream, on one
+that waits for it or of a thread that did. What is not ordered finds other bytes.
 Bytes of a view count from its first to its last.
 """
 
@@ -18,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -84,12 +88,14 @@ class Watch(Protocol):
 @dataclass
 class Card:
     """What has been done. counts: by (step, what), of what the computing thread did; a step is a phase and a layer's
-    kind. places: the same by line of code. races: by the two places. watch: sees each launch."""
+    kind. places: the same by line of code. races: by the two places. watch: sees each launch. late: copies that are
+    put off, each with its stream and time."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     places: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     races: Counter[tuple[str, str]] = field(default_factory=Counter)
     step: str = "before"
+    late: list[tuple[str, int, Callable[[], object]]] = field(default_factory=list)
     watch: Watch | None = None
     staging: dict[int, torch.Tensor] = field(default_factory=dict)  # host memory whose accesses are ordered, too
     _streams: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
@@ -127,6 +133,37 @@ class Card:
         """What has been issued to the thread's stream."""
         return dict(self._streams[self.stream])
 
+    def join(self, clock: Clock) -> None:
+        """The thread's stream waits for what has that clock."""
+        merge(self._streams[self.stream], clock)
+
+    def go_on(self, clock: Clock) -> None:
+        """This thread has waited for what has that clock."""
+        merge(self.clock, clock)
+        self._carry_out(self.clock)
+
+    def before(self) -> None:
+        """What comes before the next operation of the thread's stream is carried out."""
+        if self.late:
+            clock = self.now()
+            merge(clock, self.clock)
+            self._carry_out(clock)
+
+    def _carry_out(self, clock: Clock) -> None:
+        ready = [one for one in self.late if clock.get(one[0], 0) >= one[1]]
+        self.late = [one for one in self.late if one not in ready]
+        for _, _, copy in ready:
+            copy()
+
+    def put_off(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """A copy between the card and pinned memory, at the last moment."""
+        sides = [([_raw(t)] if isinstance(t, CardTensor) or self.is_pinned(t) else []) for t in (src, dst)]
+        self.launch("copy", "copy_", *sides)
+        self.late.append((self.stream, self.now()[self.stream], partial(_copy, _raw(dst), _raw(src))))
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self.staging
+
     def launch(self, what: str, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         clock, where = self._streams[self.stream], _place()
         merge(clock, self.clock)
@@ -142,12 +179,12 @@ class Card:
     def touch(self, tensor: torch.Tensor, writes: bool) -> None:
         """Memory in `staging` is read or written by this thread itself."""
         name, clock = f"host of {threading.current_thread().name}", self.clock
-        if tensor.untyped_storage()._cdata in self.staging:
+        if self.is_pinned(tensor):
             clock[name] = clock.get(name, 0) + 1
             self._access(tensor, writes, clock, _place(), name)
 
     def sync(self, name: str) -> None:
-        merge(self.clock, self._streams[self.stream])
+        self.go_on(self._streams[self.stream])
         self.count("sync", name)
 
     @contextmanager
@@ -259,12 +296,16 @@ class _Operation:
 
     def run(self) -> Any:
         if not self._cards and self._target != NAME:
+            self._touch()
             return self._func(*self._args, **self._kwargs)
         assert not self._mixes, f"{self._name} of tensors of the card and of the host"
         args, kwargs = _mapped(_raw, self._args), _mapped(_raw, self._kwargs)
         if self._target == NAME:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
+        if not self._is_view:
+            with self._card.lock:
+                self._card.before()
         out = self._func(*args, **kwargs)
         with self._card.lock:
             if not self._is_view:
@@ -282,6 +323,22 @@ class _Operation:
             return wrapped[id(value)] if id(value) in wrapped else CardTensor(value) if stays else value
 
         return _mapped(wrap, out)
+
+    def _touch(self) -> None:
+        """The thread itself reads and writes pinned memory."""
+        if not self._is_view and any(map(self._card.is_pinned, self._given)):
+            written = self._written()
+            with self._card.lock:
+                for tensor in self._given:
+                    self._card.touch(tensor, any(tensor is one for one in written))
+
+    def _written(self) -> list[torch.Tensor]:
+        found = list[torch.Tensor]()
+        for i, argument in enumerate(self._func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = self._args[i] if i < len(self._args) else self._kwargs.get(argument.name)
+                found += [t for t in _leaves_of(value) if _is_tensor(t)]
+        return found
 
     @property
     def _is_view(self) -> bool:
@@ -307,11 +364,8 @@ class _Operation:
         return self._name == "_to_copy" and (self._leaves or not self._cards)
 
     def _record(self, out: Any) -> None:
-        card, written = self._card, list[torch.Tensor]()
-        for i, argument in enumerate(self._func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = self._args[i] if i < len(self._args) else self._kwargs.get(argument.name)
-                written += [t for t in _leaves_of(value) if isinstance(t, CardTensor)]
+        card = self._card
+        written = [t for t in self._written() if isinstance(t, CardTensor)]
         is_copy = self._name == "copy_"
         made = [] if written or is_copy or self._leaves else [t for t in _leaves_of(out) if _is_tensor(t)]
         for tensor in made:
@@ -321,7 +375,7 @@ class _Operation:
         reads = [t.raw for t in self._cards if not any(t is one for one in written)]
         if is_copy:  # between the card and memory in `staging`
             for side, tensor in zip((made, reads), self._given, strict=True):
-                if not isinstance(tensor, CardTensor) and tensor.untyped_storage()._cdata in card.staging:
+                if not isinstance(tensor, CardTensor) and card.is_pinned(tensor):
                     side.append(tensor)
         writes = [*(t.raw for t in written), *made]
         card.launch("copy" if self._crosses else "launch", self._name, reads, writes)
@@ -359,6 +413,12 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _raw(value: Any) -> Any:
     return value.raw if isinstance(value, CardTensor) else value
+
+
+def _copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Carry out a copy, whichever thread comes to it."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        dst.copy_(src)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -24,7 +24,7 @@ CARD_BYTES = 2**34
 NOT_THERE = 2**40  # is no token
 
 
-class _Fence:
+class _Fence(Waitable):
     def __init__(self, card: Card) -> None:
         self._card = card
         with card.lock:
@@ -33,8 +33,17 @@ class _Fence:
 
     def wait(self) -> None:
         with self._card.lock:
-            merge(self._card.clock, self._clock)
+            self._card.go_on(self._clock)
             self._card.count("wait", "fence")
+
+    def wait_on_card(self) -> None:
+        with self._card.lock:
+            self._card.join(self._clock)
+
+    def is_seen(self) -> None:
+        """This thread has seen that it is done."""
+        with self._card.lock:
+            self._card.go_on(self._clock)
 
     @property
     def is_done(self) -> bool:
@@ -84,15 +93,22 @@ class CardDevice(Device):
         return memory
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        with self._card.own_stream():
-            dst.copy_(src, non_blocking=True)
-            with self._card.lock:
-                self._card.sync("copy")
+        self._start(dst, src)
+        with self._card.own_stream(), self._card.lock:
+            self._card.sync("copy")
 
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
+        self._start(dst, src)
         with self._card.own_stream():
-            dst.copy_(src, non_blocking=True)
             return _Fence(self._card)
+
+    def _start(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Of memory that is not pinned a copy is carried out at once."""
+        with self._card.own_stream(), self._card.lock:
+            if any(map(self._card.is_pinned, (dst, src))):
+                self._card.put_off(dst, src)
+            else:
+                dst.copy_(src, non_blocking=True)
 
     def beside_compute(self) -> AbstractContextManager[object]:
         return self._card.own_stream()
@@ -121,6 +137,7 @@ def fake_card(has_triton: bool = True) -> Iterator[Card]:
         _patch_engine(patch, card)
         _patch_triton(patch, card, has_triton)
         _patch_clocks(patch, card)
+        _patch_files(patch, card)
         yield card
 
 
@@ -170,27 +187,34 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
 
 def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
     """Jobs begin behind what their submitter has done, and who waits for them goes on behind what they did."""
-    finish, wait, submit, work, read = Done.finish_one, Done.wait, Lanes.submit, Lanes._work, DirectFile.read
+    finish, begun, wait, submit, work = Done.finish_one, Done._wait_until_begun, Done.wait, Lanes.submit, Lanes._work
 
     def finish_one(done: Any, error: BaseException | None = None, begun: Sequence[Waitable] = ()) -> None:
         with card.lock:
             merge(done.__dict__.setdefault("clock", {}), card.clock)
         finish(done, error, begun)
 
+    def wait_until_begun(done: Any) -> None:
+        begun(done)
+        with card.lock:
+            merge(card.clock, done.__dict__.get("clock", {}))
+
     def wait_for(done: Any) -> None:
         wait(done)
         done.__dict__["waited"] = True
-        with card.lock:
-            merge(card.clock, done.__dict__.get("clock", {}))
 
     def is_done(done: Any) -> bool:
         if not done._event.is_set() or "waited" not in done.__dict__:
             return False  # as on a machine whose links are slow
         with card.lock:
             merge(card.clock, done.__dict__.get("clock", {}))
+        for one in done._begun:
+            one.is_seen()
         return True
 
-    def submit_bound(lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = ()) -> Done:
+    def submit_bound(
+        lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = (), *how: Any
+    ) -> Done:  # fmt: skip
         with card.lock:
             before = dict(card.clock)
 
@@ -203,29 +227,43 @@ def _patch_clocks(patch: pytest.MonkeyPatch, card: Card) -> None:
 
             return run
 
-        return submit(lanes, lane, name, [bound(job) for job in jobs], after)
-
-    def read_on_card(file: DirectFile, data: torch.Tensor, offset: int, needed: int) -> int:
-        with card.lock:
-            card.touch(data, writes=True)
-        return read(file, data, offset, needed)
+        return submit(lanes, lane, name, [bound(job) for job in jobs], after, *how)
 
     def work_on_card(lanes: Lanes, *row: str) -> None:
         with Mode(card):
             work.__wrapped__(lanes, *row)  # type: ignore[attr-defined]
 
     patch.setattr(Done, "finish_one", finish_one)
+    patch.setattr(Done, "_wait_until_begun", wait_until_begun)
     patch.setattr(Done, "wait", wait_for)
     patch.setattr(Done, "is_done", property(is_done))
     patch.setattr(Lanes, "submit", submit_bound)
     patch.setattr(Lanes, "_work", work_on_card)
+    patch.setattr(Lanes, "_see_end", lambda *given: None)  # nothing may rest on a wait for the sake of a span
+
+
+def _patch_files(patch: pytest.MonkeyPatch, card: Card) -> None:
+    """Pinned memory is read and written by the thread that moves it."""
+    read, write = DirectFile.read, DirectFile.write
+
+    def read_on_card(file: DirectFile, data: torch.Tensor, offset: int, needed: int) -> int:
+        with card.lock:
+            card.touch(data, writes=True)
+        return read(file, data, offset, needed)
+
+    def write_on_card(file: DirectFile, data: torch.Tensor, offset: int) -> int:
+        with card.lock:
+            card.touch(data, writes=False)
+        return write(file, data, offset)
+
     patch.setattr(DirectFile, "read", read_on_card)
+    patch.setattr(DirectFile, "write", write_on_card)
 
 
 # ---- transfers at the last moment
 
 
-class _Deferred:
+class _Deferred(Waitable):
     """Jobs that are done once someone waits for them, on the thread that waits."""
 
     def __init__(self, run: Callable[[], object]) -> None:
@@ -246,7 +284,9 @@ def deferred_transfers() -> Iterator[None]:
     """Within, bytes move at the last moment that waiting allows: what nobody waited for is not there, or comes too late
     over bytes that are newer. A queue of one thread keeps its order. So do chosen tokens."""
 
-    def submit(lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = ()) -> _Deferred:
+    def submit(
+        lanes: Lanes, lane: str, name: str, jobs: Sequence[Any], after: Sequence[Waitable] = (), *how: Any
+    ) -> _Deferred:  # fmt: skip
         queue = lanes._queue_of(lane, name)
         line: list[_Deferred] = lanes.__dict__.setdefault("deferred", {}).setdefault(queue, [])
         before = list(line) if lanes._queue_of_thread.count(queue) == 1 else []

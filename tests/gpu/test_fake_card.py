@@ -284,6 +284,10 @@ def test_a_sweep_waits_for_its_tokens_alone(tmp_path, family: str, choice: str, 
     assert not [place for place in card.places if place[:2] in {(f"decode {kind}", "sync") for kind in KINDS}]
     assert card.per_step("decode head", "launch") <= MOST_OF_A_HEAD[choice], card.places
     assert card.per_step("decode embedding", "launch") <= 4, card.places
+    waits = [
+        place for place in card.places if place[1] == "wait" and place[0] in {f"decode {kind}" for kind in KINDS[:3]}
+    ]
+    assert all("decoding.py" in at for *_, at in waits), waits  # for what comes to the card it is the card that waits
     edges = [f"{phase} {kind}" for phase in ("prefill", "decode") for kind in ("head", "embedding")]
     heads = sum(card.counts[step, "steps"] for step in edges[::2])
     assert sum(card.counts[step, "copy"] for step in edges) <= (3 if choice == "drawn" else 2) * heads, card.places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -17,7 +17,9 @@ from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.stores import HiddenStore, WeightStore
 from flexgen_h2o.kvcache import store
 from flexgen_h2o.kvcache.store import CacheStore
-from flexgen_h2o.tiers.stream import NOTHING
+from flexgen_h2o.tiers import stream
+from flexgen_h2o.tiers.stream import NOTHING, Done, Stream, wait_all
+from flexgen_h2o.tiers.transfers import Lanes
 from tests.gpu.fake_engine import deferred_transfers
 from tests.gpu.test_cuda_parity import BUDGET, GREEDY, PLACEMENTS, model_folder, prompts
 from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, generate, on_fake_card, some_slow
@@ -125,12 +127,13 @@ def _hidden_states_are_loaded_before_they_are_stored(patch: pytest.MonkeyPatch) 
 
 
 def _without_waiting(patch: pytest.MonkeyPatch, owner: Any, name: str, module: Any) -> None:
-    """`wait_all` does nothing within a method."""
+    """Nothing waits within a method, neither here nor on the card."""
     method = getattr(owner, name)
 
     def too_early(*given: Any) -> Any:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(module, "wait_all", lambda events: None)
+            for wait in ("wait_all", "wait_all_on_card"):
+                within.setattr(module, wait, lambda events: None)
             return method(*given)
 
     patch.setattr(owner, name, too_early)
@@ -138,6 +141,10 @@ def _without_waiting(patch: pytest.MonkeyPatch, owner: Any, name: str, module: A
 
 def _kv_is_made_while_the_region_is_stored(patch: pytest.MonkeyPatch) -> None:
     _without_waiting(patch, CacheStore, "open", store)
+
+
+def _hidden_states_are_made_while_the_region_is_stored(patch: pytest.MonkeyPatch) -> None:
+    _without_waiting(patch, HiddenStore, "open", stores)
 
 
 def _a_block_begins_while_kv_of_the_last_is_stored(patch: pytest.MonkeyPatch) -> None:
@@ -153,14 +160,80 @@ LAYERS = {**CONFIGS["normal"], "num_hidden_layers": 4}  # more units of KV in a 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "drop", [_kv_is_made_while_the_region_is_stored, _a_block_begins_while_kv_of_the_last_is_stored]
+    ("drop", "placement"),
+    [
+        (_kv_is_made_while_the_region_is_stored, "KV on host"),
+        (_a_block_begins_while_kv_of_the_last_is_stored, "KV on host"),
+        (_hidden_states_are_made_while_the_region_is_stored, "hidden states split three ways"),
+    ],
 )
-def test_a_wait_of_the_computing_thread_that_is_left_out_is_a_race(tmp_path, monkeypatch, drop) -> None:
+def test_a_wait_of_the_computing_thread_that_is_left_out_is_a_race(
+    tmp_path, monkeypatch, drop, placement: str
+) -> None:  # fmt: skip
     folder = model_folder(tmp_path, LAYERS)
-    _, sound = on_fake_card(folder, "KV on host")
+    _, sound = on_fake_card(folder, placement)
     assert not sound.races
     drop(monkeypatch)
-    _, card = on_fake_card(folder, "KV on host")
+    _, card = on_fake_card(folder, placement)
+    assert card.races
+
+
+def _until_begun(events: Iterable[Any]) -> None:
+    """In place of a wait of the card's."""
+    for event in events:
+        if isinstance(event, Done):
+            event._wait_until_begun()
+
+
+def _compute_takes_what_is_still_coming(patch: pytest.MonkeyPatch, kind: str) -> None:
+    take = Stream.take
+
+    def too_early(loads: Any, key: Any) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            if type(loads._source).__name__ == kind:
+                within.setattr(stream, "wait_all_on_card", _until_begun)
+            return take(loads, key)
+
+    patch.setattr(Stream, "take", too_early)
+
+
+def _a_lane_goes_before_what_comes_first(patch: pytest.MonkeyPatch, lane: str) -> None:
+    submit = Lanes.submit
+
+    def too_early(lanes: Any, on: str, name: str, jobs: Any, after: Any = (), wait: Any = None) -> Done:
+        is_card = wait is not None and wait.__name__ == "_wait_on_card"
+        return submit(lanes, on, name, jobs, after, _until_begun if is_card and on == lane else wait or wait_all)
+
+    patch.setattr(Lanes, "submit", too_early)
+
+
+@pytest.mark.parametrize(
+    ("drop", "of", "placement"),
+    some_slow(
+        [
+            (_compute_takes_what_is_still_coming, "_Loads", "weights on host, pinned"),
+            (_compute_takes_what_is_still_coming, "_Loads", "weights on disk"),
+            (_compute_takes_what_is_still_coming, "CacheStore", "KV on host"),
+            (_compute_takes_what_is_still_coming, "CacheStore", "KV on disk"),
+            (_compute_takes_what_is_still_coming, "HiddenStore", "hidden states split three ways"),
+            (_a_lane_goes_before_what_comes_first, "h2d", "weights on host, pinned"),
+            (_a_lane_goes_before_what_comes_first, "h2d", "KV on host"),
+            (_a_lane_goes_before_what_comes_first, "h2d", "hidden states split three ways"),
+            (_a_lane_goes_before_what_comes_first, "d2h", "KV on host"),
+            (_a_lane_goes_before_what_comes_first, "d2h", "hidden states split three ways"),
+            (_a_lane_goes_before_what_comes_first, "disk_read", "weights on disk"),
+            (_a_lane_goes_before_what_comes_first, "disk_write", "KV on disk"),
+        ],
+        {(_compute_takes_what_is_still_coming, "_Loads", "weights on host, pinned")},
+    ),
+)
+def test_a_wait_of_the_card_that_is_left_out_is_a_race(
+    tmp_path, monkeypatch, drop: Callable[..., None], of: str, placement: str
+) -> None:  # fmt: skip
+    """Nothing is one with it: `test_tokens_are_those_of_the_cpu_and_nothing_races`."""
+    folder = model_folder(tmp_path, CONFIGS["normal"])
+    drop(monkeypatch, of)
+    _, card = on_fake_card(folder, placement)
     assert card.races
 
 

@@ -160,6 +160,8 @@ def test_who_copies_sleeps_until_the_bytes_are_there(monkeypatch: pytest.MonkeyP
     event.assert_called_once_with(blocking=True)
     event.return_value.synchronize.assert_called_once_with()
     assert target.tolist() == [1, 1, 1]
+    card.fence().wait_on_card()
+    event.return_value.wait.assert_called_once_with()
 
 
 def test_memory_that_cannot_be_pinned_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

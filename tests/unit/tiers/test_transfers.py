@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import PAGE, STAGING_BYTES, STAGING_SLOTS, TRANSFER_CHUNK
+from flexgen_h2o.core.units import PAGE, STAGING_BYTES, STAGING_SLOTS
 from flexgen_h2o.tiers import transfers as mover_module
 from flexgen_h2o.tiers.device import StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
@@ -293,7 +293,7 @@ def test_only_the_named_columns_are_copied(
             expected[segment, row, slot] = source[segment, row, slot]
         assert torch.equal(target, expected)
     assert room.mover.lanes.bytes_moved["d2h"] - before == 2 * rows * 4 * 2
-    assert room.device.beside - beside == 1  # on a card it would else wait for the compute queued since
+    assert room.device.beside - beside == 2  # to wait and to gather; on a card it would else queue behind compute
 
 
 def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None:
@@ -319,45 +319,3 @@ def test_a_thread_takes_one_staging_buffer_of_the_size_that_is_planned(room: Roo
     threads = [thread for thread, _ in room.device.staging]
     assert len(set(threads)) == len(threads) <= 3
     assert {nbytes for _, nbytes in room.device.staging} == {STAGING_BYTES, STAGING_SLOTS * STAGING_BYTES}
-
-
-class _Copy:
-    """Is done once somebody has waited for it and the gate is open."""
-
-    def __init__(self, gate: threading.Event) -> None:
-        self._gate, self.is_done = gate, False
-
-    def wait(self) -> None:
-        self._gate.wait()
-        self.is_done = True
-
-
-class _SlowLink(StandInDevice):
-    """Whose copies end when the gate is opened."""
-
-    def __init__(self) -> None:
-        self.gate, self.begun = threading.Event(), threading.Semaphore(0)
-
-    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> _Copy:
-        dst.copy_(src)
-        self.begun.release()
-        return _Copy(self.gate)
-
-
-def test_as_many_reads_as_slots_go_on_beside_copies(tmp_path: Path) -> None:
-    path, chunks = tmp_path / "bytes", STAGING_SLOTS + 2
-    path.write_bytes(bytes(chunks * TRANSFER_CHUNK))
-    device, lanes, file = _SlowLink(), Lanes({"disk_read": 1, "h2d": 1}, Timeline()), DirectFile(path)
-    try:
-        source = FileRange(file, 0, chunks * TRANSFER_CHUNK)
-        done = Mover(device, lanes).read("r", host_buffer(chunks * TRANSFER_CHUNK), "device", source)
-        begun = [device.begun.acquire(timeout=60) for _ in range(STAGING_SLOTS)]
-        more = device.begun.acquire(timeout=0.05)
-        early = done.is_done
-        device.gate.set()
-        done.wait()
-    finally:
-        device.gate.set()
-        lanes.close()
-        file.close()
-    assert all(begun) and not more and not early and done.is_done

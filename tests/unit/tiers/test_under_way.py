@@ -1,0 +1,205 @@
+"""Copies that a worker has begun and goes on beside: how many, what is done when, and what spans say of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import STAGING_SLOTS, TRANSFER_CHUNK
+from flexgen_h2o.tiers.device import StandInDevice, host_buffer
+from flexgen_h2o.tiers.disk import DirectFile, FileRange
+from flexgen_h2o.tiers.stream import Done, Waitable
+from flexgen_h2o.tiers.transfers import MOST_UNDER_WAY, Lanes, Mover
+
+
+class _Copy(Waitable):
+    """Is done once the gate is open."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+
+    def wait(self) -> None:
+        assert self._gate.wait(60)
+
+    @property
+    def is_done(self) -> bool:
+        return self._gate.is_set()
+
+
+class _Late(_Copy):
+    """As a fence of a card, which a thread passes that makes the card wait."""
+
+    def wait_on_card(self) -> None:
+        pass
+
+
+class _SlowLink(StandInDevice):
+    """Whose copies end when the gate is opened."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Semaphore(0)
+
+    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> _Copy:
+        dst.copy_(src)
+        self.begun.release()
+        return _Copy(self.gate)
+
+
+def test_as_many_reads_as_slots_go_on_beside_copies(tmp_path: Path) -> None:
+    path, chunks = tmp_path / "bytes", STAGING_SLOTS + 2
+    path.write_bytes(bytes(chunks * TRANSFER_CHUNK))
+    device, lanes, file = _SlowLink(), Lanes({"disk_read": 1, "h2d": 1}, Timeline()), DirectFile(path)
+    try:
+        source = FileRange(file, 0, chunks * TRANSFER_CHUNK)
+        done = Mover(device, lanes).read("r", host_buffer(chunks * TRANSFER_CHUNK), "device", source)
+        begun = [device.begun.acquire(timeout=60) for _ in range(STAGING_SLOTS)]
+        more = device.begun.acquire(timeout=0.05)
+        early = done.is_done
+        device.gate.set()
+        done.wait()
+    finally:
+        device.gate.set()
+        lanes.close()
+        file.close()
+    assert all(begun) and not more and not early and done.is_done
+
+
+class _Gated(StandInDevice):
+    """Whose copies each end when their own gate is opened."""
+
+    def __init__(self) -> None:
+        self.gates, self.begun = [threading.Event() for _ in range(MOST_UNDER_WAY + 2)], 0
+
+    def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> _Copy:
+        self.begun += 1
+        return _Copy(self.gates[self.begun - 1])
+
+    def open(self, count: int) -> None:
+        for gate in self.gates[:count]:
+            gate.set()
+
+
+@contextmanager
+def gated(pins: bool = True) -> Iterator[tuple[_Gated, Mover]]:
+    device, lanes = _Gated(), Lanes({"h2d": 1, "d2h": 1}, Timeline())
+    lanes.timeline.keep_spans = True
+    try:
+        yield device, Mover(device, lanes, pins)
+    finally:
+        device.open(len(device.gates))
+        lanes.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it does not come")
+
+
+def test_a_worker_goes_on_beside_copies_that_are_under_way() -> None:
+    """But not beside any number of them; each operation is done once its copy is."""
+    t = torch.zeros(2)
+    with gated() as (device, mover):
+        held = Done()
+        done = [mover.copy("h2d", "c", t, t, [held]) for _ in device.gates]
+        held.finish_one()
+        until(lambda: device.begun == MOST_UNDER_WAY)
+        time.sleep(0.02)
+        assert device.begun == MOST_UNDER_WAY and [one.is_begun for one in done[-3:]] == [True, False, False]
+        assert not any(one.is_done for one in done)
+        device.open(2)
+        done[1].wait()
+        until(lambda: device.begun == len(done))
+        device.open(len(done))
+        for one in done:
+            one.wait()
+
+
+def test_a_thread_goes_on_where_the_card_waits() -> None:
+    """Once the card knows what for; an error is raised as ever."""
+    done, gate = Done(2), threading.Event()
+    waiter = threading.Thread(target=done.wait_on_card, daemon=True)
+    waiter.start()
+    done.finish_one(begun=[_Late(gate)])
+    waiter.join(0.05)
+    assert waiter.is_alive() and not done.is_begun
+    done.finish_one()
+    waiter.join(10)
+    assert not waiter.is_alive() and done.is_begun and not done.is_done
+    failed = Done()
+    failed.finish_one(OSError("why"))
+    with pytest.raises(OSError, match="why"):
+        failed.wait_on_card()
+    on_host = Done()
+    on_host.finish_one(begun=[copy := _Copy(gate)])
+    waiter = threading.Thread(target=on_host.wait_on_card, daemon=True)
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive() and not copy.is_done  # what is not on a card it waits for itself
+    gate.set()
+    waiter.join(10)
+    assert not waiter.is_alive()
+
+
+def test_memory_that_is_not_pinned_is_copied_one_after_another() -> None:
+    t = torch.zeros(2)
+    with gated(pins=False) as (device, mover):
+        done = [mover.copy("h2d", "c", t, t) for _ in range(2)]
+        until(lambda: device.begun == 1)
+        time.sleep(0.02)
+        assert device.begun == 1 and not done[0].is_begun
+
+
+def test_the_span_of_a_copy_is_when_the_link_was_busy_with_it() -> None:
+    """It begins once what comes before is done, and the copy before it."""
+    t, fence = torch.zeros(2), threading.Event()
+    with gated() as (device, mover):
+        done = [mover.copy("h2d", "c", t, t, [_Late(fence)]), mover.copy("h2d", "c", t, t)]
+        until(lambda: device.begun == 2)
+        times = list[float]()
+        for event in (fence, *device.gates[:2]):
+            time.sleep(0.02)
+            times.append(time.perf_counter())
+            event.set()
+            time.sleep(0.02)
+        done[1].wait()
+        spans = mover.lanes.timeline.spans
+        until(lambda: len(spans) == 2)
+    assert times[0] <= spans[0].start <= times[0] + 0.02 and times[1] <= spans[0].end <= spans[1].start
+    assert spans[1].start <= times[1] + 0.02 and times[2] <= spans[1].end
+
+
+def test_what_is_under_way_is_seen_to_its_end_before_a_worker_waits_for_another_lane() -> None:
+    t, held = torch.zeros(2), Done()
+    with gated() as (device, mover):
+        mover.copy("h2d", "c", t, t)
+        behind = mover.copy("h2d", "c", t, t, [held])
+        until(lambda: device.begun == 1)
+        device.open(1)
+        until(lambda: mover.lanes.timeline.count("h2d", "c") == 1)
+        assert not behind.is_begun
+        held.finish_one()
+
+
+def test_an_error_of_a_copy_under_way_ends_the_lanes() -> None:
+    class Broken(_Copy):
+        def wait(self) -> None:
+            raise OSError("of the card")
+
+    t = torch.zeros(2)
+    with gated() as (device, mover), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "start_copy", lambda dst, src: Broken(threading.Event()))
+        for one in (mover.copy("h2d", "c", t, t), mover.copy("h2d", "c", t, t)):
+            with pytest.raises(OSError, match="of the card"):
+                one.wait()
+        with pytest.raises(OSError, match="of the card"):
+            until(lambda: mover.lanes.submit("d2h", "x", [lambda: 0]).wait() is not None)
