@@ -51,6 +51,7 @@ SECONDS = {
 SHARES = {
     "disk_read_beside_compute": "disk read beside compute",
     "compute_beside_disk_read": "compute beside disk read",
+    "link_both_ways": "link, each way while both are busy",
 }
 
 

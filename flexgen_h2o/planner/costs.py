@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from flexgen_h2o.checkpoint.formats import layouts_of
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
@@ -45,9 +46,9 @@ ATTENTION_RATES = (
     "host_attention_bytes_per_s", "host_scored_attention_bytes_per_s",
 )  # fmt: skip
 OTHER_RATES = ("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s")
-# Launches that a dense decode step, whose issuing step_s tells, does without: of attention to prompts of one length, of
+# Launches that a dense decode step, whose issuing step_s tells, does without: of attention to prompts, of
 # a router, and of a group of experts (counted by tests/gpu/test_fake_card.py).
-PROMPT_LAUNCHES, ROUTER_LAUNCHES, EXPERTS_LAUNCHES = 11, 7, 8
+PROMPT_LAUNCHES, ROUTER_LAUNCHES, EXPERTS_LAUNCHES = 6, 7, 6
 STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_s", "cache_load_step_s")
 
 
@@ -125,11 +126,6 @@ class Costs:
         return self.profile.kernel_s if self.profile.device_is_asynchronous else 0.0
 
     @cached_property
-    def _kernel_s(self) -> float:
-        """Of the device: an operation beside its arithmetic."""
-        return self.profile.kernel_s - self._launch_s
-
-    @cached_property
     def waits(self) -> bool:
         """Are groups of experts loaded only if they are chosen?"""
         return waits_for_router(self.at.spec, self.at.policy)
@@ -195,7 +191,11 @@ class Costs:
         device_s, host_s = self.compute_seconds(work)
         evicts = bool(at.need.record) and at.spec.window(layer.block) is None
         share = needed_share(at, layer, tokens_of(batch, sweep))  # the step is left out where no token needs it
-        issue_s = (p.step_s + self._launch_s * EXPERTS_LAUNCHES * (layer.kind == "experts")) * share
+        rows = max((product.rows for product in work.products), default=0)
+        issue_s = p.step_s * share
+        if layer.kind == "experts":  # one launch multiplies few rows of all, others are each expert's own
+            apart = len(work.products) * len(layer.experts) if rows > FEW_ROWS else 0
+            issue_s += self._launch_s * (EXPERTS_LAUNCHES + apart) * share
         if at.device_is_host and layer.kind != "experts":
             issue_s += p.row_s * batch.rows
         elif evicts and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
@@ -210,8 +210,8 @@ class Costs:
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
         hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
-        rows = max((product.rows for product in work.products), default=0)
-        return StepCost(device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, *hidden)), rows)
+        kv_load, kv_store, hidden_load, hidden_store = (self._priced(moves) for moves in (*kv, *hidden))
+        return StepCost(device_s, host_s, issue_s, kv_load, kv_store, hidden_load, hidden_store, rows)
 
     @cached_property
     def _most_joined(self) -> dict[str, int]:
@@ -242,7 +242,7 @@ class Costs:
         device += work.overlay / p.overlay_bytes_per_s
         if work.prompt_flops:
             n = self.at.need.prompt_len
-            device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + self._kernel_s
+            device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
             device += work.sums_flops / rates.column_sums_flops_per_s.at(n)
         if work.device_kv:
             read = work.device_kv
@@ -252,7 +252,7 @@ class Costs:
                 unpacked = work.packed_values * at.itemsize * read / (read + work.host_kv) * self._unpacked_share
                 read = read * (1 - self._unpacked_share) + unpacked
                 device += unpacked / rates.device_dequantise_bytes_per_s
-            device += read / on_device.at(width) + self._kernel_s
+            device += read / on_device.at(width) + p.kernel_s
         host = 0.0
         if work.host_kv:
             host = self._slot_bytes(work, work.host_kv) / on_host.at(width) + p.kernel_s
@@ -273,7 +273,8 @@ class Costs:
         if product.coded:  # rates of few rows are of reading the dtype: multiplying alone goes at that of many
             fastest = rates.matmul_rate(TOKEN_CHUNK, product.inner, product.outer)
             flops = 2.0 * product.rows * product.inner * product.outer
-            return max(product.coded / self.profile.device_memory_bytes_per_s, flops / fastest)
+            read_s = product.coded / self.profile.device_memory_bytes_per_s
+            return max(read_s, flops / fastest) + self.profile.kernel_s
         whole, rest = divmod(product.rows, TOKEN_CHUNK)
         for count, rows in ((whole, TOKEN_CHUNK), (1, rest)):
             if count and rows:
@@ -283,7 +284,7 @@ class Costs:
                 elif product.blocked:
                     rate *= rates.blocked_speedup.at(rows)
                 flops = 2.0 * rows * product.inner * product.outer
-                seconds += count * (flops / rate + self._kernel_s)
+                seconds += count * (flops / rate + self.profile.kernel_s)
         return seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
@@ -363,8 +364,8 @@ class Costs:
     def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
         """The same, where resources slow each other down as far as they are busy at once.
 
-        Reading the disk and computing do, the more the shorter the requests are; and copies to and from a device that
-        is made of ordinary memory take the cores that compute.
+        Reading the disk and computing do, the more the shorter the requests are; so do both ways of the link; and
+        copies to and from a device that is made of ordinary memory take the cores that compute.
         """
         p, (moved, steps) = self.profile, self._of_sweep(block, sweep)
         busy = self._busy(moved, steps)
@@ -382,7 +383,12 @@ class Costs:
             rest_left = slower / (slower + taken * compute / longest)
         if p.device_is_host and not self.at.device_is_host:
             compute_left *= compute / (compute + busy["h2d"] + busy["d2h"])
-        return replace(self, profile=_slowed(p, self.dtype, read_left, compute_left * rest_left, rest_left))
+        slowed, links = _slowed(p, self.dtype, read_left, compute_left * rest_left, rest_left), dict[str, Any]()
+        for way, other in (("h2d", "d2h"), ("d2h", "h2d")):
+            left = 1 - min(1.0, busy[other] / busy[way]) * (1 - p.link_both_ways) if busy[way] else 1.0
+            for name in (f"{way}_bytes_per_s", f"{way}_unpinned_bytes_per_s"):
+                links[name] = getattr(p, name) * left
+        return replace(self, profile=replace(slowed, **links))
 
 
 @dataclass(frozen=True)

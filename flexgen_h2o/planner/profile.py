@@ -21,7 +21,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
 from flexgen_h2o.core.units import GIB
 
-PROFILE_SCHEMA = 6
+PROFILE_SCHEMA = 7
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
 # EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
 UNKNOWN_INT8_SPEEDUP = 1.6
@@ -144,10 +144,11 @@ class HardwareProfile:
     queued on the device and the thread that issues it goes on. *_mem_bytes: what the tiers have in all. h2d, d2h: the
     link with pinned host memory, ..._unpinned without. disk_read_beside_compute: what is left of the disk's read rate
     while all cores compute, a share; compute_beside_disk_read: what is left of the compute rate while the disk is
-    read. *_memory_bytes_per_s: of a copy, bytes read and written. kernel_s: of one operation with next to nothing to
-    do; transfer_s, disk_request_s: from handing a small copy, a small read to its lane until the bytes are there.
-    overlay_bytes_per_s: new columns of KV units on disk that wait in RAM to be written back, bytes of keys and values
-    read and written when they are laid over a unit and another one is taken up.
+    read; link_both_ways: of each way's rate, a share, while both are busy. *_memory_bytes_per_s: of a copy, bytes read
+    and written. kernel_s: of one operation with next to nothing to do; where compute is asynchronous also what a
+    launch takes the thread that issues it. transfer_s, disk_request_s: from handing a small copy, a small read to its
+    lane until the bytes are there. overlay_bytes_per_s: new columns of KV units on disk that wait in RAM to be written
+    back, bytes of keys and values read and written when they are laid over a unit and another one is taken up.
     step_s: of one (layer, micro-batch) step of a decode sweep beside its products and kernel_s for each of them; where
     compute is asynchronous, with the seconds that issuing them takes. attention_step_s: more in an attention layer;
     eviction_step_s: more where columns are dropped; row_s: for each further row of a step that the host computes, and
@@ -176,6 +177,7 @@ class HardwareProfile:
     device_memory_bytes_per_s: float
     disk_read_beside_compute: float
     compute_beside_disk_read: float
+    link_both_ways: float
     kernel_s: float
     transfer_s: float
     disk_request_s: float
@@ -232,9 +234,9 @@ def nominal_profile(device_is_host: bool) -> HardwareProfile:
         host_mem_bytes=32 * GIB, disk_mem_bytes=500 * GIB, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9,
         h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, h2d_unpinned_bytes_per_s=4e9, d2h_unpinned_bytes_per_s=4e9,
         host_memory_bytes_per_s=2e10, device_memory_bytes_per_s=2e10 if device_is_host else 3e11,
-        disk_read_beside_compute=0.9, compute_beside_disk_read=0.95, kernel_s=1e-5, transfer_s=5e-5,
-        disk_request_s=1e-4, overlay_bytes_per_s=2e9, step_s=1e-4, attention_step_s=2e-4, eviction_step_s=2e-4,
-        row_s=2e-6, short_read_compute_s=5e-5 if device_is_host else 0.0,
+        disk_read_beside_compute=0.9, compute_beside_disk_read=0.95, link_both_ways=0.9,
+        kernel_s=1e-5, transfer_s=5e-5, disk_request_s=1e-4, overlay_bytes_per_s=2e9, step_s=1e-4,
+        attention_step_s=2e-4, eviction_step_s=2e-4, row_s=2e-6, short_read_compute_s=5e-5 if device_is_host else 0.0,
         cache_load_step_s=2e-4 if device_is_host else 0.0, compute=compute,
     )  # fmt: skip
 
@@ -299,7 +301,8 @@ def profile_from_json(body: object) -> HardwareProfile:
 def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an older schema, and those that came later as if nothing were known of them."""
     since_4 = {"overlay_bytes_per_s": MOST_RATE, "short_read_compute_s": 0.0, "cache_load_step_s": 0.0}
-    found, compute = {**({} if schema > 3 else since_4), **given}, given.get("compute")
+    found = {"link_both_ways": 1.0, **({} if schema > 3 else since_4), **given}
+    compute = given.get("compute")
     if not isinstance(compute, dict):
         return found
 

@@ -45,7 +45,7 @@ def test_the_command_finds_the_saved_policy(
     assert "flexgen-h2o flex-opt" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["opt-30b/t4-h2o20", "opt-175b/a100-80"])
+@pytest.mark.parametrize("name", ["opt-30b/t4-h2o20", "opt-175b/a100-80", "gpt-oss-120b/a100-80"])
 def test_a_saved_policy_costs_what_its_file_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Without looking for it again."""
     saved = read_policy(FOLDER / f"{name}.json")

@@ -63,22 +63,26 @@ def link_rates(bench: Bench, mover: Mover) -> Figures:
     """Of copies between the host and the bench's device, which is not host memory itself."""
     device, nbytes = bench.device, bench.sizes.link_bytes
     pinned, plain, there = device.host_staging(nbytes), host_buffer(nbytes), device.buffer(nbytes)
+    half = nbytes // 2
 
-    def copies(lane: str, target: torch.Tensor, source: torch.Tensor) -> Call:
-        """Piece by piece, all of them queued."""
-        pieces = [*zip(target.split(HOST_PIECE), source.split(HOST_PIECE), strict=True)]
-        return lambda: wait_all([mover.copy(lane, "probe", t, s) for t, s in pieces])
+    def copies(*ways: tuple[str, torch.Tensor, torch.Tensor]) -> Call:
+        """Of lane, target and source: piece by piece, all of them queued."""
+        cut = [(lane, target.split(HOST_PIECE), source.split(HOST_PIECE)) for lane, target, source in ways]
+        return lambda: wait_all([mover.copy(lane, "probe", *p) for lane, t, s in cut for p in zip(t, s, strict=True)])
 
     calls = {
-        "h2d_bytes_per_s": copies("h2d", there, pinned),
-        "d2h_bytes_per_s": copies("d2h", pinned, there),
-        "h2d_unpinned_bytes_per_s": copies("h2d", there, plain),
-        "d2h_unpinned_bytes_per_s": copies("d2h", plain, there),
+        "h2d_bytes_per_s": copies(("h2d", there, pinned)),
+        "d2h_bytes_per_s": copies(("d2h", pinned, there)),
+        "h2d_unpinned_bytes_per_s": copies(("h2d", there, plain)),
+        "d2h_unpinned_bytes_per_s": copies(("d2h", plain, there)),
     }
-    *seconds, transfer_s = bench.seconds_of(
-        *calls.values(), lambda: mover.copy("h2d", "probe", there[:PAGE], pinned[:PAGE]).wait()
+    *seconds, both_s, transfer_s = bench.seconds_of(
+        *calls.values(),
+        copies(("h2d", there[:half], pinned[:half]), ("d2h", pinned[half:], there[half:])),
+        lambda: mover.copy("h2d", "probe", there[:PAGE], pinned[:PAGE]).wait(),
     )
-    return {**{name: nbytes / s for name, s in zip(calls, seconds, strict=True)}, "transfer_s": transfer_s}
+    rates: Figures = {name: nbytes / s for name, s in zip(calls, seconds, strict=True)}
+    return {**rates, "link_both_ways": _share(max(seconds[:2]) / 2, both_s), "transfer_s": transfer_s}
 
 
 def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:

@@ -48,6 +48,7 @@ def machine(is_host: bool, **changes: Any) -> Machine:
         **dict.fromkeys(FIXED, 0.0),
         "disk_read_beside_compute": 1.0,
         "compute_beside_disk_read": 1.0,
+        "link_both_ways": 1.0,
     }
     return Machine(replace(nominal_profile(is_host), **{**free, **changes}), DTYPE, is_host)
 
@@ -124,7 +125,8 @@ def machines(draw: st.DrawFn) -> Machine:
     for name in draw(st.lists(st.sampled_from(RATES + FIXED), max_size=8, unique=True)):
         profile = faster(profile, name, 10 ** draw(st.sampled_from([-3, -2, -1, 1, 2])))
     slower = faster(profile, "matmul_flops_per_s", draw(st.sampled_from([1, 1e-1, 1e-2, 1e-3])))
-    alone = replace(slower, disk_read_beside_compute=1.0, compute_beside_disk_read=1.0, short_read_compute_s=0.0)
+    shares = dict.fromkeys(("disk_read_beside_compute", "compute_beside_disk_read", "link_both_ways"), 1.0)
+    alone = replace(slower, **shares, short_read_compute_s=0.0)
     return Machine(alone, DTYPE, is_host)
 
 

@@ -16,7 +16,7 @@ from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.costs import Costs, Machine
+from flexgen_h2o.planner.costs import PROMPT_LAUNCHES, Costs, Machine
 from flexgen_h2o.planner.profile import AS_FAST, Curve
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -224,6 +224,8 @@ def test_products_of_few_rows_on_a_card_take_codes_as_they_are() -> None:
     assert decoding_s(costs, layer=0) > 0.0, "a table is looked up in"
     read_s = sum(codes) / where.profile.device_memory_bytes_per_s
     assert costs.compute_seconds(Work(work.products))[0] == pytest.approx(read_s)
+    slow = machine(False, kernel_s=1.0)
+    assert costs_of(policy, NEED, slow).compute_seconds(Work(work.products))[0] == pytest.approx(len(codes) + read_s)
     in_memory = replace(where, profile=replace(where.profile, device_memory_bytes_per_s=1e18))
     fastest = where.profile.rates(DTYPE).matmul_rate(TOKEN_CHUNK, 128, 128)
     multiplied_s = sum(2 * p.rows * p.inner * p.outer for p in work.products) / fastest
@@ -289,6 +291,19 @@ def test_a_card_reads_packed_slots_as_they_are(scored: bool) -> None:
         for record in (replace(pages, page_layers=BLOCKS), pages)
     )
     assert some[1] - some[0] == pytest.approx((whole[1] - whole[0]) / BLOCKS), "of one block"
+
+
+def test_launches_take_the_time_of_the_thread_that_issues_them() -> None:
+    """Those that a dense decode step, of which step_s tells, does without. A host issues nothing."""
+    policy, batch = Policy(6, percent=(0, 100, 100, 0, 100, 0), compress_weight=True), Batch.even(6, 10)
+    for is_host in (False, True):
+        free, slow = (costs_of(policy, NEED, machine(is_host, kernel_s=s)) for s in (0.0, 1e-3))
+        for sweep, launches in ((0, PROMPT_LAUNCHES), (1, 0)):
+            before, after = (costs.step(1, batch, sweep) for costs in (free, slow))
+            assert after.issue_s - before.issue_s == pytest.approx(0.0 if is_host else launches * 1e-3)
+        matrices = 4  # of attention; each is unpacked in a launch
+        issued = slow.decoding(1, [(batch, batch.rows)], 1).issue_s
+        assert issued == pytest.approx(0.0 if is_host else matrices * 1e-3)
 
 
 def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:

@@ -10,13 +10,13 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import PAGE
+from flexgen_h2o.core.units import FEW_ROWS, PAGE
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, MemoryPlan
 from flexgen_h2o.engine.temporaries import ROUTING_BYTES
 from flexgen_h2o.engine.weight_units import expert_group, unit_kinds, waits_for_router
-from flexgen_h2o.engine.workload import WorkloadShape
+from flexgen_h2o.engine.workload import Batch, WorkloadShape
 from flexgen_h2o.models import built_in_spec, spec_from_config
-from flexgen_h2o.planner.costs import Machine
+from flexgen_h2o.planner.costs import EXPERTS_LAUNCHES, ROUTER_LAUNCHES, Machine
 from flexgen_h2o.planner.lp import MOST_MICRO_BATCH, SearchSpace
 from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.report import Answer, balanced_rows, to_text
@@ -65,6 +65,18 @@ def test_more_rows_of_a_block_read_no_less() -> None:
     assert reads == sorted(reads) and reads[0] < reads[4] < reads[-1]
     groups = [expert_group(SPEC, Policy(rows)) for rows in range(1, 40)]
     assert groups == sorted(groups) and {groups[0], groups[-1]} == {1, 8}
+
+
+def test_experts_with_few_rows_are_one_launch() -> None:
+    """Each product of an expert with more is one of its own."""
+    for rows, apart in ((8, 0), (8 * FEW_ROWS, 3 * 8)):  # 2 of 8 experts a row: a quarter of the rows each
+        policy, need = Policy(rows, expert_group=8), WorkloadShape.full(rows, 1, 3, SPEC.num_blocks)
+        free, slow = (machine(False, kernel_s=s).costs(SPEC, policy, need) for s in (0.0, 1.0))
+        kinds = [layer.kind for layer in free.layers.layers]
+        experts, router, mlp = kinds.index("experts"), kinds.index("experts") - 1, kinds.index("mlp")
+        issued = [slow.step(i, Batch.even(rows, 1), 1).issue_s for i in (experts, router, mlp, mlp - 1)]
+        assert issued == pytest.approx([EXPERTS_LAUNCHES + apart, ROUTER_LAUNCHES, 0.0, 0.0])
+        assert free.step(experts, Batch.even(rows, 1), 1).issue_s == 0.0
 
 
 def test_units_are_told_apart_by_what_they_hold() -> None:

@@ -186,4 +186,13 @@ def test_contention_costs_time_only_where_both_are_busy() -> None:
     assert predicted(sequential, need, slowed).total_s == predicted(sequential, need, machine(True)).total_s
 
 
+def test_ways_of_the_link_slow_each_other_where_both_are_busy() -> None:
+    """Hidden states go both ways; weights only come. As much as the profile says, where the link binds."""
+    need, slow = WorkloadShape.full(32, 64, 6, BLOCKS), {"h2d_bytes_per_s": 1e7, "d2h_bytes_per_s": 1e7}
+    for percent, factor in (((100, 0, 100, 0, 0, 100), 2.0), ((0, 100, 100, 0, 100, 0), 1.0)):
+        policy = Policy(32, 1, percent)
+        alone, both = (predicted(policy, need, machine(False, link_both_ways=s, **slow)).total_s for s in (1.0, 0.5))
+        assert both == pytest.approx(factor * alone, rel=0.02)
+
+
 # ---- the room

@@ -127,6 +127,33 @@ def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytes
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
+def test_both_ways_of_the_link_are_timed_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the buffers each way, of which the slower one would take 2 s alone."""
+    mover, queued = mover_of(bench.device), list[list[tuple[str, int, int]]]()
+    copy = mover.copy
+
+    def watched(lane: str, name: str, target: torch.Tensor, source: torch.Tensor) -> Any:
+        queued[-1].append((lane, target.data_ptr(), len(target)))
+        return copy(lane, name, target, source)
+
+    def seconds_of(_: Bench, *calls: Any) -> list[float]:
+        for call in calls:
+            queued.append([])
+            call()
+        return [4.0, 3.0, 5.0, 5.0, 2.5, 1e-5]
+
+    monkeypatch.setattr(mover, "copy", watched)
+    monkeypatch.setattr(Bench, "seconds_of", seconds_of)
+    try:
+        found = steps.link_rates(bench, mover)
+    finally:
+        mover.lanes.close()
+    assert found["link_both_ways"] == 2.0 / 2.5 and found["h2d_bytes_per_s"] == TINY.link_bytes / 4.0
+    *alone, both, _ = queued
+    assert [{lane for lane, *_ in one} for one in (*alone, both)] == [{"h2d"}, {"d2h"}] * 2 + [{"h2d", "d2h"}]
+    assert all(sum(n for *_, n in one) == TINY.link_bytes for one in queued[:-1])
+
+
 def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.planner.measure.engine.LOAD_PIECE", TINY.disk_bytes // 4)
     mover = mover_of(bench.device)
