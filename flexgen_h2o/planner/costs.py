@@ -406,11 +406,11 @@ class Machine:
     def itemsize(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    def setting(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> CostContext:
-        return CostContext(spec, policy, need, self.itemsize, self.device_is_host)
+    def setting(self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False) -> CostContext:
+        return CostContext(spec, policy, need, self.itemsize, self.device_is_host, splits)
 
-    def costs(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> Costs:
-        return Costs(self.setting(spec, policy, need), self.profile, self.dtype)
+    def costs(self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False) -> Costs:
+        return Costs(self.setting(spec, policy, need, splits), self.profile, self.dtype)
 
 
 def _scaled(move: Transfer, share: float) -> Transfer:

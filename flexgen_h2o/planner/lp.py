@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import cast
 
 import pulp
@@ -129,7 +130,8 @@ class Corner:
 
 @dataclass(frozen=True)
 class Corners:
-    """Everything on disk, and the same with one kind moved to a faster tier, by the index into `percent`."""
+    """Everything on disk, or all but the weights, which are on the device; and the same with one kind moved to a faster
+    tier, by the index into `percent`."""
 
     base: Corner
     moved: Mapping[int, Corner]
@@ -144,20 +146,36 @@ class Solution:
     gain_s_per_gib: Mapping[str, float]
 
 
-def find_corners(space: SearchSpace, policy: Policy, depth: Depth) -> Corners:
-    """policy: batch sizes and switches; its shares do not count."""
+def fastest_shares(space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets) -> Solution | None:
+    """What `solve` says of shares of weights that split every matrix, or of all weights on the device, where products
+    of few rows may read codes as they are: no such price lies on a line between corners."""
+    space.check()
+    reads_codes = space.machine.setting(space.spec, policy, space.need).reads_codes
+    tried = (find_corners(space, policy, depth, *on_device) for on_device in [(), (0,)][: 1 + reads_codes])
+    solved = (solve(corners, space.need.gen_len - 1, space.base.overlap, budgets) for corners in tried)
+    return min((one for one in solved if one is not None), key=attrgetter("seconds"), default=None)
+
+
+def find_corners(space: SearchSpace, policy: Policy, depth: Depth, *always: int) -> Corners:
+    """policy: batch sizes and switches; its shares do not count. always: (0,) for all weights on the device, where
+    those of the others are not moved."""
     # Where the device is host memory there is no host tier besides it.
-    indices = range(0, 6, 2 if space.machine.device_is_host else 1)
-    return Corners(find_corner(space, policy, (), depth), {i: find_corner(space, policy, (i,), depth) for i in indices})
+    indices = range(2 * len(always), 6, 2 if space.machine.device_is_host else 1)
+    splits = not always
+    base, moved = find_corner(space, policy, always, depth, splits), dict[int, Corner]()
+    for i in indices:
+        moved[i] = find_corner(space, policy, (*always, i), depth, splits)
+    return Corners(base, moved)
 
 
-def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth: Depth) -> Corner:
-    """The kinds of bytes at these indices of `percent` are moved there, the others are on disk."""
+def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth: Depth, splits: bool = False) -> Corner:
+    """The kinds of bytes at these indices of `percent` are moved there, the others are on disk. splits: as of
+    `CostContext`."""
     need, machine = space.need, space.machine
     policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
     plan, shape = space.memory(policy, depth), shape_of(policy, need)
     block = need.block((shape.rows,) * shape.micro_batches)
-    costs = machine.costs(with_head_rows(space.spec, plan.head_rows), policy, need)
+    costs = machine.costs(with_head_rows(space.spec, plan.head_rows), policy, need, splits)
     sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
     busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}
     return Corner({tier: plan.bytes_on(tier) for tier in TIERS}, busy)
@@ -214,7 +232,8 @@ class _Program:
         self._shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
         for kind, name in enumerate(KINDS):
             pair = [self._shares[i] for i in (2 * kind, 2 * kind + 1) if i in self._shares]
-            self.problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
+            if pair:
+                self.problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
 
     def interpolated(self, value: Callable[[Corner], float]) -> pulp.LpAffineExpression:
         """base + sum of share x (corner - base)."""
@@ -240,6 +259,7 @@ class _Program:
         if pulp.LpStatus[status] != "Optimal":
             return None
         values = [self._shares[i].value() or 0.0 if i in self._shares else 0.0 for i in range(6)]
+        values[0] = values[0] if 0 in self._shares else 1.0
         return [min(1.0, max(0.0, value)) for value in values]
 
 

@@ -29,12 +29,12 @@ from flexgen_h2o.planner.lp import (
     SearchSpace,
     Solution,
     as_percent,
+    fastest_shares,
     find_corner,
     find_corners,
     least_excess,
     moved,
     placements,
-    solve,
     tier_percents,
 )
 from flexgen_h2o.planner.predict import CUT_BLOCKS, MOST_WALKED, Prediction, cut_blocks, predict
@@ -139,7 +139,7 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
     little more memory, at the LP's own shares. They say nothing of larger batches that more memory allows, and a
     rounded policy may be bound by something else than the LP.
     """
-    solution = _solve(space, policy, space.deepest(policy) or SEQUENTIAL, space.budgets)
+    solution = fastest_shares(space, policy, space.deepest(policy) or SEQUENTIAL, space.budgets)
     if solution is None:
         return {}
     return {tier: max(0.0, dual) * _blocks(space, policy) for tier, dual in solution.gain_s_per_gib.items()}
@@ -171,16 +171,11 @@ def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
     for candidate in candidates(space)[:MOST_SOLVED]:
         if candidate.bound_s >= OPTIMISM * fastest:
             break
-        solution = _solve(space, candidate.policy, candidate.depth, space.budgets)
+        solution = fastest_shares(space, candidate.policy, candidate.depth, space.budgets)
         if solution is not None:
             found.append((solution.seconds * _likely_blocks(space, candidate.policy), candidate, solution))
             fastest = min(fastest, found[-1][0] if round(solution.shares[4], 2) in (0, 1) else math.inf)
     return sorted(found, key=itemgetter(0))
-
-
-def _solve(space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets) -> Solution | None:
-    space.check()
-    return solve(find_corners(space, policy, depth), space.need.gen_len - 1, space.base.overlap, budgets)
 
 
 def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> list[Plan]:
@@ -189,7 +184,7 @@ def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> 
     placed = list(placements(space, policy, solution.shares))
     if not placed:
         tighter = {tier: None if b is None else int(b * TIGHTER) for tier, b in space.budgets.items()}
-        other = _solve(space, policy, candidate.depth, tighter)
+        other = fastest_shares(space, policy, candidate.depth, tighter)
         placed = [] if other is None else list(placements(space, policy, other.shares))
     # Where no KV is off the device, --cpu-cache-compute would do nothing.
     on_host = [p.cpu_cache_compute and (p.percent[2] < 100 or space.base.cpu_cache_compute) for p in placed]
@@ -208,7 +203,7 @@ def _improved(space: SearchSpace, best: Plan) -> Plan:
             if key(policy) in tried or candidate.bound_s >= best.seconds or _steps(space, policy) > most_steps:
                 continue
             tried.add(key(policy))
-            solution = _solve(space, policy, candidate.depth, space.budgets)
+            solution = fastest_shares(space, policy, candidate.depth, space.budgets)
             if solution is not None and solution.seconds * _blocks(space, policy) < best.seconds:
                 found += _simulated(space, candidate, solution)
         better = min(found, key=attrgetter("seconds"))

@@ -84,13 +84,17 @@ class Work:
 
 @dataclass(frozen=True)
 class CostContext:
-    """Everything that fixes the bytes and FLOPs of a run."""
+    """Everything that fixes the bytes and FLOPs of a run.
+
+    splits: products are priced as where each matrix lies on more than one tier, whatever the shares.
+    """
 
     spec: ModelSpec
     policy: Policy
     need: WorkloadShape
     itemsize: int
     device_is_host: bool
+    splits: bool = False
 
     @cached_property
     def on_host(self) -> bool:
@@ -101,6 +105,11 @@ class CostContext:
     def form(self) -> WeightFormat:
         """How weights are held."""
         return weight_format(self.spec, self.policy, self.itemsize)
+
+    @property
+    def reads_codes(self) -> bool:
+        """Do products of few rows take matrices that lie on the device whole as they are held?"""
+        return not self.device_is_host and self.form.has_codes
 
     @cached_property
     def weight_shares(self) -> Shares:
@@ -156,7 +165,7 @@ def looked_up_bytes(at: CostContext) -> int:
 
 def coded_bytes(at: CostContext, layout: TensorLayout) -> int:
     """Of a matrix that products of few rows take as it is held; 0: it is decoded for them."""
-    if at.device_is_host or not at.form.has_codes or not layout.decoded_row_bytes:
+    if at.splits or not at.reads_codes or not layout.decoded_row_bytes:
         return 0
     parts, streamed = zip(*layout.homes(at.weight_shares, at.device_is_host), strict=True)
     return 0 if any(streamed) else sum(map(layout.part_bytes, parts))

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import GIB, MIB
+from flexgen_h2o.core.units import GIB, MIB, PAGE
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner import search as policies
 from flexgen_h2o.planner.costs import Machine
-from flexgen_h2o.planner.lp import SearchSpace, Solution, find_corners, placements, solve
+from flexgen_h2o.planner.lp import SearchSpace, Solution, fastest_shares, find_corners, placements, solve
 from flexgen_h2o.planner.profile import Curve, find_profile, nominal_profile, read_profile
 from flexgen_h2o.planner.search import (
     Candidate,
@@ -124,6 +124,24 @@ def test_only_switches_that_are_asked_for_are_set() -> None:
     for compress in ((), ("compress_weight",)):
         found = search(SearchSpace(SPEC, need, Policy(), slow, tight, compress)).policy
         assert found.compress_weight is bool(compress) and not found.compress_cache
+
+
+def test_shares_that_split_matrices_are_not_priced_as_products_of_codes() -> None:
+    """Few rows on a card multiply by codes where all weights are on it; on no line between there and the host."""
+    quick = machine(False, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
+    space = SearchSpace(SPEC, replace(NEED, rows=4), Policy(compress_weight=True), quick, HUGE)
+    policy, depth = Policy(4, 1, NOTHING, compress_weight=True), SEQUENTIAL
+    split, whole = find_corners(space, policy, depth), find_corners(space, policy, depth, 0)
+    assert whole.base.busy["decode"]["device_compute"] < split.moved[0].busy["decode"]["device_compute"]
+    assert set(whole.moved) == {2, 3, 4, 5} and whole.base.nbytes == split.moved[0].nbytes
+    found, slower = (fastest_shares(space, policy, depth, budgets) for budgets in (HUGE, {**HUGE, "device": 0}))
+    assert found is not None and found.shares[0] == 1.0 and slower is None
+    enough = {**HUGE, "device": whole.base.nbytes["device"]}
+    all_there, almost = (
+        fastest_shares(space, policy, depth, {**enough, "device": enough["device"] - less}) for less in (0, PAGE)
+    )
+    assert all_there is not None and almost is not None and all_there.shares[0] == 1.0 > almost.shares[0]
+    assert almost.seconds > 1.01 * all_there.seconds
 
 
 # ---- what more memory is worth
