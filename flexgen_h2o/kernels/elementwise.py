@@ -129,18 +129,19 @@ def add_weighted(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, o
     x: (rows, width), contiguous; tokens: (rows,) int32; weights: (rows,) fp32; out: (tokens, width), contiguous, of the
     dtype of x.
     """
-    if triton.takes(x):
-        grid, reference = (len(x), -(-x.shape[1] // _COLUMNS)), partial(add_weighted_reference, x, tokens, weights, out)
-        arguments = x, tokens, weights, out, *x.shape
-        triton.launch("rows.add_weighted", grid, reference, arguments, ROWS=_ROWS, BLOCK=_COLUMNS)
-        return
-    if not is_compiled(x):
+    on_card = triton.takes(x)
+    if not on_card and not is_compiled(x):
         add_weighted_reference(x, tokens, weights, out)
         return
     ok = x.shape == (*tokens.shape, out.shape[1]) and tokens.shape == weights.shape and x.dtype == out.dtype
     ok &= tokens.dtype == torch.int32 and weights.dtype == torch.float32
     if not ok or not all(t.is_contiguous() for t in (x, tokens, weights, out)):
         raise mismatch("add_weighted: x, tokens, weights and out", x, tokens, weights, out)
+    if on_card:
+        grid, reference = (len(x), -(-x.shape[1] // _COLUMNS)), partial(add_weighted_reference, x, tokens, weights, out)
+        arguments = x, tokens, weights, out, *x.shape
+        triton.launch("rows.add_weighted", grid, reference, arguments, ROWS=_ROWS, BLOCK=_COLUMNS)
+        return
     from flexgen_h2o.kernels.compiled import rows as row_loops
 
     job = row_loops.Weighted(*x.shape, *(t.data_ptr() for t in (x, tokens, weights, out)))

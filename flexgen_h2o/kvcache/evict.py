@@ -132,10 +132,10 @@ def keep_packed_columns(
     """`keep_prompt_columns` of prompts that lie one behind the other, b = 1, where the policy ranks by scores alone, or
     not at all. Positions are those of each prompt, from 0 on, as its line says."""
     (q, k), needs, where = qk, rows.policy.needs, qk[1].device
-    scores = None
+    scores, lengths = None, tuple(line.keys for line in lines)
     if lse is not None:
         if needs.query_decay != 1:
-            lse = lse - _offsets(lines, needs.query_decay, where)
+            lse = lse - _offsets(lengths, needs.query_decay, where)
         scores = packed_column_sums(q, k, lse, lines, scale, needs.query_rows)
         _score_alike(rows, scores, lines)
     if scores is None or not any(line.kept - line.keys + line.end - line.begin for line in lines):
@@ -143,8 +143,8 @@ def keep_packed_columns(
         return KeptColumns(_unranked(stay, where).expand(1, k.shape[1], -1), scores, None)
     rank = scores
     if needs.per_query:
-        most = max(line.keys for line in lines)
-        rank = scores / query_weight_table(needs.decay, 1 << most.bit_length(), where)[_ages(lines, where)]
+        weights = query_weight_table(needs.decay, 1 << max(lengths).bit_length(), where)
+        rank = scores / weights[_ages(lengths, where)]
     return KeptColumns(choose_packed(rank, lines), scores, None)
 
 
@@ -159,20 +159,21 @@ def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.Lines) -> None:
             own.copy_(made)
 
 
-def _ages_on_host(lines: triton.Lines) -> torch.Tensor:
-    return torch.cat([torch.arange(line.keys, 0, -1, device="cpu") for line in lines])
+def _ages_on_host(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(n, 0, -1, device="cpu") for n in lengths])
 
 
+# What all layers share is copied to a card once, for as many micro-batches: layers take these in turn.
 @lru_cache(maxsize=16)
-def _ages(lines: triton.Lines, where: torch.device) -> torch.Tensor:
+def _ages(lengths: tuple[int, ...], where: torch.device) -> torch.Tensor:
     """(tokens,) int64: how many queries see each token's column."""
-    return upload(_ages_on_host(lines), where)
+    return upload(_ages_on_host(lengths), where)
 
 
 @lru_cache(maxsize=16)
-def _offsets(lines: triton.Lines, decay: float, where: torch.device) -> torch.Tensor:
+def _offsets(lengths: tuple[int, ...], decay: float, where: torch.device) -> torch.Tensor:
     """(tokens,) fp32: what `weighted_column_sums` takes from a row's log-sum-exp."""
-    return upload((_ages_on_host(lines) - 1).float() * math.log(decay), where)
+    return upload((_ages_on_host(lengths) - 1).float() * math.log(decay), where)
 
 
 @lru_cache(maxsize=16)
