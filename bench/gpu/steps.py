@@ -177,7 +177,7 @@ def _parity(setting: Setting) -> Iterator[Step]:
     interpreted = setting.device == "cpu"
     kernels = [f"tests/unit/kernels/test_triton{of}.py" for of in ("", "_prompts", "_weights")]
     for name, tests, marked, limit in (
-        ("parity-tests", ("tests/gpu",), "gpu", PARITY_S),
+        ("parity-tests", ("tests/gpu",), "gpu", 1.5 * PARITY_S if interpreted else PARITY_S),
         ("kernel-tests", kernels, "not slow" if interpreted else "slow or not slow", KERNEL_PARITY_S),
     ):
         found = setting.results / f"{name}.xml"
