@@ -17,7 +17,7 @@ from flexgen_h2o import cli, flex_opt
 from flexgen_h2o.checkpoint.writing import FileWriter
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError, UsageError
-from flexgen_h2o.planner import search
+from flexgen_h2o.planner import lp
 from flexgen_h2o.planner.lp import Budgets, Corners, Solution, solve
 from tests.forks import SIGNALS
 
@@ -57,7 +57,7 @@ def test_a_search_ends_with_the_candidate_it_is_at(
         swallow(signal.SIGINT)
         return solve(corners, sweeps, overlap, budgets)
 
-    monkeypatch.setattr(search, "solve", interrupted)
+    monkeypatch.setattr(lp, "solve", interrupted)
     assert cli.main(PLAN.split()) == 130
     assert calls == 1
     assert capfd.readouterr() == ("", "plan: ended by SIGINT\n")
