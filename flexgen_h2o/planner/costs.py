@@ -46,8 +46,8 @@ ATTENTION_RATES = (
     "host_attention_bytes_per_s", "host_scored_attention_bytes_per_s",
 )  # fmt: skip
 OTHER_RATES = ("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s")
-# Launches that a dense decode step, whose issuing step_s tells, does without: of attention to prompts, of
-# a router, and of a group of experts (counted by tests/gpu/test_fake_card.py).
+# Launches that a dense decode step, whose issuing step_s tells, does without: of attention to prompts, of a router, and
+# of a group of experts (counted by tests/gpu/test_fake_card.py).
 PROMPT_LAUNCHES, ROUTER_LAUNCHES, EXPERTS_LAUNCHES = 6, 7, 6
 STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_s", "cache_load_step_s")
 
@@ -167,7 +167,7 @@ class Costs:
         at, layer = self.at, self.layers.layers[index]
         if not at.form.decodes:
             return StepCost(0.0, 0.0, 0.0)
-        few = at.form.has_codes and layer.unit != self.layers.layers[0].unit
+        few = at.reads_codes and layer.unit != self.layers.layers[0].unit
         few = few and all(self.step(index, batch, sweep, tokens).rows <= FEW_ROWS for batch, tokens in steps)
         key = self._kind_of[layer.unit], few
         if key not in self._decoded:

@@ -130,11 +130,12 @@ class Corner:
 
 @dataclass(frozen=True)
 class Corners:
-    """Everything on disk, or all but the weights, which are on the device; and the same with one kind moved to a faster
-    tier, by the index into `percent`."""
+    """Everything on disk but what is `always` elsewhere, and the same with one kind moved to a faster tier, both by the
+    index into `percent`."""
 
     base: Corner
     moved: Mapping[int, Corner]
+    always: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,15 +158,13 @@ def fastest_shares(space: SearchSpace, policy: Policy, depth: Depth, budgets: Bu
 
 
 def find_corners(space: SearchSpace, policy: Policy, depth: Depth, *always: int) -> Corners:
-    """policy: batch sizes and switches; its shares do not count. always: (0,) for all weights on the device, where
-    those of the others are not moved."""
+    """policy: batch sizes and switches; its shares do not count. always: as of `Corners`; without, weights are taken to
+    be split."""
     # Where the device is host memory there is no host tier besides it.
-    indices = range(2 * len(always), 6, 2 if space.machine.device_is_host else 1)
-    splits = not always
-    base, moved = find_corner(space, policy, always, depth, splits), dict[int, Corner]()
-    for i in indices:
-        moved[i] = find_corner(space, policy, (*always, i), depth, splits)
-    return Corners(base, moved)
+    indices = range(0, 6, 2 if space.machine.device_is_host else 1)
+    free, splits = [i for i in indices if i // 2 not in {j // 2 for j in always}], not always
+    moved = {i: find_corner(space, policy, (*always, i), depth, splits) for i in free}
+    return Corners(find_corner(space, policy, always, depth, splits), moved, always)
 
 
 def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth: Depth, splits: bool = False) -> Corner:
@@ -258,8 +257,8 @@ class _Program:
             ) from error
         if pulp.LpStatus[status] != "Optimal":
             return None
-        values = [self._shares[i].value() or 0.0 if i in self._shares else 0.0 for i in range(6)]
-        values[0] = values[0] if 0 in self._shares else 1.0
+        always = self._corners.always
+        values = [self._shares[i].value() or 0.0 if i in self._shares else float(i in always) for i in range(6)]
         return [min(1.0, max(0.0, value)) for value in values]
 
 

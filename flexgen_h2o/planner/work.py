@@ -109,7 +109,7 @@ class CostContext:
     @property
     def reads_codes(self) -> bool:
         """Do products of few rows take matrices that lie on the device whole as they are held?"""
-        return not self.device_is_host and self.form.has_codes
+        return not self.splits and not self.device_is_host and self.form.has_codes
 
     @cached_property
     def weight_shares(self) -> Shares:
@@ -165,7 +165,7 @@ def looked_up_bytes(at: CostContext) -> int:
 
 def coded_bytes(at: CostContext, layout: TensorLayout) -> int:
     """Of a matrix that products of few rows take as it is held; 0: it is decoded for them."""
-    if at.splits or not at.reads_codes or not layout.decoded_row_bytes:
+    if not at.reads_codes or not layout.decoded_row_bytes:
         return 0
     parts, streamed = zip(*layout.homes(at.weight_shares, at.device_is_host), strict=True)
     return 0 if any(streamed) else sum(map(layout.part_bytes, parts))
@@ -423,7 +423,7 @@ def _products(at: CostContext, unit: WeightUnit, rows: int) -> tuple[Product, ..
         Product(rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0)
         for columns, part in _part_shapes(shapes, shares)
     )
-    if rows > FEW_ROWS or not at.form.has_codes:
+    if rows > FEW_ROWS or not at.reads_codes:
         return found
     matrices = (layout for layout in layouts_of(at.form, unit.tensors) if layout.is_matrix)
     return tuple(replace(p, coded=coded_bytes(at, layout)) for p, layout in zip(found, matrices, strict=True))
