@@ -76,6 +76,11 @@ class Request:
         return not allowed or nbytes <= max(allowed)
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the dtype that is computed in."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
     def config(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.model_dir / "config.json").read_text())
         return found
@@ -310,7 +315,7 @@ def kv_and_work_bytes(request: Request) -> tuple[int, int]:
     Activations: prefill's feed-forward width (of each of a token's experts) and four hidden states in the dtype, and
     logits of the last positions in the dtype and in float32.
     """
-    config, itemsize = request.config, 4 if request.dtype == "fp32" else 2
+    config, itemsize = request.config, request.itemsize
     hidden, layers, heads = (int(config[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     kv_width = int(config.get("num_key_value_heads") or heads) * int(config.get("head_dim") or hidden // heads)
     tokens = request.rows * (request.prompt_len + request.gen_len)

@@ -38,7 +38,7 @@ from bench import common
 from bench.baselines.contract import DTYPES
 from bench.sweep import page, quality
 from bench.sweep.cut_model import cut_model
-from bench.sweep.grid import GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
+from bench.sweep.grid import FP32_SYSTEMS, GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
 from bench.sweep.plots import draw_all
 from bench.sweep.rounds import Rates, Rounds, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
@@ -341,7 +341,7 @@ def _read_system(text: str) -> System:
 
 
 def _named_system(name: str) -> System:
-    known = {system.name: system for system in SYSTEMS}
+    known = {system.name: system for system in (*SYSTEMS, *FP32_SYSTEMS)}
     if name in known:
         return known[name]
     peer, _, variant = name.partition("-")

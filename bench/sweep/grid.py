@@ -13,16 +13,18 @@ KV_RATIOS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 @dataclass(frozen=True)
 class System:
     """A peer's folder under bench/baselines and its variant. kinds: where it belongs, IN_RAM, OFFLOAD or both. rows:
-    those that it is measured with; 0: its best batch is searched for."""
+    those that it is measured with; 0: its best batch is searched for. dtype: that it computes in, of contract.DTYPES;
+    empty: the sweep's. It reads the sweep's files either way."""
 
     peer: str
     variant: str
     kinds: tuple[str, ...]
     rows: int = 0
+    dtype: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.peer}-{self.variant}"
+        return "-".join(part for part in (self.peer, self.variant, self.dtype) if part)
 
     @property
     def ours(self) -> bool:
@@ -75,6 +77,18 @@ SYSTEMS = (
     System("flexgen", "cpu", (IN_RAM,)),
     System("flexgen", "disk", (OFFLOAD,)),
     System("flexgen", "published", BOTH),
+)
+# For CPUs without products in bf16, which torch makes number by number there: what it computes is faster in fp32.
+FP32_SYSTEMS = tuple(
+    System(peer, variant, (kind,), dtype="fp32")
+    for peer, kind, variants in (
+        ("hf", IN_RAM, ("sdpa", "eager", "sdpa-static", "eager-static", "sdpa-static-compile", "eager-static-compile")),
+        ("flexgen", IN_RAM, ("cpu",)),
+        ("accelerate", OFFLOAD, ("disk", "disk-eager")),
+        ("deepspeed", OFFLOAD, ("nvme",)),
+        ("flexgen", OFFLOAD, ("disk",)),
+    )
+    for variant in variants
 )
 # On a card: weights that do not fit it are in RAM; generate has them on the card, or does not fit.
 GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and s.variant != "paper-policy") + tuple(
@@ -173,6 +187,12 @@ SIGNED: dict[str, tuple[Cell, ...]] = {
     ),
 }  # fmt: skip
 SIGNED["signed"] = tuple(cell for cells in list(SIGNED.values()) for cell in cells)
+# For a CPU with AVX2 alone, which would take most of a day for each of these: lengths that both machines have run, six
+# blocks and 8 rows for everybody, and peers also in fp32. Chosen on this day, before any was run.
+AVX2_ON, AVX2 = "2026-11-27", "signed-avx2"
+SIGNED[AVX2] = tuple(
+    Cell(f"{model}:6", 128, 128, budget, (4, 8)) for model in (OPT["1.3b"], LLAMA_1B) for budget in ("third", "none")
+)
 
 # MiniKV's mem_spd_test sweeps the batch at 2048 + 1024, prompts to 32k and outputs to 64k: as far as OPT's 2048 go.
 MEM_SPD_SHAPES = (
@@ -230,13 +250,16 @@ SIGNED_OURS = tuple(
 UNSIGNED = (
     "flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_0", "llamacpp-q4_k",
 )  # fmt: skip
-# Peers whose variants are settings of one system in one precision: the fastest in the search goes round.
-SETTINGS = ("hf-", "accelerate-disk", "vllm-bf16")
+# Peers whose variants are settings of one system: the fastest in the search goes round.
+SETTINGS = ("hf-", "accelerate-disk", "vllm-bf16", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 
 
 def _systems_of_signed(cell: Cell) -> tuple[System, ...]:
     """Ours, and every peer of the cell's kind that SYSTEMS has; a peer that cannot run the family says so itself."""
+    if cell in SIGNED[AVX2]:  # Hugging Face in bf16 is left out where all is in RAM: it computes as long or longer
+        peers = [*FP32_SYSTEMS, *(s for s in SYSTEMS if not s.ours and s.peer != "hf" and s.name not in UNSIGNED)]
+        return tuple(system for system in (*SIGNED_OURS, *peers) if cell.kind in system.kinds)
     peers = [system for system in SYSTEMS if not system.ours and system.name not in UNSIGNED]
     if cell.model == OPT["30b"]:
         peers = [system for system in peers if system.name in IN_PLACE]

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench import common
 from bench.sweep import quality
 from bench.sweep.chart import Bar, draw
-from bench.sweep.grid import IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, system_of, systems_of
+from bench.sweep.grid import AVX2, AVX2_ON, IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, system_of, systems_of
 from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, is_of, of_one_machine, valid_rounds
 from bench.sweep.search import best_line, best_rows
 from bench.sweep.store import MEASURED, OVER, REFUSED, Line, Store, cpu_of
@@ -58,6 +58,16 @@ HEAD = (
 )  # fmt: skip
 PHASES = ("prefill_s", "decode_s")
 RATES = (("products, TFLOP/s", PRODUCTS, 1e12), ("memory, GB/s", MEMORY, common.GB), ("disk, GB/s", DISK, common.GB))
+NO_LOSS = "In no cell that has been run."
+RATED = "Before and after each round: large products in bf16, reading memory and disk."
+SAID = (
+    "Seconds predicted before the run, by a profile of the machine, over seconds measured: median and range over "
+    "rounds. Below 1 the planner was too hopeful."
+)
+AVX2_WORDS = (
+    "Most desktop CPUs have no products in bf16: [what that changes](lab/products.md#cpus-with-avx2-alone). Models are "
+    "smaller and rows fewer for everybody, and peers may compute in fp32 (`-fp32`) from the same files."
+)
 START, END = "<!-- made by python -m bench.sweep.page -->", "<!-- end of what it makes -->"
 
 
@@ -303,42 +313,58 @@ def picture(cells: Sequence[Found]) -> str:
 def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     """What docs/results.md has between its marks."""
     parts = [wrapped(state(cells))]
-    used = [line for found in cells for entry in found.entries.values() for line in entry.lines.values()]
-    if used:
-        held = all(line["cgroup"] for line in used if line["budget_bytes"])
-        limit = (
-            "Every system with a budget ran in a memory cgroup of it and 768 MiB, page cache counted."
-            if held
-            else "**No memory cgroup could be made for some runs**: there each system held itself to its budget, and "
-            "the page cache was emptied of the weights before each run."
-        )
-        commits = ", ".join(f"`{name}`" for name in dict.fromkeys(line["commit"] for line in used))
-        days = sorted({line["date"][:10] for line in used})
-        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        unsteady = {line["round"]["began"] for line in used if not line["round"]["steady"]}
-        if unsteady:
-            limit += (
-                f" †: with {counted(len(unsteady), 'round')} in which a rate of the machine's own moved by more "
-                f"than {MOVED:.0%}; no steady attempt was made."
-            )
+    if any(found.entries for found in cells):
+        chart = "![Generated tokens/s over the best peer of each cell](speed.svg)"
         parts += [
-            "![Generated tokens/s over the best peer of each cell](speed.svg)",
-            wrapped(f"Runs of {when}, commits {commits}. Medians over rounds, ranges behind. {limit}"),
-            "### Ours over each peer", summary(cells, losses), "### Where we lose",
-            "\n".join(where_we_lose(cells)) or "In no cell that has been run.", "### Every cell",
+            chart, wrapped(runs(cells)), "### Ours over each peer", summary(cells, losses), "### Where we lose",
+            "\n".join(where_we_lose(cells)) or NO_LOSS, "### Every cell",
         ]  # fmt: skip
     parts.append(table(cells, losses))
-    if used:
+    if any(found.entries for found in cells):
         parts += [
-            "### The machines", "Before and after each round: large products in bf16, reading memory and disk.",
-            machines(cells), "### What the planner said",
-            wrapped(
-                "Seconds predicted before the run, by a profile of the machine, over seconds measured: median and "
-                "range over rounds. Below 1 the planner was too hopeful."
-            ),
+            "### The machines",
+            RATED,
+            machines(cells),
+            "### What the planner said",
+            wrapped(SAID),
             predictions(cells),
-        ]  # fmt: skip
+        ]
     return "\n\n".join(parts) + "\n"
+
+
+def page_of_avx2(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
+    """The part on CPUs with AVX2 alone, in the same order; empty where nothing was run."""
+    if not any(found.entries for found in cells):
+        return ""
+    parts = [
+        "### On a CPU with AVX2 alone", wrapped(f"{AVX2_WORDS} {state(cells, AVX2_ON)} {runs(cells)}"),
+        summary(cells, losses, is_short=True), "**Where we lose** there:",
+        "\n".join(where_we_lose(cells)) or NO_LOSS, "**Every cell** of these:", table(cells, losses),
+        "**The machine**:", machines(cells), "**What the planner said** there:", predictions(cells),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def runs(cells: Sequence[Found]) -> str:
+    """When and how the cells' lines were made, in sentences."""
+    used = [line for found in cells for entry in found.entries.values() for line in entry.lines.values()]
+    held = all(line["cgroup"] for line in used if line["budget_bytes"])
+    limit = (
+        "Every system with a budget ran in a memory cgroup of it and 768 MiB, page cache counted."
+        if held
+        else "**No memory cgroup could be made for some runs**: there each system held itself to its budget, and "
+        "the page cache was emptied of the weights before each run."
+    )
+    commits = ", ".join(f"`{name}`" for name in dict.fromkeys(line["commit"] for line in used))
+    days = sorted({line["date"][:10] for line in used})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    unsteady = {line["round"]["began"] for line in used if not line["round"]["steady"]}
+    if unsteady:
+        limit += (
+            f" †: with {counted(len(unsteady), 'round')} in which a rate of the machine's own moved by more "
+            f"than {MOVED:.0%}; no steady attempt was made."
+        )
+    return f"Runs of {when}, commits {commits}. Medians over rounds, ranges behind. {limit}"
 
 
 def wrapped(text: str) -> str:
@@ -351,10 +377,11 @@ def wrapped(text: str) -> str:
     )
 
 
-def state(cells: Sequence[Found]) -> str:
+def state(cells: Sequence[Found], chosen_on: str = SIGNED_ON) -> str:
     """How much of the grid has been run, in a sentence."""
     done = sum(bool(found.entries) for found in cells)
-    chosen = f"Cells and systems were chosen on {SIGNED_ON}, before any was run (vLLM joined later); all are shown."
+    later = " (vLLM joined later)" if chosen_on == SIGNED_ON else ""
+    chosen = f"Cells and systems were chosen on {chosen_on}, before any was run{later}; all are shown."
     if not done:
         return f"**The signed grid is only begun: none of its {len(cells)} cells has been run yet.** {chosen}"
     rest = len(cells) - done
@@ -387,7 +414,11 @@ def made(results: Path, name: str = NAME, cells: Sequence[Cell] = SIGNED[NAME]) 
     lines, losses = Store(results / f"{name}.jsonl").lines, quality.read(results)
     shown = [found_of(cell, lines) for cell in cells]
     drawn = picture(shown) if any(found.entries for found in shown) else ""
-    return page(shown, losses), readme(shown, losses), drawn
+    of_page = page(shown, losses)
+    if cells is SIGNED[NAME]:
+        desktop = page_of_avx2([found_of(cell, lines) for cell in SIGNED[AVX2]], losses)
+        of_page += f"\n{desktop}" if desktop else ""
+    return of_page, readme(shown, losses), drawn
 
 
 def write(results: Path, root: Path = common.ROOT) -> None:

@@ -41,7 +41,7 @@ class Setup:
     """What all measurements of a sweep share. peers: the folder of their environments.
 
     device_mem: bytes of the device tier. On a CPU it is RAM that only ours uses as a tier of its own; a peer gets these
-    bytes with the budget. dtype: a key of contract.DTYPES.
+    bytes with the budget. dtype: of the files, and of what computes in no other; a key of contract.DTYPES.
     """
 
     peers: Path
@@ -163,7 +163,7 @@ def command_of(
     command = [
         str(setup.python(system)), str(BASELINES / system.peer / "run.py"), "--variant", system.variant,
         "--model-dir", str(model_dir), "--prompt-len", str(cell.prompt_len), "--gen-len", str(cell.gen_len),
-        "--rows", str(rows), "--dtype", setup.dtype, "--offload-dir", str(setup.offload_dir),
+        "--rows", str(rows), "--dtype", system.dtype or setup.dtype, "--offload-dir", str(setup.offload_dir),
         "--threads", str(setup.threads), "--json", *setup.device_flags(system),
     ]  # fmt: skip
     settings = setup.peers / system.peer / "settings.json"

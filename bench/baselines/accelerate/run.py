@@ -9,6 +9,7 @@ cpu: `accelerate.cpu_offload`, hooks included; with no card to move weights to i
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def resident_layers(request: Request, layers: list[list[StoredTensor]], outside:
     """
     if request.budget is None:
         return 0  # all from disk: how fast it is without help from RAM
-    layer = max(map(_bytes, layers))
+    layer = max(_in_memory(tensors, request) for tensors in layers)
     needed = outside + sum(kv_and_work_bytes(request)) + LAYERS_IN_FLIGHT * layer
     free = request.budget - needed
     if not request.fits(needed):
@@ -70,25 +71,30 @@ def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:
             f"--device cuda: only offload to all of RAM is measured there, not {request.variant} in a budget"
         )
     layers, outside = tensors_by_layer(request)
-    layer = max(map(_bytes, layers))
+    layer = max(_in_memory(tensors, request) for tensors in layers)
     room = min(card, request.device_mem or card)
     free = room - sum(kv_and_work_bytes(request)) - LAYERS_IN_FLIGHT * layer
     if free < 0:
         raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the card has, with every layer in RAM")
-    return {0: free, "cpu": outside + sum(map(_bytes, layers))}
+    return {0: free, "cpu": outside + sum(_in_memory(tensors, request) for tensors in layers)}
 
 
 def tensors_by_layer(request: Request) -> tuple[list[list[StoredTensor]], int]:
-    """The tensors of each layer, and the bytes of those outside of layers."""
+    """The tensors of each layer, and the bytes in memory of those outside of layers."""
     layers: dict[int, list[StoredTensor]] = {}
     outside = []
     for tensor in stored_tensors(request.weight_files):
         found = LAYER.search(tensor.name)
         (layers.setdefault(int(found[1]), []) if found else outside).append(tensor)
-    return [layers[i] for i in range(len(layers))], _bytes(outside)
+    return [layers[i] for i in range(len(layers))], _in_memory(outside, request)
 
 
-def _bytes(tensors: list[StoredTensor]) -> int:
+def _in_memory(tensors: list[StoredTensor], request: Request) -> int:
+    """Bytes in the dtype that is computed in, which the files need not have."""
+    return sum(math.prod(t.shape) for t in tensors) * request.itemsize
+
+
+def _in_files(tensors: list[StoredTensor]) -> int:
     return sum(t.end - t.start for t in tensors)
 
 
@@ -138,7 +144,11 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
             drop_page_cache(path)
 
     return generate(model, request, meter, before=forget_all) | {
-        "setting": {"layers_in_ram": kept, "layers": len(stored), "disk_bytes_a_sweep": sum(map(_bytes, stored[kept:]))}
+        "setting": {
+            "layers_in_ram": kept,
+            "layers": len(stored),
+            "disk_bytes_a_sweep": sum(map(_in_files, stored[kept:])),
+        }
     }
 
 

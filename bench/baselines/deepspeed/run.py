@@ -39,7 +39,7 @@ def choose_settings(request: Request, largest: int) -> dict[str, Any]:
     setting = SETTINGS | request.settings
     if request.variant != "nvme" or request.budget is None:
         return setting
-    buffer = largest * (4 if request.dtype == "fp32" else 2)
+    buffer = largest * request.itemsize
     beside = sum(kv_and_work_bytes(request))
     if not request.fits(beside + FEWEST_BUFFERS * buffer):
         raise DoesNotFitError(

@@ -69,7 +69,7 @@ def weight_elements(layers: Sequence[Sequence[int]], percent: int) -> int:
 
 def work_bytes(request: Request, micro_batches: int) -> int:
     """Hidden states of all rows and the widest step of one micro-batch: attention, feed-forward or all its logits."""
-    config, size = request.config, 4 if request.dtype == "fp32" else 2
+    config, size = request.config, request.itemsize
     width, rows, length = int(config["hidden_size"]), request.rows // micro_batches, request.prompt_len
     scores = 3 * int(config["num_attention_heads"]) * length * length
     a_row = max(scores + 8 * length * width, 7 * length * width, length * (int(config["vocab_size"]) + 2 * width))
@@ -84,7 +84,7 @@ def choose(request: Request) -> dict[str, Any]:
     disk and a row a micro-batch; DoesNotFitError where that is more than a run may take.
     """
     setting, layers = SETTINGS | request.settings, layer_sizes(request.config)
-    size = 4 if request.dtype == "fp32" else 2
+    size = request.itemsize
     kv, least = kv_and_work_bytes(request)[0], 0 if request.budget is None and request.variant == "disk" else 100
     asked, first = min(int(setting["micro_batches"]), request.rows), int(setting["kv_on_disk"])
     for batches in (n for n in range(asked, request.rows + 1) if request.rows % n == 0):

@@ -72,8 +72,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
 
         return cpu.measure(request, meter)
     name = flexgen_name(request.config)
-    itemsize = 4 if request.dtype == "fp32" else 2
-    policy = published_flags(request, sum(path.stat().st_size for path in request.weight_files) / itemsize)
+    policy = published_flags(request, sum(path.stat().st_size for path in request.weight_files) / request.itemsize)
     with tempfile.TemporaryDirectory() as folder:
         log, scratch = Path(folder) / "log", request.offload_dir / "flexgen"
         flags = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from bench import common
 from bench.sweep import __main__ as door
 from bench.sweep import page, quality, rounds, runner
 from bench.sweep.chart import Bar, draw
-from bench.sweep.grid import IN_RAM, SIGNED, Cell, System, systems_of
+from bench.sweep.grid import AVX2, IN_RAM, SIGNED, Cell, System, system_of, systems_of
 from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
 from bench.sweep.runner import BASELINES, Setup
 from bench.sweep.store import FAILED, OK, REFUSED, Line, Store
@@ -120,12 +121,14 @@ def test_rates_are_those_that_a_cell_uses(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_cells_are_of_shapes_with_so_many_positions_and_systems_belong_to_them() -> None:
-    assert len(set(SIGNED["signed"])) == len(SIGNED["signed"]) == sum(map(len, SIGNED.values())) // 2
-    for cell in SIGNED["signed"]:
+    every = [*SIGNED["signed"], *SIGNED[AVX2]]
+    assert len(set(every)) == len(every) == (sum(map(len, SIGNED.values())) + len(SIGNED[AVX2])) // 2
+    for cell in every:
         assert cell.prompt_len + cell.gen_len <= door._model(door._cut(cell.model)[0]).spec.max_positions
         names = [system.name for system in systems_of("signed", cell)]
         assert len(set(names)) == len(names) and page.FULL in names and page.H2O_SMALL in names
-        assert ("hf-eager" in names) == (cell.kind == IN_RAM)
+        assert ("hf-eager" in names) == (cell.kind == IN_RAM and cell not in SIGNED[AVX2])
+        assert any(name.endswith("-fp32") for name in names) == (cell in SIGNED[AVX2])
     whole, cut = SIGNED["signed-opt-30b"]
     names = [{system.name for system in systems_of("signed", cell) if not system.ours} for cell in (whole, cut)]
     assert names[0] == {"accelerate-disk"} < names[1]
@@ -276,6 +279,19 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "ran in a memory cgroup" in of_page
     assert " (aim 3)" in of_readme and "1 of " in of_readme
     assert "OPT-1.3B" not in of_readme and drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1
+
+
+def test_cells_of_cpus_with_avx2_alone_have_a_part_of_their_own(tmp_path: Path) -> None:
+    (cell, *others), fp32 = SIGNED[AVX2], System("accelerate", "disk", ("offload",), dtype="fp32")
+    assert fp32 in systems_of(AVX2, cell) and system_of(fp32.name) == system_of(PEER.name)
+    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0, fp32.name: 4.0}, cpu="EPYC")
+    sweep.rounds.run(cell, [(system, 8) for system in (OURS, PEER, fp32)], 3)
+    of_page, of_readme, drawn = page.made(tmp_path)
+    main, _, desktop = " ".join(of_page.split()).partition("### On a CPU with AVX2 alone")
+    assert "only begun" in main and "only begun" in of_readme and drawn == ""
+    assert f"1 of {1 + len(others)} cells have been run" in desktop and "chosen on 2026-11-27, before" in desktop
+    assert "| `accelerate-disk-fp32` (best peer) | 8 | 4" in desktop and "| EPYC |" in desktop
+    assert re.search(r"`ours-full` 0\.5\S* \(\S+ - \S+\) of `accelerate-disk-fp32`", desktop)
 
 
 def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:

@@ -229,3 +229,6 @@ def test_a_dtype_is_that_of_weights_commands_and_files(tmp_path: Path) -> None:
     assert "-float16-" in folder.name
     command = command_of(setup, SYSTEMS[0], Cell("m", 8, 4, "none", (1, 1)), folder, 1, None)
     assert command[command.index("--dtype") + 1] == "fp16"
+    own = System("hf", "sdpa", ("ram",), dtype="fp32")  # computes in another dtype than the files have
+    command = command_of(setup, own, Cell("m", 8, 4, "none", (1, 1)), folder, 1, None)
+    assert command[command.index("--dtype") + 1] == "fp32" and command[command.index("--model-dir") + 1] == str(folder)

@@ -186,7 +186,7 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
     accelerate = load("accelerate/run.py")
     layers, outside = accelerate.tensors_by_layer(request(tmp_path))
     assert len(layers) == request(tmp_path).config["num_hidden_layers"]
-    layer = sum(t.end - t.start for t in layers[0])
+    layer = 2 * sum(t.end - t.start for t in layers[0])  # bf16 in the file, fp32 in memory
     budget = outside + 2 * layer + sum(kv_and_work_bytes(request(tmp_path)))
     kept = [accelerate.resident_layers(request(tmp_path, budget=budget, rows=rows), layers, outside) for rows in (4, 3)]
     assert kept[0] == 1 and kept[1] >= 1
@@ -194,6 +194,7 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
     with pytest.raises(accelerate.DoesNotFitError, match="4 rows"):
         accelerate.resident_layers(request(tmp_path, **little), layers, outside)
     assert accelerate.resident_layers(request(tmp_path, room=budget, **little), layers, outside) == 0
+    assert accelerate.tensors_by_layer(request(tmp_path, dtype="bf16"))[1] == outside / 2
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt_neox"])
