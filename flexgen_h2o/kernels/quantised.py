@@ -36,9 +36,12 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     if not is_compiled(out):
         return unpack_mxfp4_reference(blocks, scales, out)
     from flexgen_h2o.kernels.compiled import quantised as loops
+    from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
 
-    groups = scales.shape[1]
-    job = loops.Mxfp4Job(blocks.data_ptr(), scales.data_ptr(), groups, out.data_ptr(), out.stride(0) * out.itemsize)
+    groups, tables = scales.shape[1], MXFP4_TABLES.ctypes.data
+    job = loops.Mxfp4Job(
+        blocks.data_ptr(), scales.data_ptr(), groups, out.data_ptr(), out.stride(0) * out.itemsize, tables
+    )
     row_bytes = groups * (MX_BLOCK // 2 + 1 + MX_BLOCK * out.itemsize)
     parallel_rows(partial(loops.unpack_mxfp4, element_of(out.dtype), job), len(out), row_bytes)
     return out

@@ -1,6 +1,7 @@
-"""Codes of quantised checkpoints into numbers: one by one, and by the same steps in vectors of LANES.
+"""Codes of quantised checkpoints into numbers: one by one, by the same steps in vectors of LANES, or by tables.
 
-LLVM does not make vectors of such loops by itself: by them a number takes half as long.
+LLVM does not make vectors of such loops by itself: by them a number takes half as long. In bf16 a code of 4 bits stands
+for one of 16 numbers of 2 bytes, as long as scales are the same: two shuffles of bytes (AVX2) look up CHUNK of them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from flexgen_h2o.kernels.compiled.emitter import F32, I32, Emitter, emitted_by_type
+from flexgen_h2o.core.packing import E2M1, GROUP
+from flexgen_h2o.kernels.compiled.emitter import F32, I16, I32, I64, Emitter, emitted_by_type
 from flexgen_h2o.kernels.compiled.tiles import rounded
 from flexgen_h2o.kernels.jit import bits_to_float, float_to_bits, jit, num_planes
+from flexgen_h2o.kernels.workspace import cpu_has
 
 LANES = 16
 _WORDS = ir.VectorType(I32, LANES)
@@ -107,8 +110,126 @@ def _of_fp8(e: Emitter, index: Any, at: Any, scale: Any) -> Any:
     return b.fmul(b.bitcast(b.or_(bits, sign), _FLOATS), _spread_float(e, scale))
 
 
-numbers_of_4, numbers_of_8, numbers_of_words = _numbers(_of_4), _numbers(_of_8), _numbers(_of_words)
-fp8_numbers = _numbers(_of_fp8)
+numbers_of_8, fp8_numbers = _numbers(_of_8), _numbers(_of_fp8)
+
+
+# ---- tables
+
+CHUNK = 32  # codes that are looked up at a time
+_I8 = ir.IntType(8)
+_CODES, _SIXTEEN, _SHORTS = ir.VectorType(_I8, CHUNK), ir.VectorType(_I8, 16), ir.VectorType(I16, 16)
+
+
+def _tables() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    numbers = np.array([*E2M1, *(-number for number in E2M1)], np.float64)
+    with np.errstate(over="ignore"):
+        values = (numbers * 2.0 ** (np.arange(256)[:, None] - 127)).astype(np.float32)
+    halves = values.view(np.uint32) >> 16
+    return np.concatenate([halves & 255, halves >> 8], 1).astype(np.uint8)
+
+
+# Of each scale of a block of MXFP4, (256, 32): what its 16 codes stand for, all of which bf16 holds; first low bytes.
+MXFP4_TABLES = _tables()
+
+
+def by_tables(element: Any) -> bool:
+    """Are there the instructions, and are these numbers in bf16?"""
+    return num_planes(element) == 2 and cpu_has("avx2")
+
+
+def _twice(e: Emitter, table: Any) -> Any:
+    """A table for each half of a shuffle."""
+    return e.shuffle(table, table, [*range(16), *range(16)])
+
+
+def _table(e: Emitter, numbers: Any) -> list[Any]:
+    """The low and the high bytes of 16 numbers of 16 bits."""
+    b = e.builder
+    return [_twice(e, b.trunc(b.lshr(numbers, e.constant(_SHORTS, shift)), _SIXTEEN)) for shift in (0, 8)]
+
+
+def _looked_up(e: Emitter, table: list[Any], codes: Any) -> Any:
+    """CHUNK numbers of 16 bits. codes: a byte each."""
+    low, high = (e.call("x86.avx2.pshuf.b", _CODES, part, codes) for part in table)
+    both = e.shuffle(low, high, [lane // 2 + CHUNK * (lane % 2) for lane in range(2 * CHUNK)])
+    return e.builder.bitcast(both, ir.VectorType(I16, CHUNK))
+
+
+def _codes_of_4(e: Emitter, at: Any, index: Any) -> Any:
+    """Two to a byte, the first in the low half."""
+    b, place = e.builder, e.builder.add(at, e.builder.mul(index, e.number(CHUNK // 2)))
+    wide = b.zext(e.load(place, _SIXTEEN, align=1), _SHORTS)
+    return b.bitcast(b.and_(b.or_(wide, b.shl(wide, e.constant(_SHORTS, 4))), e.constant(_SHORTS, 0x0F0F)), _CODES)
+
+
+def _codes_of_words(e: Emitter, at: Any, index: Any, shift: Any) -> Any:
+    """One to a word."""
+    b, wide = e.builder, ir.VectorType(I32, CHUNK)
+    words = e.load(e.onward(at, b.mul(index, e.number(CHUNK))), wide)
+    codes = b.lshr(words, e.spread([b.trunc(shift, I32)], CHUNK))
+    return b.trunc(b.and_(codes, e.constant(wide, 15)), _CODES)
+
+
+def _numbers_by_code(codes_of: Callable[..., Any], made: Callable[..., Any]) -> Any:
+    """`_numbers` of codes with a zero and a scale, the last two numbers: by a table of them where that can be."""
+
+    def emit(e: Emitter, element: Any, vectors: Any, out: Any, *source: Any) -> None:
+        b, size = e.builder, 4 // num_planes(element)
+        chunks = b.lshr(vectors, e.number(1)) if by_tables(element) else e.number(0)
+        if by_tables(element):
+            table = _table(e, rounded(e, element, _less_zero(e, ir.Constant(_WORDS, [*range(16)]), *source[-2:])))
+            with e.loop(chunks) as loop:
+                found = _looked_up(e, table, codes_of(e, source[0], loop.index, *source[1:-2]))
+                e.store(found, b.add(out, b.mul(loop.index, e.number(size * CHUNK))), align=2)
+        done = b.shl(chunks, e.number(1))
+        with e.loop(b.sub(vectors, done)) as loop:
+            index = b.add(done, loop.index)
+            value = rounded(e, element, made(e, index, *source))
+            e.store(value, b.add(out, b.mul(index, e.number(size * LANES))), align=2)
+
+    return emitted_by_type(lambda element: element, emit)
+
+
+def _emit_mxfp4(e: Emitter, element: Any, groups: Any, out: Any, blocks: Any, scales: Any, tables: Any) -> None:
+    if not cpu_has("avx2"):
+        return
+    b, size = e.builder, 4 // num_planes(element)
+    with e.loop(groups) as loop:
+        scale = b.zext(e.load(b.add(scales, loop.index), _I8, align=1), I64)
+        table = b.add(tables, b.mul(scale, e.number(CHUNK)))
+        parts = [_twice(e, e.load(b.add(table, e.number(at)), _SIXTEEN, align=1)) for at in (0, 16)]
+        found = _looked_up(e, parts, _codes_of_4(e, blocks, loop.index))
+        if size == 4:
+            wide = ir.VectorType(I32, CHUNK)
+            found = b.shl(b.zext(found, wide), e.constant(wide, 16))
+        e.store(found, b.add(out, b.mul(loop.index, e.number(size * CHUNK))), align=2)
+
+
+def _emit_packed(e: Emitter, element: Any, groups: Any, out: Any, packed: Any, ends: Any) -> None:
+    if not by_tables(element):
+        return
+    b, chunks = e.builder, GROUP // CHUNK
+    with e.loop(groups) as loop:
+        pair = e.spread([e.load(e.onward(ends, loop.index), I32)], LANES)
+        scale = b.bitcast(b.shl(pair, e.constant(_WORDS, 16)), _FLOATS)
+        least = b.bitcast(b.and_(pair, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
+        values = b.fadd(b.fmul(ir.Constant(_FLOATS, [float(code) for code in range(16)]), scale), least)
+        bits = b.bitcast(values, _WORDS)  # of no NaN: packed weights are finite
+        odd = b.and_(b.lshr(bits, e.constant(_WORDS, 16)), e.constant(_WORDS, 1))
+        near = b.lshr(b.add(b.add(bits, e.constant(_WORDS, 0x7FFF)), odd), e.constant(_WORDS, 16))
+        table = _table(e, b.trunc(near, _SHORTS))
+        for chunk in range(chunks):
+            index = b.add(b.mul(loop.index, e.number(chunks)), e.number(chunk))
+            found = _looked_up(e, table, _codes_of_4(e, packed, index))
+            e.store(found, b.add(out, b.mul(index, e.number(2 * CHUNK))), align=2)
+
+
+numbers_of_4 = _numbers_by_code(_codes_of_4, _of_4)
+numbers_of_words = _numbers_by_code(_codes_of_words, _of_words)
+# mxfp4_numbers(element, (groups, out, blocks, scales, tables)): of a row; with AVX2 alone.
+mxfp4_numbers = emitted_by_type(lambda element: element, _emit_mxfp4)
+# packed_numbers(element, (groups, out, packed, ends)): of whole groups of a packed row of 4 bits, where `by_tables`.
+packed_numbers = emitted_by_type(lambda element: element, _emit_packed)
 
 
 @jit

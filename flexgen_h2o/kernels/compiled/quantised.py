@@ -25,6 +25,7 @@ from flexgen_h2o.kernels.compiled.numbers import (
     bits_of,
     e4m3,
     fp8_numbers,
+    mxfp4_numbers,
     number,
     numbers_of_4,
     numbers_of_8,
@@ -42,6 +43,7 @@ from flexgen_h2o.kernels.jit import (
     to_bf16,
     words_at,
 )
+from flexgen_h2o.kernels.workspace import cpu_has
 
 _PAIRS = 16  # of a block
 _BLOCK = 32
@@ -50,65 +52,40 @@ _strip_room = room(4 * STRIP_ROWS)
 
 class Mxfp4Job(NamedTuple):
     """Addresses of the first row's blocks, scales and numbers; groups: blocks of a row; out_step: bytes from a row of
-    `out` to the next."""
+    `out` to the next; tables: the address of MXFP4_TABLES."""
 
     blocks: int
     scales: int
     groups: int
     out: int
     out_step: int
+    tables: int
+
+
+_HAS_SHUFFLES = cpu_has("avx2")
 
 
 @jit
 def unpack_mxfp4(element, job, first, end):  # type: ignore[no-untyped-def]
     """Rows first..end-1."""
-    size = 4 // planes(element)
     for row in range(first, end):
-        scales = bytes_at(job.scales + row * job.groups)
-        blocks, out = job.blocks + row * job.groups * _PAIRS, job.out + row * job.out_step
-        for group in range(job.groups):
-            scale = np.uint32(scales[group])
-            at, to = blocks + group * _PAIRS, out + group * _BLOCK * size
-            if np.uint32(2) <= scale <= np.uint32(252):
-                _block(element, at, (scale - np.uint32(1)) << np.uint32(7), to)
-            else:  # some numbers are too small or too large for what follows
-                _any_block(element, at, scale, to)
+        scales, blocks = job.scales + row * job.groups, job.blocks + row * job.groups * _PAIRS
+        out = job.out + row * job.out_step
+        if _HAS_SHUFFLES:
+            mxfp4_numbers(element, (job.groups, out, blocks, scales, job.tables))
+        else:
+            _look_up_row(element, job, blocks, scales, out)
 
 
 @jit
-def _block(element, at, base, out):  # type: ignore[no-untyped-def]
-    codes = bytes_at(at)
-    if planes(element) == 2:
-        for i in range(_PAIRS):
-            code = np.uint32(codes[i])
-            words_at(out)[i] = _half(code, base) | (_half(code >> np.uint32(4), base) << np.uint32(16))
-    else:
-        for i in range(_PAIRS):
-            code = np.uint32(codes[i])
-            words_at(out)[2 * i] = _half(code, base) << np.uint32(16)
-            words_at(out)[2 * i + 1] = _half(code >> np.uint32(4), base) << np.uint32(16)
-
-
-@jit
-def _half(code, base):  # type: ignore[no-untyped-def]
-    """The upper 16 bits of a float32, which has no others. e2m1's exponent and mantissa bits lie together, as those of
-    a float do: they are added to the scale's exponent less one. 0.5, which is not normal there, and 0 are not."""
-    magnitude = code & np.uint32(7)
-    bits = base + (magnitude << np.uint32(6))
-    bits = base if magnitude == np.uint32(1) else bits
-    bits = np.uint32(0) if magnitude == np.uint32(0) else bits
-    return bits | ((code & np.uint32(8)) << np.uint32(12))
-
-
-@jit
-def _any_block(element, at, scale, out):  # type: ignore[no-untyped-def]
-    # Twice the number times half the power, or half times twice: 2^-127 and 2^128 are no float32 with all their bits.
-    shift = np.int32(1) if scale > np.uint32(127) else np.int32(-1)
-    power = bits_to_float(np.uint32((np.int32(scale) - shift) << np.int32(23)))
-    codes, base = bytes_at(at), np.uint32((126 + shift) << np.int32(7))
-    for i in range(_BLOCK):
-        code = np.uint32(codes[i >> 1]) >> np.uint32(4 * (i & 1))
-        set_number(element, out, i, bits_to_float(np.uint32(_half(code, base) << np.uint32(16))) * power)
+def _look_up_row(element, job, blocks, scales, out):  # type: ignore[no-untyped-def]
+    """Number by number."""
+    for group in range(job.groups):
+        low = bytes_at(job.tables + _BLOCK * np.int64(bytes_at(scales)[group]))
+        for i in range(_BLOCK):
+            code = bytes_at(blocks + group * _PAIRS)[i >> 1] >> np.uint8(4 * (i & 1)) & np.uint8(15)
+            half = np.uint32(low[code]) | (np.uint32(low[np.int64(code) + 16]) << np.uint32(8))
+            set_number(element, out, group * _BLOCK + i, bits_to_float(np.uint32(half << np.uint32(16))))
 
 
 class StripJob(NamedTuple):
