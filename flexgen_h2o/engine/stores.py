@@ -96,6 +96,7 @@ class WeightStore:
         self.plan, self.decodes = plan, form.decodes
         self._form, self._mover, self._workspace, self._decoded = form, mover, workspace, decoded
         self._is_host = mover.device.is_host
+        self._experts = {layer.unit for layer in plan.layers if layer.kind == "experts"}
         self._files: dict[Path, DirectFile] = {}
         self._layouts = {t.key: layout_of(form, t) for unit in plan.units for t in unit.tensors}
         self._parts = {t.key: self._parts_of(t, checkpoint, shares) for unit in plan.units for t in unit.tensors}
@@ -181,10 +182,12 @@ class WeightStore:
                 found[tensor.role] = tuple(parts)
         return found
 
-    def decode_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
-        """The other tensors of a loaded unit: each is decoded whole, in memory that the next unit overwrites, at once
-        or, where its codes stay on a card, once it is wanted so."""
+    def decode_unit(self, unit: int, region: Region | None) -> tuple[dict[str, RowParts], bool]:
+        """The other tensors of a loaded unit, and whether the region is still used, by these or by those of
+        `open_unit`. Each is decoded whole, in memory that the next unit overwrites, at once, or once it is wanted so:
+        where codes stay on a card, and on a CPU of experts, which one product of all micro-batches uses."""
         found, tasks, start = {}, list[Callable[[], object]](), 0
+        uses_region = self._streams_as_held(unit)
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.key]
             if not layout.decoded_row_bytes:
@@ -196,8 +199,10 @@ class WeightStore:
                 self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
             rows, parts = self._filled[start, layout], self._parts[tensor.key]
             whole = [Held(held.part, self._pieces(held, region)) for held in parts]
-            coded = () if any(held.streamed for held in parts) else self._form.coded_parts(layout, whole, rows)
-            found[tensor.role] = coded or rows
+            is_streamed = any(held.streamed for held in parts)
+            stays = unit in self._experts if self._is_host else not is_streamed
+            coded = self._form.coded_parts(layout, whole, rows) if stays else ()
+            found[tensor.role], uses_region = coded or rows, uses_region or (is_streamed and bool(coded))
             if not coded:
                 tasks.append(partial(self._form.decode, layout, whole, rows))
             start += round_up(nbytes, ALIGN)
@@ -206,9 +211,9 @@ class WeightStore:
         else:
             for task in tasks:
                 task()
-        return found
+        return found, uses_region
 
-    def streams_as_held(self, unit: int) -> bool:
+    def _streams_as_held(self, unit: int) -> bool:
         """Does a loaded region have rows that are used where they are?"""
         tensors = (t for t in self.plan.units[unit].tensors if not self._layouts[t.key].decoded_row_bytes)
         return any(held.streamed for tensor in tensors for held in self._parts[tensor.key])
@@ -290,7 +295,8 @@ class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
         return self._store.open_unit(unit, region)
 
     def _decode(self, unit: int, region: Region | None) -> tuple[Mapping[str, RowParts], bool]:
-        return {**self.opened, **self._store.decode_unit(unit, region)}, self._store.streams_as_held(unit)
+        found, uses_region = self._store.decode_unit(unit, region)
+        return {**self.opened, **found}, uses_region
 
 
 def hidden_fields(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:

@@ -1,8 +1,9 @@
-"""Products on a card with weights in few bits, and with those of experts.
+"""Products with weights in few bits, and with those of experts on a card.
 
-Up to FEW_ROWS input rows a product takes as long as its weight takes to come from memory, and codes are a quarter of
-what they are decoded into: they are decoded in registers, in one launch. For more, the weight is decoded first, which
-is written, and read again by each micro-batch. Products of experts with few rows each are one launch.
+A CPU's compiled loop decodes a panel at a time in its caches: a matrix that is decoded first is written to memory, and
+read again. On a card, up to FEW_ROWS input rows a product takes as long as its weight takes to come from memory, and
+codes are a quarter of what they are decoded into: they are decoded in registers, in one launch. For more, the weight is
+decoded first, and read by each micro-batch. Products of experts with few rows each are one launch.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import GROUP, SlotPacking
 from flexgen_h2o.core.units import FEW_ROWS
-from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.linear import DenseRows, Product, RowPart
+from flexgen_h2o.kernels import products, triton
+from flexgen_h2o.kernels.linear import DenseRows, Product, RowPart, is_for_fp32
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
-from flexgen_h2o.kernels.workspace import upload
+from flexgen_h2o.kernels.workspace import cpu_has, is_compiled, upload
 
 ROWS_AT_A_TIME = 32  # of the weight, a program
 _COLUMNS_AT_A_TIME = 128
@@ -87,11 +88,11 @@ def multiply_together(found: Sequence[Product]) -> list[Product]:
         else:
             alike.setdefault(few.kind, []).append((product, few))
     for some in alike.values():
-        products, fews = zip(*some, strict=True)
+        mine, fews = zip(*some, strict=True)
         if len(some) == 1:
-            others += products
+            others += mine
         else:
-            _launch(fews[0], partial(_multiply_each, products), fews)
+            _launch(fews[0], partial(_multiply_each, mine), fews)
     return others
 
 
@@ -108,8 +109,8 @@ def _few_of(product: Product) -> _Few | None:
     return None
 
 
-def _multiply_each(products: Sequence[Product]) -> None:
-    for part, *given in products:
+def _multiply_each(found: Sequence[Product]) -> None:
+    for part, *given in found:
         part.multiply(*given)
 
 
@@ -160,6 +161,14 @@ def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few]
     )  # fmt: skip
 
 
+def are_multiplied(codes: Codes, decoded: torch.Tensor) -> bool:
+    """Do products take them: on a card, or in the compiled loop? decoded: as of `CodedRows`."""
+    if triton.takes(codes.words, codes.group_params):
+        return True
+    whole = codes.bits == 4 and codes.group == (MX_BLOCK if codes.is_mx else GROUP) and not codes.columns % codes.group
+    return whole and is_compiled(decoded) and products.has_loop(decoded.dtype) and cpu_has("avx2")
+
+
 class CodedRows(RowPart):
     """Rows (n, columns) that are decoded, into `decoded`, when they are first wanted whole."""
 
@@ -169,11 +178,21 @@ class CodedRows(RowPart):
     def __len__(self) -> int:
         return len(self._decoded)
 
-    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """The compiled loop is a CPU's."""
+    def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
+        codes, words, params = self.kept, self.kept.words, self.kept.group_params
+        is_taken = not triton.takes(words, params) and products.takes(inputs, codes.columns)
+        if not is_taken or is_for_fp32(inputs):
+            return None
+        from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
+
+        weight = words.data_ptr(), words.stride(0) * words.itemsize, len(self), codes.columns
+        return products.job_of(
+            inputs, weight, bias, out, scales=params.data_ptr(), scale_step=params.stride(0) * params.itemsize,
+            coded=products.MXFP4 if codes.is_mx else products.PACKED, tables=MXFP4_TABLES.ctypes.data,
+        )  # fmt: skip
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        if len(inputs) <= FEW_ROWS:
+        if len(inputs) <= FEW_ROWS and triton.takes(inputs):
             multiply_coded(inputs, self.kept, bias, out, adds)
         else:
             self._whole().multiply(inputs, bias, out, adds)

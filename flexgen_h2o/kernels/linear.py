@@ -80,13 +80,13 @@ class DenseRows(RowPart):
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         is_taken = products.takes(inputs, self.rows.shape[1], in_order=True) and self.rows.stride(1) == 1
-        if not is_taken or _is_for_fp32(inputs):
+        if not is_taken or is_for_fp32(inputs):
             return None
         rows = self.rows
         return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out)
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        if _is_for_fp32(inputs):
+        if is_for_fp32(inputs):
             _multiply_in_fp32(inputs, self._strips, bias, out, adds)
         elif adds:
             out.addmm_(inputs, self.rows.t())
@@ -132,7 +132,7 @@ class InputRows(DenseRows):
         raise NotImplementedError("tables of embeddings are not stored so")
 
 
-def _is_for_fp32(inputs: torch.Tensor) -> bool:
+def is_for_fp32(inputs: torch.Tensor) -> bool:
     """Are they so many that torch's products in fp32 are faster than the compiled loop's in bf16?"""
     return len(inputs) >= _MANY_ROWS and multiplies_slowly(inputs.device.type, inputs.dtype)
 
@@ -290,7 +290,7 @@ class BlockedRows(RowPart):
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         assert inputs.dtype == self.memory.dtype
-        if _is_for_fp32(inputs):
+        if is_for_fp32(inputs):
             return None
         return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
 

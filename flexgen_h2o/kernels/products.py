@@ -20,6 +20,7 @@ from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, multipl
 _WORD = 4  # bytes: two columns in bf16, four in int8
 _LEAST = 64  # bytes of a row: a vector
 _AMX_WORDS = 16  # of a row of a register of AMX
+MXFP4, PACKED = 1, 2  # how rows are coded
 _AS_LONG = 24  # input rows that are multiplied with a weight as long as it takes to come from memory
 
 
@@ -60,6 +61,8 @@ class Job(NamedTuple):
     In int8 alone: the scales of the inputs, of the rows, and the sums of these; with inputs around 128, `zero` times a
     row's sum is added to its products. ends: of rows in 4 bits (packing.SlotPacking), which become int8 a panel at a
     time in the caches, bytes from a row to its scales and least values; 0 of others.
+    In bf16 alone: coded: rows are codes of 4 bits, which become bf16 in the same way: MXFP4 or PACKED, 0 of others;
+    scales, scale_step: of what says how a row's are scaled; tables: the address of MXFP4's.
     """
 
     first: int
@@ -80,13 +83,15 @@ class Job(NamedTuple):
     sum_step: int = 0
     zero: int = 0
     ends: int = 0
+    coded: int = 0
+    tables: int = 0
 
 
 def job_of(
-    x: torch.Tensor, weight: tuple[int, int, int, int], bias: torch.Tensor | None, out: torch.Tensor, **in_int8: int
+    x: torch.Tensor, weight: tuple[int, int, int, int], bias: torch.Tensor | None, out: torch.Tensor, **others: int
 ) -> Job:
     """x: (rows, columns), which `takes` has let pass; weight: address, bytes from a row to the next (0: blocked), rows,
-    columns; bias: (n,), out: (rows, n), of one dtype. in_int8: the other fields of a Job.
+    columns; bias: (n,), out: (rows, n), of one dtype. others: the other fields of a Job.
     """
     (tokens, columns), (x_step, x_one), (out_step, out_one) = x.shape, x.stride(), out.stride()
     start, row_step, rows, wanted = weight
@@ -100,7 +105,7 @@ def job_of(
     itemsize = x.itemsize
     return Job(
         0, tokens, x.data_ptr(), x_step * itemsize, start, row_step, rows, columns * itemsize // _WORD, biases,
-        out.data_ptr(), out_step * out.itemsize, **in_int8,
+        out.data_ptr(), out_step * out.itemsize, **others,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from flexgen_h2o.checkpoint.formats import layouts_of
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
-from flexgen_h2o.core.model import LayerKind, LayerPlan, ModelSpec
+from flexgen_h2o.core.model import Layer, LayerKind, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import FEW_ROWS, READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
 from flexgen_h2o.engine.weight_units import layer_kinds, layer_plan, layer_steps, loaded_kinds, waits_for_router
@@ -161,6 +161,12 @@ class Costs:
                 lanes[load.lane] += count * load.seconds
         return max(lanes.values())
 
+    def decodes_in_products(self, layer: Layer) -> float:
+        """Of experts that a CPU decodes as it multiplies, how many times faster than 4 bits become the dtype; or 0."""
+        if layer.kind != "experts" or not self.at.device_is_host:
+            return 0.0
+        return self.profile.rates(self.dtype).decode_speedup.get(self.at.form.decoder_in_products, 0.0)
+
     def decoding(self, index: int, steps: Iterable[tuple[Batch, int]], sweep: int) -> StepCost:
         """Unpacking a layer's weight unit for these steps of the layer (`steps_of`): not what all of them multiply by
         as it is. A table that an embedding looks up in is unpacked."""
@@ -172,7 +178,8 @@ class Costs:
         key = self._kind_of[layer.unit], few
         if key not in self._decoded:
             rates = self.profile.rates(self.dtype)
-            rate = rates.device_dequantise_bytes_per_s * rates.decode_speedup.get(at.form.decoder, 1.0)
+            speedup = self.decodes_in_products(layer) or rates.decode_speedup.get(at.form.decoder, 1.0)
+            rate = rates.device_dequantise_bytes_per_s * speedup
             layouts = layouts_of(at.form, self.layers.units[layer.unit].tensors)
             sizes = [math.prod(x.shape) for x in layouts if x.decoded_row_bytes and not (few and coded_bytes(at, x))]
             self._decoded[key] = StepCost(sum(sizes) * at.itemsize / rate, 0.0, len(sizes) * self._launch_s)

@@ -387,14 +387,14 @@ class _WeightStream(BaseWeightStream[None]):
         ahead = len(layers) if costs.at.policy.overlap else 0
         # Other sweeps, and the next block, follow: the engine loads ahead for them.
         super().__init__(_WeightUnits(sim), ring, layers, sweeps + 1, ahead, costs.waits)
-        self._sim = sim
+        self._sim, self._coded = sim, {layer.unit for layer in layers if costs.decodes_in_products(layer)}
 
     def _open(self, unit: int, region: Region | None) -> None:
         pass
 
     def _decode(self, unit: int, region: Region | None) -> tuple[None, bool]:
         self._sim.decode()
-        return None, False
+        return None, unit in self._coded
 
 
 class _Store:

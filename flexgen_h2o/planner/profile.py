@@ -15,13 +15,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint.formats import QUANTISED
+from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, QUANTISED
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
 from flexgen_h2o.core.units import GIB
 
-PROFILE_SCHEMA = 7
+PROFILE_SCHEMA = 8
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
 # EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
 UNKNOWN_INT8_SPEEDUP = 1.6
@@ -33,8 +33,8 @@ MOST_BYTES = 2**63
 MEMORY, COMPUTE, DISK, STEPS = "memory", "compute", "disk", "steps"
 # How a note begins where other processes took enough of the cores to be seen in the figures.
 BUSY_NOTE = "measured while other processes took"
-# Of a format of quantised checkpoints, into the dtype and into int8 rows (checkpoint.formats.WeightFormat.decoder).
-DECODERS = frozenset(name + kind for name in QUANTISED for kind in ("", "_int8"))
+# Of quantised checkpoints, into the dtype and into int8 rows (WeightFormat.decoder), and what decodes in products.
+DECODERS = frozenset((*IN_PRODUCTS, *(name + kind for name in QUANTISED for kind in ("", "_int8"))))
 LEAST_SHAPE = 2**-10  # out / in of a matrix
 SHIPPED = policies_folder() / "profiles"
 
@@ -90,7 +90,7 @@ class ComputeRates:
     int8_speedup: the same of products in int8 (kernels/int8.py), inputs and results included; int4_speedup: of those
     with rows in 4 bits, which become int8 rows as they are multiplied. decode_speedup: by DECODERS, how many times
     faster than 4 bits become the dtype matrices of quantised checkpoints do (`mxfp4`), or become int8 rows
-    (`mxfp4_int8`); one that is not there takes as long as 4 bits.
+    (`mxfp4_int8`); one that is not there takes as long. Of IN_PRODUCTS by what a product of few rows takes longer.
     """
 
     matmul_flops_per_s: Products

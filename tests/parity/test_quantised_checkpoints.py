@@ -11,15 +11,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flexgen_h2o import Policy, SamplingParams
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.core.units import ALIGN
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
 from flexgen_h2o.engine.report import sizes_of
+from flexgen_h2o.kernels import products
 from flexgen_h2o.models import spec_from_folder
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
 from tests.parity.quantisers import MIXTURES, QUANTISERS, save_quantised
-from tests.parity.reference import Reference, assert_equal, make_reference, random_model, random_prompts, run, tokens_of
+from tests.parity.reference import (
+    LogitsByRow,
+    Reference,
+    assert_equal,
+    make_reference,
+    random_model,
+    random_prompts,
+    run,
+    tokens_of,
+)
 
 OF_MIXTURES = [(name, mixture) for name, known in QUANTISERS.items() if known.dims == 2 for mixture in MIXTURES]
 
@@ -69,6 +80,33 @@ def test_products_of_experts_in_int8(
     quantised: Callable[..., Reference], name: str, mixture: str, tmp_path: Path
 ) -> None:
     assert_products_in_int8(quantised(name, mixture), tmp_path)
+
+
+@pytest.mark.skipif(not products.has_loop(torch.bfloat16, in_order=True), reason="no loop here for rows in order")
+@pytest.mark.parametrize("placement", ["weights on disk", "weights split three ways", "all on device"])
+@pytest.mark.parametrize("packs", [False, True])
+def test_experts_are_multiplied_from_codes_in_bf16(
+    quantised: Callable[..., Reference], packs: bool, placement: str, offload_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bits of what is decoded first; the codes stay in the ring meanwhile. Packed, rows of 96 are not taken."""
+    known, ways = quantised("mxfp4"), list[int]()
+    policy = Policy(3, 2, PLACEMENTS[placement], expert_group=3, compress_weight=packs)
+
+    def logits() -> list[torch.Tensor]:
+        watch, params = LogitsByRow(), SamplingParams(max_tokens=6, ignore_eos=True)
+        with LLM(str(known.folder), policy, dtype="bfloat16", offload_dir=offload_dir) as llm:
+            llm.generate(known.prompts, params, watch_logits=watch)
+        return [torch.stack(watch.rows[row]) for row in range(len(known.prompts))]
+
+    run_jobs = products.run
+    monkeypatch.setattr(
+        products, "run", lambda jobs, *rest: (ways.extend(j.coded for j in jobs), run_jobs(jobs, *rest))
+    )
+    found = logits()
+    assert set(ways) == {0, products.PACKED if packs else products.MXFP4}
+    monkeypatch.setattr(WeightFormat, "coded_parts", lambda *_: ())
+    ways.clear()
+    assert all(map(torch.equal, found, logits())) and set(ways) == {0}
 
 
 @pytest.mark.parametrize("name", QUANTISERS)

@@ -162,8 +162,8 @@ def _set(*keys: str, to: Any = GONE) -> Callable[[dict[str, Any]], None]:
 F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
-    (_set("schema", to=8), "schema is 8, this version reads 1 to 7"),
-    (_set(*F32, "decode_speedup", "mxfp3", to=1), "decode_speedup: 'mxfp3' is not one of awq, "),
+    (_set("schema", to=9), "schema is 9, this version reads 1 to 8"),
+    (_set(*F32, "decode_speedup", "mxfp3", to=1), "decode_speedup: 'mxfp3' is not one of 4bit_in_products, awq, "),
     (_set(*F32, "decode_speedup", "mxfp4", to=1000), "decode_speedup: 1000 is out of range"),
     (_set(*F32, "decode_speedup", to=1), "decode_speedup: a JSON object"),
     (_set("kernel_s"), "'kernel_s' is missing"),

@@ -38,6 +38,7 @@ FORMATS = {
 }
 # Of checkpoints; the others are by a policy's switches, or their absence.
 QUANTISED = tuple(name for name in FORMATS if name not in ("groupwise", "int8", "dense"))
+IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"  # WeightFormat.decoder_in_products
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,13 @@ class WeightFormat:
         return ""
 
     @property
+    def decoder_in_products(self) -> str:
+        """What decodes experts' matrices as a CPU multiplies them (`codes`), as profiles name it; "" of others."""
+        return ""
+
+    @property
     def has_codes(self) -> bool:
-        """Do products on a card take matrices as they are held (`codes`)?"""
+        """Do products take matrices as they are held (`codes`): on a card, and on a CPU those of experts?"""
         return type(self).codes is not WeightFormat.codes and not self.in_int8
 
     @property
@@ -269,18 +275,23 @@ class WeightFormat:
     def coded_parts(self, layout: TensorLayout, held: Sequence[Held], decoded: RowParts) -> RowParts:
         """The rows of a matrix that products take from their codes while inputs are few, and that are decoded into
         `decoded` when others want them; () where that cannot be. held: all its rows, in order, which stay there."""
-        if not self.has_codes or len(held) != 1:
+        if not self.has_codes:
             return ()
         from flexgen_h2o.kernels import triton
-        from flexgen_h2o.kernels.coded import CodedRows
+        from flexgen_h2o.kernels.coded import CodedRows, are_multiplied
         from flexgen_h2o.kernels.linear import DenseRows
 
-        ((_, pieces),), (whole,) = held, decoded
+        (whole,) = decoded
+        if len(held) > 1 and triton.takes(*held[0].pieces):
+            return ()
         assert isinstance(whole, DenseRows)
-        return (CodedRows(self.codes(layout, pieces), whole),) if triton.takes(*pieces) else ()
+        found = [(self.codes(layout, one), whole.rows[one.part.start : one.part.end]) for one in held]
+        if not all(are_multiplied(codes, rows) for codes, rows in found):
+            return ()
+        return tuple(CodedRows(codes, DenseRows(rows)) for codes, rows in found)
 
-    def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes:
-        """All rows of a matrix as products on a card take them; formats without it are decoded."""
+    def codes(self, layout: TensorLayout, held: Held) -> Codes:
+        """Some rows of a matrix as products take them; formats without it are decoded."""
         raise NotImplementedError
 
     def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:

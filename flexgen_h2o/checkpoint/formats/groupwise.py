@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import PackedFormat, TensorLayout
+from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, Held, PackedFormat, TensorLayout
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import GROUP, SlotPacking
@@ -48,6 +48,10 @@ class Groupwise(PackedFormat):
         return not self.to_int8
 
     @property
+    def decoder_in_products(self) -> str:
+        return IN_PRODUCTS[1] if self.decodes and self.bits == 4 else ""
+
+    @property
     def requantises(self) -> bool:
         return self.to_int8
 
@@ -78,11 +82,10 @@ class Groupwise(PackedFormat):
             return (RequantisedRows(packed, layout.shape[1], workspace),)
         return (PackedTable(packed, self.bits),)
 
-    def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes:
+    def codes(self, layout: TensorLayout, held: Held) -> Codes:
         from flexgen_h2o.kernels.coded import groupwise_codes
 
-        rows, columns = layout.shape
-        return groupwise_codes(pieces[0].view(rows, -1), self.bits, columns)
+        return groupwise_codes(held.pieces[0].view(held.part.rows, -1), self.bits, layout.shape[1])
 
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         from flexgen_h2o.kernels.packed import unpack_rows

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, pieces_of
+from flexgen_h2o.checkpoint.formats import IN_PRODUCTS, Held, StoredRows, TensorLayout, pieces_of
 from flexgen_h2o.checkpoint.formats.quantised import (
     Quantised,
     Rules,
@@ -43,6 +43,10 @@ class Mxfp4(Quantised):
     sample_name = "model.layers.0.mlp.experts.down_proj"
     sample_columns = (16 * _BLOCK,)
 
+    @property
+    def decoder_in_products(self) -> str:
+        return "" if self.to_int8 else IN_PRODUCTS[0]
+
     def holds(self, tensor: TensorSpec) -> bool:
         module, _, kind = tensor.name.rpartition(".")
         is_experts = module.endswith(".experts") and kind in ("gate_up_proj", "down_proj")
@@ -62,10 +66,10 @@ class Mxfp4(Quantised):
             StoredRows(scales, (rows, groups), ("uint8",), groups, index=index, random=_RANDOM_SCALES),
         )
 
-    def codes(self, layout: TensorLayout, pieces: Sequence[torch.Tensor]) -> Codes:
+    def codes(self, layout: TensorLayout, held: Held) -> Codes:
         from flexgen_h2o.kernels.coded import mxfp4_codes
 
-        return mxfp4_codes(*_shaped(layout.shape[0], pieces))
+        return mxfp4_codes(*_shaped(held.part.rows, held.pieces))
 
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         from flexgen_h2o.kernels.quantised import unpack_mxfp4

@@ -21,6 +21,7 @@ from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS as PANEL
 from flexgen_h2o.kernels.compiled.emitter import prefetch, room
 from flexgen_h2o.kernels.compiled.int8 import SCALE_STEP, largest_of, scaled, strip
+from flexgen_h2o.kernels.compiled.numbers import CHUNK, mxfp4_numbers, packed_numbers
 from flexgen_h2o.kernels.compiled.tiles import (
     AVX2_CHUNK,
     LANES,
@@ -50,13 +51,14 @@ from flexgen_h2o.kernels.jit import (
     set_number,
     words_at,
 )
-from flexgen_h2o.kernels.products import Job
+from flexgen_h2o.kernels.products import PACKED, Job
 
 _CHUNK = 512  # words of a row at a time: 128 KiB of a panel, of 1 MiB of the cache that they share with inputs and sums
 _TOKENS = 512  # input rows at a time, whose sums wait in the same cache from chunk to chunk
 # With AMX, which has 2 MiB of that cache. Few rows wait for the weights, whose next chunk must fit beside this one.
 _AMX_CHUNK, _AMX_TOKENS, _AMX_FEW = 1024, 256, 128
 _GROUP_WORDS = GROUP // 4
+_PACKED_WORDS, _MXFP4_WORDS = GROUP // 2, CHUNK // 2  # of a group in bf16
 _FIELDS = len(Job._fields)
 
 
@@ -76,7 +78,7 @@ def multiply(kind, element, table, ending, skip, first, end):  # type: ignore[no
     as many panels as these are others' before the next that this thread is likely to get.
     """
     jobs, count, panels = table
-    rooms = _sums_room(), _strip_room(), _ends_room(), _factors_room(), _registers_room()
+    rooms = _sums_room(), _strip_room(), _rows_room(), _ends_room(), _factors_room(), _registers_room()
     for i in range(REGISTERS // 8):
         longs_at(rooms[-1])[i] = 0
     token, more = np.int64(0), True
@@ -90,8 +92,7 @@ def multiply(kind, element, table, ending, skip, first, end):  # type: ignore[no
             job, next_job = _job(jobs, number), _job(jobs, ahead)
             come = np.int64(0), np.int64(0), np.int64(0)
             if after < panels and next_job.ends == 0:
-                _, words = _chunk(next_job, 0, _chunks(kind, next_job))
-                come = _place(next_job, after - next_job.first, 0), _line_step(next_job, words), words
+                come = _place(next_job, after - next_job.first, _chunk(next_job, 0, _chunks(kind, next_job)))
             if token < job.tokens:
                 _multiply_panel(kind, element, job, ending, (panel - job.first, token), come, rooms)
             more = more or token + _tokens(kind) < job.tokens
@@ -112,7 +113,7 @@ def _job(jobs, number):  # type: ignore[no-untyped-def]
     f = longs_at(jobs + 8 * _FIELDS * number)
     return Job(
         f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14], f[15], f[16],
-        f[17],
+        f[17], f[18], f[19],
     )  # fmt: skip
 
 
@@ -131,31 +132,31 @@ def _chunks(kind, job):  # type: ignore[no-untyped-def]
 
 @jit
 def _chunk(job, number, count):  # type: ignore[no-untyped-def]
-    """The first word of one of so many chunks, and how many it has: at least LANES, as a row has."""
-    first = job.words * number // count // LANES * LANES
-    end = job.words if number + 1 == count else job.words * (number + 1) // count // LANES * LANES
+    """The first word of one of so many chunks, and how many it has: at least LANES, as a row has, and whole groups."""
+    group = _PACKED_WORDS if job.coded == PACKED else LANES
+    first = job.words * number // count // group * group
+    end = job.words if number + 1 == count else job.words * (number + 1) // count // group * group
     return first, end - first
 
 
 @jit
-def _place(job, panel, word):  # type: ignore[no-untyped-def]
-    """The address of a word of a panel's first row."""
+def _place(job, panel, chunk):  # type: ignore[no-untyped-def]
+    """The PANEL runs of memory that a chunk of a panel is made of: the address of the first, bytes from one to the
+    next, and the words of each."""
+    word, words = chunk
     if job.row_step == 0:
-        return job.weight + (panel * job.words + word) * STEP
-    return job.weight + panel * PANEL * job.row_step + 4 * word
-
-
-@jit
-def _line_step(job, words):  # type: ignore[no-untyped-def]
-    """Bytes from one to the next of PANEL runs of memory that a chunk of a panel is made of."""
-    return 4 * words if job.row_step == 0 else job.row_step
+        return job.weight + (panel * job.words + word) * STEP, 4 * words, words
+    start = job.weight + panel * PANEL * job.row_step
+    if job.coded != 0:
+        return start + word, job.row_step, (words + 3) // 4
+    return start + 4 * word, job.row_step, words
 
 
 @jit
 def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ignore[no-untyped-def]
     """place: the panel of the job, and the first of its input rows. come: of the chunk that follows these, the address,
     the line step, and the words."""
-    (panel, token), (sums, panel_room, ends, factors, registers) = place, rooms
+    (panel, token), (sums, panel_room, rows_room, ends, factors, registers) = place, rooms
     tokens, most = min(_tokens(kind), job.tokens - token), most_rows(kind)
     chunks, size = _chunks(kind, job), 4 // planes(element)
     tiles = (tokens + most - 1) // most
@@ -165,9 +166,8 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
         if job.ends != 0:
             more = np.int64(0)
         elif number + 1 < chunks:
-            following, more = _chunk(job, number + 1, chunks)
-            ahead, step = _place(job, panel, following), _line_step(job, more)
-        here = _place(job, panel, word)
+            ahead, step, more = _place(job, panel, _chunk(job, number + 1, chunks))
+        here, row_step, _ = _place(job, panel, (word, words))
         # In each tile its share of the lines, over all blocks of 16 words; to lay a panel out is one tile more.
         run, blocks = (more + LANES - 1) // LANES, (words + LANES - 1) // LANES
         shares = tiles if job.row_step == 0 else tiles + 1
@@ -177,8 +177,11 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
             _requantise(job, panel, (word, words), (panel_room, ends, factors))
             here = panel_room
         elif job.row_step != 0:
+            if is_float(kind) and job.coded != 0:
+                _decode(job, panel, (word, words), rows_room)
+                here, row_step = rows_room, 4 * words
             last = min(PANEL, job.rows - panel * PANEL) - 1
-            lay((here, job.row_step, last, words, panel_room, lines, ahead, step, run, asked))
+            lay((here, row_step, last, words, panel_room, lines, ahead, step, run, asked))
             here, asked = panel_room, blocks * lines
         if number + 1 == chunks and not is_float(kind) and job.ends == 0:
             _gather_ends(job, panel * PANEL, ends)
@@ -229,6 +232,21 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
 
 
 @jit
+def _decode(job, panel, chunk, out):  # type: ignore[no-untyped-def]
+    """A chunk of a panel of coded rows as rows of bf16, in order and side by side."""
+    word, words = chunk
+    for r in range(min(PANEL, job.rows - panel * PANEL)):
+        row, to = panel * PANEL + r, out + 4 * r * words
+        codes, scales = job.weight + row * job.row_step + word, job.scales + row * job.scale_step
+        if job.coded == PACKED:
+            group = word // _PACKED_WORDS
+            packed_numbers(np.uint16(0), (words // _PACKED_WORDS, to, codes, scales + 4 * group))
+        else:
+            group = word // _MXFP4_WORDS
+            mxfp4_numbers(np.uint16(0), (words // _MXFP4_WORDS, to, codes, scales + group, job.tables))
+
+
+@jit
 def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
     """A chunk of a panel of rows in 4 bits as int8 in the blocked layout; the first one's also has the panel's ends.
 
@@ -270,5 +288,6 @@ def _gather_ends(job, row, ends):  # type: ignore[no-untyped-def]
         ints_at(ends)[PANEL + i] = ints_at(job.row_sums + (row + i) * job.sum_step)[0] * np.int32(job.zero)
 
 
-_sums_room, _strip_room, _ends_room = room(_TOKENS * STEP), room(_AMX_CHUNK * STEP), room(2 * STEP)
+_sums_room, _strip_room, _rows_room = room(_TOKENS * STEP), room(_AMX_CHUNK * STEP), room(_AMX_CHUNK * STEP)
+_ends_room = room(2 * STEP)
 _factors_room, _registers_room = room(STEP + LINE), room(REGISTERS)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.checkpoint.formats import Held, WeightFormat, weight_format
+from flexgen_h2o.checkpoint.formats import Held, TensorLayout, WeightFormat, weight_format
 from flexgen_h2o.checkpoint.writing import any_bytes
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels.linear import RowParts, linear
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import built_in_spec
@@ -44,6 +45,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }  # fmt: skip
 DECODED_SHARE = 16  # of weight_bytes: ten matrices that are decoded take little memory
+_EXPERT_ROWS, _LEAST_LONGER = 4, 0.02  # inputs; what is not to be told from no time at all
 _WHOLE_BLOCKS = 128  # rows and columns that fill blocks and groups of all formats
 
 
@@ -112,18 +114,52 @@ def weight_rates(
     seconds = bench.seconds_of(*(call for call, _ in calls.values()))
     rates = {name: count / spent for (name, (_, count)), spent in zip(calls.items(), seconds, strict=True)}
     unpacking = rates.pop("")
+    if checkpoints and bench.device.is_host:
+        packed_form = weight_format(
+            _known_spec(), Policy(compress_weight=True, weight_bits=PACKED_BITS), dtype.itemsize
+        )
+        for form in (quantised_format(checkpoints["mxfp4"], dtype, False), packed_form):
+            rates |= in_product_rate(bench, form, dtype, len(packed) // 2, columns)
     return unpacking * dtype.itemsize, {name: rate / unpacking for name, rate in rates.items()}
 
 
 def quantised_format(config: Mapping[str, Any], dtype: torch.dtype, in_int8: bool) -> WeightFormat:
     """Of checkpoints with this quantization_config."""
+    spec = replace(_known_spec(), quantization=config)
+    return weight_format(spec, Policy(int8_compute=in_int8), dtype.itemsize)
+
+
+def _known_spec() -> ModelSpec:
     known = built_in_spec("facebook/opt-125m")
     assert known is not None
-    return weight_format(replace(known[0], quantization=config), Policy(int8_compute=in_int8), dtype.itemsize)
+    return known[0]
+
+
+def in_product_rate(
+    bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
+) -> dict[str, float]:  # fmt: skip
+    """By `form.decoder_in_products`, numbers a second by which a product of few rows takes longer from codes than from
+    the decoded matrix, both from memory; empty where it takes no codes."""
+    layout, whole, out = _matrix(bench, form, dtype, rows, columns)
+    form.decode(layout, whole, out)
+    coded = form.coded_parts(layout, whole, out)
+    if not coded:
+        return {}
+    x, result = bench.normal(dtype, _EXPERT_ROWS, columns), bench.empty(dtype, _EXPERT_ROWS, rows)
+    plain, own = bench.seconds_of(lambda: linear(x, out, None, result), lambda: linear(x, coded, None, result))
+    return {form.decoder_in_products: rows * columns / max(own - plain, _LEAST_LONGER * plain)}
 
 
 def decoding(bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int) -> tuple[Call, int]:
     """A call that decodes a matrix of random bytes, and the bytes that it has as stored."""
+    layout, whole, out = _matrix(bench, form, dtype, rows, columns)
+    return lambda: form.decode(layout, whole, out), sum(len(piece) for piece in whole[0].pieces)
+
+
+def _matrix(
+    bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
+) -> tuple[TensorLayout, list[Held], RowParts]:
+    """A matrix of random bytes, and the rows that it is decoded into."""
     layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
     raw, pieces = [any_bytes(stored) for stored in layout.stored], []
     for stored, made in zip(layout.stored, raw, strict=True):
@@ -131,5 +167,4 @@ def decoding(bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, co
         pieces.append(bench.empty(torch.uint8, held.numel()).copy_(held.view(-1)))
     memory = bench.empty(torch.uint8, rows * layout.decoded_row_bytes)
     out = form.decoded_parts(layout, memory, Workspace(memory, {}, dtype))
-    whole = [Held(Part("host", 0, layout.cut_shape[0]), pieces)]
-    return lambda: form.decode(layout, whole, out), sum(one.numel() for one in raw)
+    return layout, [Held(Part("host", 0, layout.cut_shape[0]), pieces)], out

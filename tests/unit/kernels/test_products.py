@@ -9,6 +9,7 @@ import torch
 
 from flexgen_h2o.core.units import ALIGN, round_up
 from flexgen_h2o.kernels import products, workspace
+from flexgen_h2o.kernels.coded import CodedRows, are_multiplied, groupwise_codes, mxfp4_codes
 from flexgen_h2o.kernels.int8 import (
     BUFFERS,
     Int8Rows,
@@ -30,7 +31,7 @@ from flexgen_h2o.kernels.linear import (
     linear_relu,
 )
 from flexgen_h2o.kernels.packed import pack_rows
-from flexgen_h2o.kernels.workspace import Workspace, cpu_has
+from flexgen_h2o.kernels.workspace import Workspace, cpu_has, multiplies_slowly
 
 BF16 = torch.bfloat16
 ROUNDING = 2.0**-8  # of bf16, relative
@@ -128,6 +129,31 @@ def test_products_of_all_shapes(kind: str, n: int, rows: int, columns: int) -> N
         check(total, want + before.double() + bias.double(), want + before.double())
         found = linear_relu(x, parts, bias, torch.empty(n, rows, dtype=BF16))
         assert torch.equal(found, torch.relu(linear(x, parts, bias, torch.empty(n, rows, dtype=BF16))))
+
+
+@pytest.mark.parametrize("bits", ["mxfp4", "4 bits"])
+@pytest.mark.parametrize(
+    ("n", "rows", "columns"), [(1, 64, 64), (1, 1, 64), (7, 63, 192), (33, 130, 2112), (600, 70, 1088), (5, 192, 1152)]
+)
+def test_codes_give_the_bits_of_the_decoded_matrix(bits: str, n: int, rows: int, columns: int) -> None:
+    """Decoded a panel and a chunk at a time; more inputs than AVX2's loop takes, which decode it first."""
+    if bits == "mxfp4":
+        blocks, scales = (torch.randint(0, most, shape, dtype=torch.uint8) for most, shape in (
+            (256, (rows, columns // 32, 16)), (255, (rows, columns // 32))
+        ))  # fmt: skip
+        codes = mxfp4_codes(blocks, scales // 8 + 100)
+    else:
+        codes = groupwise_codes(pack_rows(normal(rows, columns), 4), 4, columns)
+    weight, other = torch.empty(rows, columns, dtype=BF16), torch.zeros(rows, columns, dtype=BF16)
+    parts = (DenseRows(codes.decode(weight)),), (CodedRows(codes, DenseRows(other)),)
+    assert are_multiplied(codes, other)
+    x, bias, before = apart(normal(n, columns)), normal(rows), apart(normal(n, rows))
+    for multiply in (linear, linear_relu, lambda x, part, bias, out: add_linear(out, x, part, bias)):
+        whole, coded = before.clone(), before.clone()
+        for part, out in zip(parts, (whole, coded), strict=True):
+            multiply(x, part, bias, out)
+        assert torch.equal(whole, coded)
+    assert bool(other.any()) == (n >= 256 and multiplies_slowly("cpu", BF16))
 
 
 @pytest.mark.skipif(len(HERE) < 2, reason="this CPU has nothing to compare with")

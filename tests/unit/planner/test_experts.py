@@ -21,7 +21,7 @@ from flexgen_h2o.planner.lp import MOST_MICRO_BATCH, SearchSpace
 from flexgen_h2o.planner.profile import find_profile, read_profile
 from flexgen_h2o.planner.report import Answer, balanced_rows, to_text
 from flexgen_h2o.planner.search import disk_reads, evaluate
-from tests.unit.planner.made_up import HUGE, machine
+from tests.unit.planner.made_up import DTYPE, HUGE, machine
 
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -77,6 +77,22 @@ def test_experts_with_few_rows_are_one_launch() -> None:
         issued = [slow.step(i, Batch.even(rows, 1), 1).issue_s for i in (experts, router, mlp, mlp - 1)]
         assert issued == pytest.approx([EXPERTS_LAUNCHES + apart, ROUTER_LAUNCHES, 0.0, 0.0])
         assert free.step(experts, Batch.even(rows, 1), 1).issue_s == 0.0
+
+
+@pytest.mark.parametrize(("is_host", "bits", "factor"), [(True, 4, 5), (True, 8, 1), (False, 4, 1)])
+def test_a_cpu_decodes_experts_as_it_multiplies(is_host: bool, bits: int, factor: int) -> None:
+    """At the rate that the profile has; without one, and what is no expert's, at that of a whole matrix."""
+    need, policy = WorkloadShape.full(8, 1, 3, SPEC.num_blocks), Policy(8, compress_weight=True, weight_bits=bits)
+    where, seconds = machine(is_host), list[tuple[float, float]]()
+    rates = replace(where.profile.rates(DTYPE), decode_speedup={"4bit_in_products": 5.0})
+    known = replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
+    for one in (where, known):
+        costs = one.costs(SPEC, policy, need)
+        kinds = [layer.kind for layer in costs.layers.layers]
+        layers = (kinds.index(kind) for kind in ("experts", "mlp"))
+        seconds.append(tuple(costs.decoding(i, [(Batch.even(8, 1), 1)], 1).device_s for i in layers))
+    (experts, mlp), faster = seconds
+    assert faster == pytest.approx((experts / factor, mlp)) and (min(experts, mlp) > 0) == is_host  # cards take codes
 
 
 def test_units_are_told_apart_by_what_they_hold() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexgen_h2o.checkpoint.formats import IN_PRODUCTS
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.kernels import int8
@@ -87,6 +88,13 @@ def test_a_device_of_its_own_gains_nothing_by_int8() -> None:
     with torch.inference_mode():
         assert set(compute.speedups(bench, torch.float16).values()) == {AS_FAST}
         assert set(whole.weight_rates(bench, torch.float16)[1]) == set(whole.CHECKPOINTS)
+
+
+@pytest.mark.skipif(not loops.has_loop(torch.bfloat16), reason="this CPU has no loop for products in bf16")
+def test_a_cpu_decodes_in_products_in_bf16_alone(bench: Bench) -> None:
+    with torch.inference_mode():
+        found, plain = (set(whole.weight_rates(bench, dtype)[1]) for dtype in (torch.bfloat16, torch.float32))
+    assert found - plain == set(IN_PRODUCTS) and plain < found
 
 
 @pytest.mark.parametrize(
