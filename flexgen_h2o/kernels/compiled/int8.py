@@ -19,6 +19,7 @@ from flexgen_h2o.core.packing import E2M1, GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.core.units import STRIP_ROWS as ROWS  # one word of each fills a vector
 from flexgen_h2o.kernels.compiled.emitter import F32, I32, Emitter, cgutils, emitted
+from flexgen_h2o.kernels.compiled.numbers import codes_apart, packed_values
 from flexgen_h2o.kernels.jit import (
     bits_to_float,
     bytes_at,
@@ -293,11 +294,7 @@ def _halves_added(e: Emitter, halves: Any) -> Any:
 
 def _table(e: Emitter, ends: Any, step: Any) -> Any:
     """The int8 values of the 16 codes of a group, four times over. ends: the address of its scale and least value."""
-    b, pairs = e.builder, e.spread([e.load(ends, I32)], ROWS)
-    scale = b.bitcast(b.shl(pairs, e.constant(_WORDS, 16)), _FLOATS)
-    least = b.bitcast(b.and_(pairs, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
-    codes = ir.Constant(_FLOATS, [float(code) for code in range(ROWS)])
-    table = _rounded(e, b.fmul(b.fadd(b.fmul(codes, scale), least), e.spread([step], ROWS)))
+    table = _rounded(e, e.builder.fmul(packed_values(e, ends), e.spread([step], ROWS)))
     return e.shuffle(table, table, [i % ROWS for i in range(GROUP)])
 
 
@@ -346,10 +343,7 @@ def _rounded(e: Emitter, values: Any) -> Any:
 
 def _look_up(e: Emitter, table: Any, codes: Any) -> Any:
     """codes: two to a byte, the first in the low half."""
-    b = e.builder
-    wide = b.zext(codes, _HALVES)
-    single = b.and_(b.or_(wide, b.shl(wide, e.constant(_HALVES, 4))), e.constant(_HALVES, 0x0F0F))
-    return _on_bytes(e, "pshuf.b", "pshuf.b", _I8, table, b.bitcast(single, _BYTES))
+    return _on_bytes(e, "pshuf.b", "pshuf.b", _I8, table, codes_apart(e, codes))
 
 
 def _pair_sums(e: Emitter, words: Any) -> Any:

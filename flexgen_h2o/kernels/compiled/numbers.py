@@ -116,6 +116,7 @@ numbers_of_8, fp8_numbers = _numbers(_of_8), _numbers(_of_fp8)
 # ---- tables
 
 CHUNK = 32  # codes that are looked up at a time
+HAS_SHUFFLES = cpu_has("avx2")
 _I8 = ir.IntType(8)
 _CODES, _SIXTEEN, _SHORTS = ir.VectorType(_I8, CHUNK), ir.VectorType(_I8, 16), ir.VectorType(I16, 16)
 
@@ -134,7 +135,7 @@ MXFP4_TABLES = _tables()
 
 def by_tables(element: Any) -> bool:
     """Are there the instructions, and are these numbers in bf16?"""
-    return num_planes(element) == 2 and cpu_has("avx2")
+    return num_planes(element) == 2 and HAS_SHUFFLES
 
 
 def _twice(e: Emitter, table: Any) -> Any:
@@ -156,10 +157,24 @@ def _looked_up(e: Emitter, table: list[Any], codes: Any) -> Any:
 
 
 def _codes_of_4(e: Emitter, at: Any, index: Any) -> Any:
-    """Two to a byte, the first in the low half."""
-    b, place = e.builder, e.builder.add(at, e.builder.mul(index, e.number(CHUNK // 2)))
-    wide = b.zext(e.load(place, _SIXTEEN, align=1), _SHORTS)
-    return b.bitcast(b.and_(b.or_(wide, b.shl(wide, e.constant(_SHORTS, 4))), e.constant(_SHORTS, 0x0F0F)), _CODES)
+    place = e.builder.add(at, e.builder.mul(index, e.number(CHUNK // 2)))
+    return codes_apart(e, e.load(place, _SIXTEEN, align=1))
+
+
+def codes_apart(e: Emitter, codes: Any) -> Any:
+    """A byte each of codes that lie two to a byte, the first in the low half."""
+    b, wide = e.builder, ir.VectorType(I16, codes.type.count)
+    pairs = b.zext(codes, wide)
+    apart = b.and_(b.or_(pairs, b.shl(pairs, e.constant(wide, 4))), e.constant(wide, 0x0F0F))
+    return b.bitcast(apart, ir.VectorType(_I8, 2 * codes.type.count))
+
+
+def packed_values(e: Emitter, ends: Any) -> Any:
+    """What the 16 codes of a packed group stand for, in fp32. ends: the address of its scale and least value."""
+    b, pair = e.builder, e.spread([e.load(ends, I32)], LANES)
+    scale = b.bitcast(b.shl(pair, e.constant(_WORDS, 16)), _FLOATS)
+    least = b.bitcast(b.and_(pair, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
+    return b.fadd(b.fmul(ir.Constant(_FLOATS, [float(code) for code in range(LANES)]), scale), least)
 
 
 def _codes_of_words(e: Emitter, at: Any, index: Any, shift: Any) -> Any:
@@ -191,7 +206,7 @@ def _numbers_by_code(codes_of: Callable[..., Any], made: Callable[..., Any]) -> 
 
 
 def _emit_mxfp4(e: Emitter, element: Any, groups: Any, out: Any, blocks: Any, scales: Any, tables: Any) -> None:
-    if not cpu_has("avx2"):
+    if not HAS_SHUFFLES:
         return
     b, size = e.builder, 4 // num_planes(element)
     with e.loop(groups) as loop:
@@ -210,11 +225,7 @@ def _emit_packed(e: Emitter, element: Any, groups: Any, out: Any, packed: Any, e
         return
     b, chunks = e.builder, GROUP // CHUNK
     with e.loop(groups) as loop:
-        pair = e.spread([e.load(e.onward(ends, loop.index), I32)], LANES)
-        scale = b.bitcast(b.shl(pair, e.constant(_WORDS, 16)), _FLOATS)
-        least = b.bitcast(b.and_(pair, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
-        values = b.fadd(b.fmul(ir.Constant(_FLOATS, [float(code) for code in range(16)]), scale), least)
-        bits = b.bitcast(values, _WORDS)  # of no NaN: packed weights are finite
+        bits = b.bitcast(packed_values(e, e.onward(ends, loop.index)), _WORDS)  # of no NaN: packed weights are finite
         odd = b.and_(b.lshr(bits, e.constant(_WORDS, 16)), e.constant(_WORDS, 1))
         near = b.lshr(b.add(b.add(bits, e.constant(_WORDS, 0x7FFF)), odd), e.constant(_WORDS, 16))
         table = _table(e, b.trunc(near, _SHORTS))
@@ -226,7 +237,7 @@ def _emit_packed(e: Emitter, element: Any, groups: Any, out: Any, packed: Any, e
 
 numbers_of_4 = _numbers_by_code(_codes_of_4, _of_4)
 numbers_of_words = _numbers_by_code(_codes_of_words, _of_words)
-# mxfp4_numbers(element, (groups, out, blocks, scales, tables)): of a row; with AVX2 alone.
+# mxfp4_numbers(element, (groups, out, blocks, scales, tables)): of a row; where HAS_SHUFFLES.
 mxfp4_numbers = emitted_by_type(lambda element: element, _emit_mxfp4)
 # packed_numbers(element, (groups, out, packed, ends)): of whole groups of a packed row of 4 bits, where `by_tables`.
 packed_numbers = emitted_by_type(lambda element: element, _emit_packed)

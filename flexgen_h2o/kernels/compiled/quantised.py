@@ -21,6 +21,7 @@ from flexgen_h2o.kernels.compiled.int8 import (
     mxfp4_strip,
 )
 from flexgen_h2o.kernels.compiled.numbers import (
+    HAS_SHUFFLES,
     LANES,
     bits_of,
     e4m3,
@@ -43,7 +44,6 @@ from flexgen_h2o.kernels.jit import (
     to_bf16,
     words_at,
 )
-from flexgen_h2o.kernels.workspace import cpu_has
 
 _PAIRS = 16  # of a block
 _BLOCK = 32
@@ -62,16 +62,13 @@ class Mxfp4Job(NamedTuple):
     tables: int
 
 
-_HAS_SHUFFLES = cpu_has("avx2")
-
-
 @jit
 def unpack_mxfp4(element, job, first, end):  # type: ignore[no-untyped-def]
     """Rows first..end-1."""
     for row in range(first, end):
         scales, blocks = job.scales + row * job.groups, job.blocks + row * job.groups * _PAIRS
         out = job.out + row * job.out_step
-        if _HAS_SHUFFLES:
+        if HAS_SHUFFLES:
             mxfp4_numbers(element, (job.groups, out, blocks, scales, job.tables))
         else:
             _look_up_row(element, job, blocks, scales, out)

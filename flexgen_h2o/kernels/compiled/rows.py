@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
-from flexgen_h2o.kernels.compiled.numbers import packed_numbers
+from flexgen_h2o.kernels.compiled.numbers import HAS_SHUFFLES, packed_numbers
 from flexgen_h2o.kernels.jit import (
     HIGH,
     LOG2_E,
@@ -26,7 +26,6 @@ from flexgen_h2o.kernels.jit import (
     shorts_at,
     words_at,
 )
-from flexgen_h2o.kernels.workspace import cpu_has
 
 
 class Norm(NamedTuple):
@@ -175,7 +174,6 @@ def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
 
 
 _PAIRS = GROUP // 2
-_HAS_SHUFFLES = cpu_has("avx2")
 
 
 class UnpackJob(NamedTuple):
@@ -203,7 +201,7 @@ def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         codes = job.packed + row * job.row_bytes
         ends, done = words_at(codes + job.value_bytes), 0
-        if _HAS_SHUFFLES and planes(element) == 2 and job.bits == 4 and job.group == GROUP:
+        if HAS_SHUFFLES and planes(element) == 2 and job.bits == 4 and job.group == GROUP:
             done = job.columns // GROUP
             packed_numbers(element, (done, job.out + row * job.columns * size, codes, codes + job.value_bytes))
         for g in range(done, (job.columns + job.group - 1) // job.group):
