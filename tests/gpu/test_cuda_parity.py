@@ -41,6 +41,20 @@ NEOX = {
     "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 128,
 }  # fmt: skip
 CONFIGS = {"normal": CONFIG, "post-norm": POST_NORM, "llama": LLAMA, "gpt_neox": NEOX}
+OLMOE = {
+    **LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64,
+}  # fmt: skip
+GPT_OSS = {
+    **LLAMA, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
+    "intermediate_size": 64, "sliding_window": 16,
+}  # fmt: skip
+MXFP4 = {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}
+MIXTURES = [
+    pytest.param(config, packed, id=f"{name}-{''.join(packed)}")
+    for name, config in (("olmoe", OLMOE), ("gpt_oss", GPT_OSS), ("mxfp4", MXFP4))
+    for packed in ({}, {"compress_weight": True}, {"compress_cache": True})
+    if config is not MXFP4 or "compress_weight" not in packed  # is in few bits already
+]
 PROMPT_LENGTHS = (23, 5, 41, 5, 17, 1, 30)  # not divisible by gbs x K = 6, and one row of a single token
 THOUSAND = 1000 if ON_CARD else 40
 NEW_TOKENS = 20  # more than the steps after which a disk part of the KV cache is written back
@@ -131,6 +145,21 @@ def test_tokens_equal_the_cpu_engine(expected, settings) -> None:
     assert report.peak_bytes["device"] <= BUDGET.device
     streams = settings["percent"] != (100, 0, 100, 0, 100, 0)
     assert (report.io_bytes["h2d"] > 0) == streams or settings.get("cpu_cache_compute", False)
+
+
+@pytest.mark.parametrize(("config", "packed"), MIXTURES)
+@pytest.mark.parametrize("place", ["all on the device", "weights on host, pinned", "everything split"])
+def test_experts_give_what_they_give_on_the_cpu(
+    tmp_path, place: str, config: dict[str, Any], packed: dict[str, Any]
+) -> None:
+    """Groups of two experts, whose products of few rows are one launch on a card."""
+    folder = model_folder(tmp_path, config)
+    _, expected, _ = generate(folder, Policy(4, 1, **packed), "cpu", MemoryBudget(host="1GiB"))
+    policy = Policy(3, 2, expert_group=2, **packed, **PLACEMENTS[place])
+    _, logits, report = generate(folder, policy, DEVICE, BUDGET)
+    for mine, theirs in zip(logits, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
+    assert report.peak_bytes["device"] <= BUDGET.device
 
 
 @pytest.mark.parametrize("bits", [4, 8])

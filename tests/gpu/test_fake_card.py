@@ -51,10 +51,7 @@ def some_slow(cases: Iterable[tuple[Any, ...]], fast: set[tuple[Any, ...]]) -> l
 
 
 FAMILIES = ("normal", "llama")
-GPT_OSS = {
-    **CONFIGS["llama"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
-    "intermediate_size": 64, "sliding_window": 16,
-}  # fmt: skip
+OLMOE, GPT_OSS = ({**config, "num_hidden_layers": 2} for config in (test_cuda_parity.OLMOE, test_cuda_parity.GPT_OSS))
 RUNS = product(FAMILIES, EVICTIONS, (False, True), PLACEMENTS)
 FAST = {("normal", "h2o", False, "KV on host"), ("llama", "h2o", True, "KV split three ways")}
 
@@ -330,8 +327,7 @@ def test_sinks_are_part_of_the_launch(tmp_path, eviction: str, packed: bool) -> 
 @pytest.mark.parametrize("bits", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_experts_of_a_group_are_one_launch(tmp_path, bits: int) -> None:
     """Gates and ups, and downs, whatever their number: weights in 16 bits, or in 4."""
-    config = {**CONFIGS["llama"], "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3}
-    folder = model_folder(tmp_path, {**config, "intermediate_size": 64})
+    folder = model_folder(tmp_path, OLMOE)
     more: dict[str, Any] = {"compress_weight": True, "weight_bits": bits} if bits else {}
     expected, *_ = generate(folder, Policy(4, 1, **more), "cpu", MemoryBudget(host="1GiB"))
     tokens, card = on_fake_card(folder, "all on the device", None, expert_group=4, **more)
