@@ -91,7 +91,7 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     if columns.shape[-1] != packing.width:
         raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
     columns = columns.contiguous()
-    packed = torch.empty(*columns.shape[:-1], packing.words, dtype=torch.int32)
+    packed = torch.empty(*columns.shape[:-1], packing.words, dtype=torch.int32, device=columns.device)
     job = element_of(columns.dtype), packed_loops.format_of(packing), columns.data_ptr(), packed.data_ptr()
     rows, row_bytes = columns.numel() // packing.width, 8 * packing.width * columns.itemsize
     parallel_rows(partial(packed_loops.pack_rows, *job, packing.words), rows, row_bytes)
@@ -104,7 +104,8 @@ def pack_columns_reference(columns: torch.Tensor, packing: SlotPacking) -> torch
     short, width = packing.groups * packing.group - packing.width, packing.width
     x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1).unflatten(-1, (packing.groups, packing.group))
     least = _outwards(x.amin(dim=-1, keepdim=True), down=True)
-    scale = _outwards((x.amax(dim=-1, keepdim=True) - least) / packing.levels, down=False)
+    # A card multiplies by the reciprocal of a Python number, which is another quotient.
+    scale = _outwards((x.amax(dim=-1, keepdim=True) - least) / torch.full_like(least, packing.levels), down=False)
     values = ((x - least) / scale).add_(0.5).nan_to_num_(0.0).floor_().clamp_(0, packing.levels).int().flatten(-2)
     words = [_joined(values[..., :width] & _low_mask(packing), packing.low_bits)]
     if packing.bits == 3:

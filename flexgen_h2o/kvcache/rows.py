@@ -65,7 +65,7 @@ class RowBudgets:
 @lru_cache(maxsize=16)
 def query_weight_table(decay: float, count: int, where: torch.device) -> torch.Tensor:
     """(count,) fp32: `query_weights` of 0, 1, 2, ... queries."""
-    return upload(query_weights(torch.arange(count, dtype=torch.float32), decay), where)
+    return upload(query_weights(torch.arange(count, dtype=torch.float32, device="cpu"), decay), where)
 
 
 class NumbersOfRows(NamedTuple):
