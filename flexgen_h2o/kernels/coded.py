@@ -149,8 +149,8 @@ def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few]
     codes, rows, table, is_aligned = first.codes, len(first.codes.words), first.codes.words, False
     if all_of:
         places = [few.places(first) for few in all_of]
-        numbers = torch.tensor([[len(few.x), *own] for few, own in zip(all_of, places, strict=True)])
-        table, is_aligned = upload(numbers, first.x.device), not any(own[1] % 16 for own in places)
+        numbers = torch.tensor([[len(few.x), *own] for few, own in zip(all_of, places, strict=True)], device="cpu")
+        table, is_aligned = upload(numbers, first.x.device), not any(own[0] % 16 or own[1] % 16 for own in places)
     grid = -(-rows // ROWS_AT_A_TIME), max(1, len(all_of))
     arguments = *first.tensors, table, len(first.x), rows, codes.columns, *first.strides, codes.group
     triton.launch(

@@ -19,16 +19,16 @@ def few_rows(
     byte. Sums are in fp32; weights are rounded to x's dtype first.
 
     TABLE: of several products, each of which has FIELDS int64 in `table`: its tokens, and how many numbers behind x,
-    words, group_params, bias and out its own begin; ALIGNED: those of words, in 16s.
+    words, group_params, bias and out its own begin; ALIGNED: those of x and words, in 16s.
     """
     per_word: tl.constexpr = 32 // BITS if BITS else 1
     if TABLE:
         own = table + tl.program_id(1) * FIELDS
         tokens = tl.load(own)
-        x += tl.load(own + 1)
-        first_word = tl.load(own + 2)
+        first_input, first_word = tl.load(own + 1), tl.load(own + 2)
         if ALIGNED:
-            first_word = tl.multiple_of(first_word, 16)
+            first_input, first_word = tl.multiple_of(first_input, 16), tl.multiple_of(first_word, 16)
+        x += first_input
         words += first_word
         group_params += tl.load(own + 3)
         bias += tl.load(own + 4)
@@ -41,20 +41,22 @@ def few_rows(
         loads = (row < rows)[:, None] & (column < columns)[None, :]
         word = tl.load(words + row[:, None] * words_row + (column // per_word)[None, :], mask=loads, other=0)
         if BITS == 0:
-            tile = word
+            total += tl.dot(_inputs(x, token, tokens, x_row, column, columns), tl.trans(word), input_precision="ieee")
         else:
             end = tl.load(group_params + row[:, None] * params_row + (column // group)[None, :], mask=loads, other=0)
-            code = (word[:, :, None] >> (tl.arange(0, per_word) * BITS)[None, None, :]) & ((1 << BITS) - 1)
-            if MX:
-                weight = twice_e2m1(code) * half_power(end)[:, :, None]
+            if TOKENS <= 16:
+                # Columns of one place in each word at a time: a sum has no order, and codes stay with the thread that
+                # loaded their word. With more tokens gathering x so takes longer than sending codes elsewhere.
+                for place in tl.static_range(per_word):
+                    tile = _decoded(word >> (place * BITS), end, BITS, MX).to(x.dtype.element_ty)
+                    inputs = _inputs(x, token, tokens, x_row, column + place, columns)
+                    total += tl.dot(inputs, tl.trans(tile), input_precision="ieee")
             else:
-                scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
-                weight = code.to(tl.float32) * scale[:, :, None] + least[:, :, None]
-            tile = tl.reshape(weight.to(x.dtype.element_ty), [ROWS, WORDS * per_word])
-        each = first + tl.arange(0, WORDS * per_word)
-        wanted = (token < tokens)[:, None] & (each < columns)[None, :]
-        inputs = tl.load(x + token[:, None] * x_row + each[None, :], mask=wanted, other=0.0)
-        total += tl.dot(inputs, tl.trans(tile), input_precision="ieee")
+                codes = word[:, :, None] >> (tl.arange(0, per_word) * BITS)[None, None, :]
+                weight = _decoded(codes, end[:, :, None], BITS, MX).to(x.dtype.element_ty)
+                tile = tl.reshape(weight, [ROWS, WORDS * per_word])
+                inputs = _inputs(x, token, tokens, x_row, first + tl.arange(0, WORDS * per_word), columns)
+                total += tl.dot(inputs, tl.trans(tile), input_precision="ieee")
     if BIASED:
         total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
     at = out + token.to(tl.int64)[:, None] * out_row + row[None, :]
@@ -62,6 +64,24 @@ def few_rows(
     if ADDS:
         total += tl.load(at, mask=asked, other=0.0).to(tl.float32)
     tl.store(at, total.to(out.dtype.element_ty), mask=asked)
+
+
+@triton.jit
+def _decoded(code, end, BITS: tl.constexpr, MX: tl.constexpr):
+    """fp32 of the lowest bits of `code`. end: what their group shares, as of `few_rows`."""
+    code = code & ((1 << BITS) - 1)
+    if MX:
+        number = twice_e2m1(code) * half_power(end)
+    else:
+        scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
+        number = code.to(tl.float32) * scale + least
+    return number
+
+
+@triton.jit
+def _inputs(x, token, tokens, x_row, column, columns):
+    wanted = (token < tokens)[:, None] & (column < columns)[None, :]
+    return tl.load(x + token[:, None] * x_row + column[None, :], mask=wanted, other=0.0)
 
 
 @triton.jit
@@ -79,9 +99,8 @@ def unpack_mxfp4(words, group_params, out, words_row, out_row, columns, BLOCK: t
 @triton.jit
 def twice_e2m1(code):
     """0, 1, 2, 3, 4, 6, 8, 12 and their negatives, of int32 codes of 4 bits, in fp32."""
-    exponent, last = (code >> 1) & 3, code & 1
-    size = tl.where(exponent == 0, last, (2 + last) << tl.maximum(exponent - 1, 0)).to(tl.float32)
-    return tl.where(code >= 8, -size, size)
+    bits = ((code & 7) << 22) | ((code & 8) << 28)  # an fp32 of the same exponent and fraction, 2^127 times too small
+    return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38
 
 
 @triton.jit

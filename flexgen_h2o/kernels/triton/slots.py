@@ -221,7 +221,7 @@ def _score(
         candidate = tl.where(may_leave, score, float("inf"))
         low = tl.min(candidate, 0)
         old = tl.min(tl.where(may_leave & (candidate == low), position, _NO_POSITION), 0)
-        its = tl.max(tl.where(may_leave & (position == old), column, -1), 0)
+        its = tl.max(tl.where(may_leave & (candidate == low) & (position == old), column, -1), 0)
         better = (its >= 0) & ((low < lowest) | ((low == lowest) & (old < earliest)))
         lowest = tl.where(better, low, lowest)
         earliest = tl.where(better, old, earliest)
@@ -237,17 +237,19 @@ def _unpack(area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.c
             SHARING: tl.constexpr):  # fmt: skip
     """(columns, WIDTH) fp32 of the slots that begin at the words `at`."""
     low_bits: tl.constexpr = 2 if BITS == 3 else BITS
-    per_word: tl.constexpr = 32 // low_bits
-    number = tl.arange(0, WIDTH)
-    loads = here[:, None] & (number < D)[None, :]
-    word = tl.load(area + at[:, None] + (number // per_word)[None, :], mask=loads, other=0)
-    code = (word >> (number % per_word * low_bits)[None, :]) & ((1 << low_bits) - 1)
+    shared: tl.constexpr = 32 // low_bits if 32 // low_bits < WIDTH else WIDTH  # numbers of a word
+    rows: tl.constexpr = at.shape[0]
+    of_word, word = tl.arange(0, shared), tl.arange(0, WIDTH // shared)
+    loads = here[:, None] & (word * shared < D)[None, :]
+    low = tl.load(area + at[:, None] + word[None, :], mask=loads, other=0)
+    code = (low[:, :, None] >> (of_word * low_bits)[None, None, :]) & ((1 << low_bits) - 1)
     if BITS == 3:
-        word = tl.load(area + at[:, None] + (low_words + number // 32)[None, :], mask=loads, other=0)
-        code = code | (((word >> (number % 32)[None, :]) & 1) << 2)
-    end = tl.load(area + at[:, None] + (value_words + number // SHARING)[None, :], mask=loads, other=0)
+        high = tl.load(area + at[:, None] + (low_words + word * shared // 32)[None, :], mask=loads, other=0)
+        high = high >> (word * shared % 32)[None, :]
+        code = code | (((high[:, :, None] >> of_word[None, None, :]) & 1) << 2)
+    end = tl.load(area + at[:, None] + (value_words + word * shared // SHARING)[None, :], mask=loads, other=0)
     scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
-    return code.to(tl.float32) * scale + least
+    return tl.reshape(code.to(tl.float32) * scale[:, :, None] + least[:, :, None], [rows, WIDTH])
 
 
 @triton.jit
