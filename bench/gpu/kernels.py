@@ -1,6 +1,6 @@
 """Time of each kernel for cards beside the card's own copy, and the rates of the card.
 
-    python -m bench.gpu.kernels --output kernels.json           a card, half a minute
+    python -m bench.gpu.kernels --output kernels.json           a card, a quarter of a minute
     python -m bench.gpu.kernels --device cpu                    the same cases in small, without figures
 
 Claim: unpacking and decode attention move their bytes at 0.7 of the bandwidth of a copy within the card. Shapes are
@@ -12,10 +12,12 @@ kernels with their references, on a card too.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,6 +42,9 @@ from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_pro
 from flexgen_h2o.kernels.quantised import unpack_mxfp4
 
 COPIED = 2**30  # bytes
+CACHE = 2**28  # bytes, more than a card's cache holds
+ASLEEP = 2**21  # cycles of the card, more than a millisecond: a launch takes less of the host
+RUNS = 20
 GATED = ("unpack", "decode")  # kernels that a gate is for
 DECODED = ", decoded first"  # behind the name of a product: the same by its reference
 EXPERTS = 8  # of a group
@@ -77,25 +82,37 @@ def card_rates(device: torch.device) -> dict[str, float]:
     here = torch.zeros(COPIED, dtype=torch.uint8).pin_memory()
     copies = {"copy": (2, other, there), "h2d": (1, there, here), "d2h": (1, here, there)}
     return {
-        name: times * COPIED / _seconds(partial(dst.copy_, src, non_blocking=True))
+        name: times * COPIED / _seconds(partial(dst.copy_, src, non_blocking=True))[0]
         for name, (times, dst, src) in copies.items()
     }
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """The median of a run on the card, its caches cleared before each."""
-    from triton.testing import do_bench
-
-    return float(do_bench(run, warmup=10, rep=100, return_mode="median")) / 1e3
+def _seconds(run: Callable[[], object]) -> tuple[float, float]:
+    """Medians of a run: on the card, its cache cleared before, and of the thread that launches it. The card sleeps
+    meanwhile, so that it never waits for that thread."""
+    cache = torch.empty(CACHE, dtype=torch.uint8, device="cuda")
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(RUNS)]
+    issued = []
+    for start, end in marks:
+        cache.zero_()
+        torch.cuda._sleep(ASLEEP)
+        start.record()
+        begun = time.perf_counter()
+        run()
+        issued.append(time.perf_counter() - begun)
+        end.record()
+        torch.cuda.synchronize()
+    return median(start.elapsed_time(end) / 1e3 for start, end in marks), median(issued)
 
 
 def _timed(case: Case, copy: float | None) -> dict[str, Any]:
     case.run()
     if copy is None:
         return {"kernel": case.name, "bytes": case.nbytes}
-    seconds = _seconds(case.run)
+    seconds, issued = _seconds(case.run)
     share = case.nbytes / seconds / copy
-    return {"kernel": case.name, "bytes": case.nbytes, "seconds": seconds, "share_of_copy": share}
+    timed = {"seconds": seconds, "share_of_copy": share, "issue_seconds": issued}
+    return {"kernel": case.name, "bytes": case.nbytes, **timed}
 
 
 def _said(found: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from flexgen_h2o.core.units import GIB, markdown_table
 MOST_NAMED = 30  # tests that failed
 STEP_HEAD = ("step", "status", "s", "why")
 GATE_HEAD = ("gate", "found", "aim", "")
-KERNEL_HEAD = ("kernel", "us", "share of a copy", "us, weight decoded first", "times as fast")
+KERNEL_HEAD = ("kernel", "us", "share of a copy", "us of the host", "us, weight decoded first", "times as fast")
 RUN_HEAD = ("run", "rows", "prefill s", "s a decode sweep", "decode tok/s", "total tok/s", "h2d GB", "disk GB",
             "device GB", "RSS GB", "wall s")  # fmt: skip
 MEM_SPD_HEAD = ("strategy", "batch", "prompt", "output", "OOM", "latency s", "tokens/s", "generated tokens/s",
@@ -90,7 +90,8 @@ def kernel_texts(kernels: Sequence[dict[str, Any]]) -> list[list[str]]:
         first = timed.get(name + DECODED)
         beside = ["", ""] if first is None else [_us(first), f"{first['seconds'] / found['seconds']:.2f}"]
         if not name.endswith(DECODED):
-            texts.append([name, _us(found), f"{found['share_of_copy']:.2f}", *beside])
+            host = f"{found['issue_seconds'] * 1e6:.0f}"
+            texts.append([name, _us(found), f"{found['share_of_copy']:.2f}", host, *beside])
     return texts
 
 

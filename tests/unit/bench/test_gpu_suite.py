@@ -32,6 +32,7 @@ from bench.sweep.grid import SYSTEMS
 from bench.sweep.runner import Setup
 from bench.sweep.store import Store
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.planner.profile import NOMINAL
 from tests.unit.bench.test_throughput_sweep import figures, key
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -319,7 +320,7 @@ def test_gates_are_met_missed_or_not_measured() -> None:
     assert {verdict for *_, verdict in gates({}, {})} == {"not measured"}
     report = {
         "model_bytes": 80, "gen_len": 3, "decode": {"seconds": 2.0}, "total": {"seconds": 10.0},
-        "predicted": {"prefill_s": 4.0, "decode_s": 7.0},
+        "predicted": {"prefill_s": 4.0, "decode_s": 7.0}, "extra": {"profile": "measured"},
     }  # fmt: skip
     runs = {"weights-on-host": {"report": report}, "auto": {"report": None}}
     kernels = [("unpack, 4 bits", 0.9), ("unpack, 8 bits", 0.65), ("decode, OPT", 0.7), ("gate", 0.1)]
@@ -336,10 +337,11 @@ def test_gates_are_met_missed_or_not_measured() -> None:
         "link: share of time in which it is busy": ("0.80", "MISSED"),
         "prediction: largest error of a run": ("0.10", "met"),
     }
-    report["predicted"]["decode_s"] = None
-    assert {name: verdict for name, _, _, verdict in gates(runs, figures)}[
-        "prediction: largest error of a run"
-    ] == "not measured"
+    unknown, guessed = {"predicted": {"decode_s": None}}, {"extra": {"profile": NOMINAL}}
+    for other in (unknown, guessed):
+        given = {"weights-on-host": {"report": report | other}}
+        verdicts = {name: verdict for name, _, _, verdict in gates(given, figures)}
+        assert verdicts["prediction: largest error of a run"] == "not measured"
 
 
 def test_kernels_have_cases_where_there_is_no_card(tmp_path: Path) -> None:
@@ -359,6 +361,7 @@ def test_kernels_have_cases_where_there_is_no_card(tmp_path: Path) -> None:
 def test_products_stand_beside_decoding_first() -> None:
     name = "product, 4 bits, 1 rows"
     timed = {name: 2e-6, name + DECODED: 6e-6, "gate": 5e-6}
-    found = [{"kernel": kernel, "seconds": s, "share_of_copy": 0.5} for kernel, s in timed.items()]
+    more = {"share_of_copy": 0.5, "issue_seconds": 4e-6}
+    found = [{"kernel": kernel, "seconds": s, **more} for kernel, s in timed.items()]
     texts = kernel_texts([*found, {"kernel": "RMS norm", "bytes": 3}])
-    assert texts == [[name, "2", "0.50", "6", "3.00"], ["gate", "5", "0.50", "", ""]]
+    assert texts == [[name, "2", "0.50", "4", "6", "3.00"], ["gate", "5", "0.50", "4", "", ""]]
