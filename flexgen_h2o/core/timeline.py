@@ -9,8 +9,8 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,21 @@ class Span:
     name: str
     start: float
     end: float
+
+
+class _Recording(AbstractContextManager[None]):
+    """Records what is within. A class: ten a block and step, and a generator takes twice as long."""
+
+    __slots__ = "_lane", "_name", "_start", "_timeline"
+
+    def __init__(self, timeline: Timeline, lane: str, name: str) -> None:
+        self._timeline, self._lane, self._name = timeline, lane, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._timeline.record(self._lane, self._name, self._start, time.perf_counter())
 
 
 class Timeline:
@@ -61,13 +76,8 @@ class Timeline:
             if self.keep_spans:
                 self.spans.append(Span(row or lane, name, start, end))
 
-    @contextmanager
-    def span(self, lane: str, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.record(lane, name, start, time.perf_counter())
+    def span(self, lane: str, name: str) -> AbstractContextManager[None]:
+        return _Recording(self, lane, name)
 
     def seconds(self, lane: str, name: str | None = None) -> float:
         """Busy seconds of a lane (summed over its threads), of one kind of span or of all."""

@@ -38,7 +38,7 @@ class RowPart(ABC):
     def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, Any]]:
         """x (rows, columns) as products take it, some rows at a time: which rows, and these, of which slices can be
         taken, each row once. One is used before the next is made."""
-        yield slice(0, len(x)), x
+        yield slice(0, x.shape[0]), x  # len() of a tensor takes several times as long
 
     @abstractmethod
     def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
@@ -76,7 +76,7 @@ class DenseRows(RowPart):
     rows: torch.Tensor
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.rows.shape[0]
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         is_taken = products.takes(inputs, self.rows.shape[1], in_order=True) and self.rows.stride(1) == 1
@@ -134,7 +134,7 @@ class InputRows(DenseRows):
 
 def is_for_fp32(inputs: torch.Tensor) -> bool:
     """Are they so many that torch's products in fp32 are faster than the compiled loop's in bf16?"""
-    return len(inputs) >= _MANY_ROWS and multiplies_slowly(inputs.device.type, inputs.dtype)
+    return inputs.shape[0] >= _MANY_ROWS and multiplies_slowly(inputs.device.type, inputs.dtype)
 
 
 def _multiply_in_fp32(
@@ -161,7 +161,7 @@ def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: to
 def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out = relu(x W^T + bias), the shapes as of `linear`. Returns out."""
     for rows, inputs in weight[0].inputs(x):
-        multiply_all(_products(inputs, weight, bias, out[rows]), relu=True)
+        multiply_all(_products(inputs, weight, bias, _some(out, rows)), relu=True)
     return out
 
 
@@ -175,7 +175,13 @@ def linear_each(
         kinds.setdefault(one[0][0].codes, []).append(one)
     for some in kinds.values():
         for rows, inputs in some[0][0][0].inputs(x):
-            multiply_all([p for weight, bias, out in some for p in _products(inputs, weight, bias, out[rows], adds)])
+            multiply_all(
+                [p for weight, bias, out in some for p in _products(inputs, weight, bias, _some(out, rows), adds)]
+            )
+
+
+def _some(out: torch.Tensor, rows: slice) -> torch.Tensor:
+    return out if rows.stop - rows.start == out.shape[0] else out[rows]
 
 
 def grouped_linear(
@@ -218,6 +224,8 @@ def _products(
     inputs: Any, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> list[Product]:
     """Of each row part."""
+    if len(weight) == 1:
+        return [(weight[0], inputs, bias, out, adds)]
     found, start = [], 0
     for part in weight:
         found.append(part.product(start, inputs, bias, out, adds))
