@@ -192,7 +192,8 @@ def unpack_gptq(
 
 def _turned(stored: torch.Tensor) -> torch.Tensor:
     """(n, m), whose rows may lie apart, as (m, n). torch turns what is contiguous 5 to 10 times as fast."""
-    return stored.contiguous().t().contiguous()
+    n, m = stored.shape
+    return stored.contiguous().t().flatten().view(m, n)  # whose last stride is 1, also where n or m is
 
 
 def parted(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -81,6 +81,7 @@ def _refusing_to_compile() -> Iterator[None]:
 
 
 def _call_in_a_process(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    print("# compiling loops, once: up to half a minute, longer on a busy machine", file=sys.stderr, flush=True)
     given = pickle.dumps(sys.path) + pickle.dumps((function, arguments))
     quiet = subprocess.DEVNULL
     with suppress(OSError, subprocess.SubprocessError):

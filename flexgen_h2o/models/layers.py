@@ -189,10 +189,21 @@ def mix_experts(
         add_weighted(x, tokens, weights.view(-1)[first:end], mixed)
 
 
+# Whose window, if any, is one of all blocks in transformers, and whose config's window has no meaning there.
+_ALIKE, _WITHOUT_WINDOWS = ("mistral", "mixtral", "qwen3_moe"), ("llama", "olmoe")
+
+
 def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tuple[int | None, ...]:
     """`ModelSpec.windows` of a config: those of its `layer_types`, or without them of all blocks. A window of all
     positions hides nothing, and is none. UsageError names the field."""
-    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    family, kinds, window = config.get("model_type"), config.get("layer_types"), config.get("sliding_window")
+    if family in _WITHOUT_WINDOWS:
+        return ()
+    kind = "full_attention" if window is None else "sliding_attention"
+    if family in _ALIKE and kinds is not None and kinds != [kind] * blocks:
+        raise UsageError(
+            f"layer_types: {family} has {kind} in all {blocks} blocks, as its sliding_window says; remove it"
+        )
     if window is None and "sliding_attention" in (kinds or ()):
         raise UsageError("sliding_window: None, and layer_types has 'sliding_attention'")
     kinds = ["sliding_attention"] * blocks if kinds is None else kinds

@@ -136,8 +136,7 @@ def read_decoder(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     tied = bool(config.get("tie_word_embeddings", False))
     table = TensorSpec("embed_tokens.weight", "model.embed_tokens.weight", (vocab, hidden), looked_up=not tied)
     head_table = table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
-    windowed = config.get("model_type") != "llama"
-    windows = read_windows(config, common["num_blocks"], common["max_positions"]) if windowed else ()
+    windows = read_windows(config, common["num_blocks"], common["max_positions"])
     own = {
         "num_kv_heads": kv_heads, "head_dim": width, "embedding": (table,),
         "head": (norm_tensor("norm", "norm", hidden), head_table), "tied": tied,

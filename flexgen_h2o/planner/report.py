@@ -132,10 +132,11 @@ def to_text(answer: Answer, flags: str, command: str | None = None) -> str:
     policy = [f"policy, {took if answer.searched else 'as given'}:", f"  {flags}"]
     if command is not None:
         policy += ["run it:", f"  {command}", *_of_one_block(answer, plan)]
-    is_nominal = answer.space.machine.profile.machine == NOMINAL
+    profile = answer.space.machine.profile
+    doubt = NOT_MEASURED if profile.machine == NOMINAL else MEASURED_BUSY if profile.was_disturbed else ""
     end = [
         *_gains(answer, plan),
-        *([f"seconds may be several times off: {NOT_MEASURED}"] if is_nominal else ()),
+        *([f"seconds may be several times off: {doubt}"] if doubt else ()),
         f"throughput: {three_digits(plan.prediction.tokens_per_s)} new tokens a second",
         f"time for all prompts: {format_seconds(plan.prediction.total_s)}",
         *_night(answer, plan),
@@ -162,12 +163,11 @@ def _about(answer: Answer) -> Iterator[str]:
     )
     where = "device and host are one tier" if machine.device_is_host else "device, host and disk"
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
-    busy = f" ({MEASURED_BUSY})" if machine.profile.was_disturbed else ""
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
         loss = f"KL {answer.kv_loss:g} nats to the full cache for opt-tiny"
         yield f"quality: {loss} (docs/lab/kv-frontier.md)"
-    yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
+    yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source})"
     yield _checkpoint(answer)
 
 

@@ -94,10 +94,18 @@ def test_what_the_command_leaves_out_and_reads_that_cost_no_time_are_named() -> 
     assert reads(disk_read=3.0).endswith("at most 1.00 GiB")
 
 
-def test_a_profile_of_a_busy_machine_is_named_as_one() -> None:
-    told = question(Full(), notes={"compute": f"{BUSY_NOTE} 40% of the cores"})
-    line = lines_of(told, plan_of(told, Policy(4, 2)))[1]
-    assert "(profile measured on a busy machine: measure again with" in line
+def test_doubt_of_a_profile_stands_beside_how_long_it_takes() -> None:
+    """Of one that nobody measured, and of one that a busy machine disturbed."""
+    for given, why in (
+        ({}, "this machine was not measured"),
+        (
+            {"machine": "here", "notes": {"compute": f"{BUSY_NOTE} 40% of the cores"}},
+            "profile measured on a busy machine",
+        ),
+    ):
+        told = question(Full(), **given)
+        lines = lines_of(told, plan_of(told, Policy(4, 2)))
+        assert lines[-3].startswith(f"seconds may be several times off: {why}") and lines[-2].startswith("throughput")
 
 
 def test_one_tier_less_where_the_device_is_the_host() -> None:

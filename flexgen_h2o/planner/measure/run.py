@@ -277,11 +277,12 @@ def profile_of_this_machine(
     """
     if (found := cached_profile(device, offload_dir)) is not None:
         return calmer(found, device, offload_dir, progress) if measure_missing and found.was_disturbed else found
-    kept = cache_path(device, offload_dir)
-    if os.path.exists(kept):  # False where it cannot even be looked for
+    if os.path.exists(kept := cache_path(device, offload_dir)):  # False where it cannot even be looked for
         progress(f"the profile that is kept in {kept} cannot be used: broken, or of another version")
     if not measure_missing:
         return nominal_profile(open_device(device, separate_budget=False).is_host)
+    if others := _watched().of_cores():
+        progress(f"other work takes {others}: measuring takes longer, and rates come out too low, until that has ended")
     progress("this machine has no profile yet: measuring it once, which takes one to two minutes")
     return _kept(measure(device, offload_dir, progress), device, offload_dir, progress)
 

@@ -126,6 +126,17 @@ def test_matrices_by_columns(dtype: torch.dtype) -> None:
         assert torch.equal(quantised.unpack_gptq(words[:, some], 8, *arguments[:2], groups, out), want)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq_of_a_single_row_of_words(bits: int) -> None:
+    """All that a part may have of a matrix: 8 or 4 columns."""
+    columns, rows = 32 // bits, 8
+    words = torch.randint(-(2**31), 2**31 - 1, (1, rows), dtype=torch.int32)
+    scales, zeros, out = torch.randn(1, rows), torch.randint(0, 16, (1, rows)).float(), torch.zeros(rows, columns)
+    codes = torch.stack([(words[0] >> (bits * i)) & (2**bits - 1) for i in range(columns)], 1).float()
+    want = (codes - zeros.t()) * scales.t()
+    assert torch.equal(quantised.unpack_gptq(words, bits, scales, zeros, Groups(columns), out), want)
+
+
 def test_stored_groups_are_looked_at_once_for_as_long_as_they_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     held, found = torch.zeros(256, dtype=torch.uint8), torch.aminmax(torch.zeros(1))
     looks = MagicMock(return_value=found)

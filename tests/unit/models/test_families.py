@@ -356,6 +356,10 @@ def test_layers_without_experts(tmp_path: Path) -> None:
             "llama", {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]},
             "layer_types: 'linear_attention' is not full_attention or sliding_attention",
         ),
+        (
+            "llama", {"model_type": "mistral", "sliding_window": 3, "layer_types": ["full_attention"] * 2},
+            "layer_types: mistral has sliding_attention in all 2 blocks",
+        ),
         ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok: 5"),
         ("gpt_oss", {"num_local_experts": 0}, "num_local_experts: 0"),
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit: 0"),

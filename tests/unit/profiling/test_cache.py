@@ -178,6 +178,7 @@ def test_parts_that_a_busy_machine_disturbed_are_measured_again_when_it_is_quiet
     said: list[str] = []
     first = profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True)
     assert first.was_disturbed and busy(first) == PARTS and kept(tmp_path) == first
+    assert said[0].startswith("other work takes 100% of the cores (load "), "before the minutes that it takes"
     assert all(note.startswith(f"{BUSY_NOTE} 100% of the cores (load ") for note in first.notes.values())
     assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True) == first, "busy still"
     assert "predictions come from a profile measured on a busy machine" in said[-1]
