@@ -1,6 +1,6 @@
 """Time of each kernel for cards beside the card's own copy, and the rates of the card.
 
-    python -m bench.gpu.kernels --output kernels.json           a card, a quarter of a minute
+    python -m bench.gpu.kernels --output kernels.json           a card, half a minute
     python -m bench.gpu.kernels --device cpu                    the same cases in small, without figures
 
 Claim: unpacking and decode attention move their bytes at 0.7 of the bandwidth of a copy within the card. Shapes are

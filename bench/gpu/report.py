@@ -88,15 +88,15 @@ def kernel_texts(kernels: Sequence[dict[str, Any]]) -> list[list[str]]:
     texts = []
     for name, found in timed.items():
         first = timed.get(name + DECODED)
-        beside = ["", ""] if first is None else [_us(first), f"{first['seconds'] / found['seconds']:.2f}"]
+        beside = ["", ""] if first is None else [_us(first["seconds"]), f"{first['seconds'] / found['seconds']:.2f}"]
         if not name.endswith(DECODED):
-            host = f"{found['issue_seconds'] * 1e6:.0f}"
-            texts.append([name, _us(found), f"{found['share_of_copy']:.2f}", host, *beside])
+            share, host = f"{found['share_of_copy']:.2f}", _us(found["issue_seconds"])
+            texts.append([name, _us(found["seconds"]), share, host, *beside])
     return texts
 
 
-def _us(found: dict[str, Any]) -> str:
-    return f"{found['seconds'] * 1e6:.0f}"
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
 
 
 def mem_spd_texts(line: Line) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexgen_h2o.kernels.triton.rows import scale_and_least
+
 FIELDS = tl.constexpr(6)  # of a product in `table`
 
 
@@ -73,7 +75,7 @@ def _decoded(code, end, BITS: tl.constexpr, MX: tl.constexpr):
     if MX:
         number = twice_e2m1(code) * half_power(end)
     else:
-        scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
+        scale, least = scale_and_least(end)
         number = code.to(tl.float32) * scale + least
     return number
 

@@ -17,9 +17,15 @@ def unpack(packed, out, row_words, columns, value_words, group, BITS: tl.constex
     word = tl.load(words + column // per_word, mask=inside, other=0)
     code = (word >> (column % per_word * BITS)) & ((1 << BITS) - 1)
     end = tl.load(words + value_words + column // group, mask=inside, other=0)
-    scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
+    scale, least = scale_and_least(end)
     value = code.to(tl.float32) * scale + least
     tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_and_least(word):
+    """In fp32, of a group's word (core/packing.SlotPacking)."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexgen_h2o.kernels.triton.rows import scale_and_least
+
 _NO_POSITION = tl.constexpr(2147483647)
 # Sizes that differ from sweep to sweep, or from plan to plan, and make no code faster: none is compiled in.
 _SIZES = "sequences", "first_row", "length", "columns", "windows"
@@ -248,7 +250,7 @@ def _unpack(area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.c
         high = high >> (word * shared % 32)[None, :]
         code = code | (((high[:, :, None] >> of_word[None, None, :]) & 1) << 2)
     end = tl.load(area + at[:, None] + (value_words + word * shared // SHARING)[None, :], mask=loads, other=0)
-    scale, least = (end << 16).to(tl.float32, bitcast=True), (end & -65536).to(tl.float32, bitcast=True)
+    scale, least = scale_and_least(end)
     return tl.reshape(code.to(tl.float32) * scale[:, :, None] + least[:, :, None], [rows, WIDTH])
 
 
