@@ -82,14 +82,16 @@ SYSTEMS = (
 FP32_SYSTEMS = tuple(
     System(peer, variant, (kind,), dtype="fp32")
     for peer, kind, variants in (
-        ("hf", IN_RAM, ("sdpa", "eager", "sdpa-static", "eager-static", "sdpa-static-compile", "eager-static-compile")),
+        ("hf", IN_RAM, (
+            "sdpa", "eager", "sdpa-static", "eager-static", "sdpa-static-compile", "eager-static-compile", "sdpa-loop",
+        )),
         ("flexgen", IN_RAM, ("cpu",)),
         ("accelerate", OFFLOAD, ("disk", "disk-eager")),
         ("deepspeed", OFFLOAD, ("nvme",)),
         ("flexgen", OFFLOAD, ("disk",)),
     )
     for variant in variants
-)
+)  # fmt: skip
 # On a card: weights that do not fit it are in RAM; generate has them on the card, or does not fit.
 GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and s.variant != "paper-policy") + tuple(
     s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "hf-sdpa")
@@ -187,12 +189,22 @@ SIGNED: dict[str, tuple[Cell, ...]] = {
     ),
 }  # fmt: skip
 SIGNED["signed"] = tuple(cell for cells in list(SIGNED.values()) for cell in cells)
-# For a CPU with AVX2 alone, which would take most of a day for each of these: lengths that both machines have run, six
-# blocks and 8 rows for everybody, and peers also in fp32. Chosen on this day, before any was run.
+# For a CPU with AVX2 alone, which would take most of a day for each of these: the same models, lengths and budgets, so
+# many blocks and rows, for everybody, that a cell takes about an hour, and peers also in fp32. Chosen on this day,
+# before any was run.
 AVX2_ON, AVX2 = "2026-11-27", "signed-avx2"
-SIGNED[AVX2] = tuple(
-    Cell(f"{model}:6", 128, 128, budget, (4, 8)) for model in (OPT["1.3b"], LLAMA_1B) for budget in ("third", "none")
-)
+OPT_6 = f"{OPT['1.3b']}:6"
+SIGNED[AVX2] = (
+    Cell(OPT_6, 128, 128, "third", (4, 8)), Cell(OPT_6, 128, 128, "none", (4, 8)),
+    Cell(f"{LLAMA_1B}:6", 128, 128, "third", (4, 8)), Cell(f"{LLAMA_1B}:6", 128, 128, "none", (4, 8)),
+    Cell(OPT["1.3b"], 512, 32, "third", (4, 4)), Cell(OPT_6, 512, 32, "none", (16, 16)),
+    Cell(OPT_6, 64, 256, "third", (8, 8)), Cell(OPT_6, 64, 256, "none", (16, 16)),
+    Cell(f"{OPT['1.3b']}:3", 512, 512, "third", (8, 8)), Cell(OPT_6, 512, 512, "none", (16, 16)),
+    Cell(f"{OPT['6.7b']}:4", 512, 32, "third", (4, 4)), Cell(f"{OPT['30b']}:2", 512, 32, "third", (4, 4)),
+    Cell(f"{OPT['6.7b']}:4", 128, 128, "third", (4, 4)), Cell(f"{OPT['6.7b']}:4", 128, 128, "none", (16, 16)),
+    Cell(f"{LLAMA_8B}:4", 128, 128, "third", (4, 4)), Cell(f"{LLAMA_8B}:4", 128, 128, "none", (16, 16)),
+    Cell(f"{QWEN_30B}:2", 128, 128, "third", (8, 8)), Cell(f"{OLMOE}:4", 128, 128, "none", (16, 16)),
+)  # fmt: skip
 
 # MiniKV's mem_spd_test sweeps the batch at 2048 + 1024, prompts to 32k and outputs to 64k: as far as OPT's 2048 go.
 MEM_SPD_SHAPES = (
@@ -257,11 +269,11 @@ IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 
 def _systems_of_signed(cell: Cell) -> tuple[System, ...]:
     """Ours, and every peer of the cell's kind that SYSTEMS has; a peer that cannot run the family says so itself."""
-    if cell in SIGNED[AVX2]:  # Hugging Face in bf16 is left out where all is in RAM: it computes as long or longer
-        peers = [*FP32_SYSTEMS, *(s for s in SYSTEMS if not s.ours and s.peer != "hf" and s.name not in UNSIGNED)]
-        return tuple(system for system in (*SIGNED_OURS, *peers) if cell.kind in system.kinds)
     peers = [system for system in SYSTEMS if not system.ours and system.name not in UNSIGNED]
-    if cell.model == OPT["30b"]:
+    if cell in SIGNED[AVX2]:  # Hugging Face in bf16 computes as long or longer there; q4_0 is llama.cpp's fastest
+        four_bits = [system for system in SYSTEMS if system.name == "llamacpp-q4_0"]
+        peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer != "hf"), *four_bits]
+    elif cell.model == OPT["30b"]:
         peers = [system for system in peers if system.name in IN_PLACE]
     if cell.model.partition(":")[0] not in (QWEN_30B, OLMOE):  # without experts it is the same as without `-loop`
         peers = [system for system in peers if not system.variant.endswith("-loop")]
