@@ -143,7 +143,7 @@ def in_order(job, first, end):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
         ends = words_at(codes + job.value_bytes)
-        largest, steps = largest_of(ends, groups)
+        largest, steps = largest_of(codes + job.value_bytes, groups, out + job.out_step - 4)
         total = np.int32(0)
         for g in range(groups):
             n = min(job.group, job.columns - g * job.group)
@@ -161,19 +161,23 @@ def in_order_by_groups(job, first, end):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
         ends, total = codes + job.value_bytes, out + job.out_step - 4
-        largest, steps = largest_of(words_at(ends), groups)
+        largest, steps = largest_of(ends, groups, total)
         floats_at(out + job.out_step - 8)[0] = largest * SCALE_STEP
         floats_at(total)[0] = steps
         row_of_groups((codes, ends, groups, out, total))
 
 
 @jit
-def largest_of(ends, groups):  # type: ignore[no-untyped-def]
-    """The largest magnitude that codes of these groups can stand for, and 127 over it; zeros where there is none."""
-    most = np.int32(0)
-    for g in range(groups):
-        most = max(most, float_to_bits(decoded(np.uint32(0), ends[g])) & _MAGNITUDE)
-        most = max(most, float_to_bits(decoded(_MOST, ends[g])) & _MAGNITUDE)
+def largest_of(ends, groups, place):  # type: ignore[no-untyped-def]
+    """The largest magnitude that codes of these groups can stand for, and 127 over it; zeros where there is none.
+
+    ends: the address of their scales and least values; place: of 4 bytes that are overwritten.
+    """
+    largest_in_lanes((ends, groups // ROWS, place))
+    most = ints_at(place)[0]
+    for g in range(groups // ROWS * ROWS, groups):
+        for code in (np.uint32(0), _MOST):
+            most = max(most, float_to_bits(decoded(code, words_at(ends)[g])) & _MAGNITUDE)
     return factor_of(bits_to_float(np.uint32(most)))
 
 
@@ -336,6 +340,21 @@ def _emit_mxfp4_largest(e: Emitter, blocks: Any, scales: Any, groups: Any, out: 
     e.store(b.shl(b.zext(order, I32), ir.Constant(I32, _ORDER_BITS)), out)
 
 
+def _emit_largest(e: Emitter, ends: Any, vectors: Any, out: Any) -> None:
+    """Of 16 groups at a time, by the bits of magnitudes: a loop over one after another takes longer than a strip."""
+    b, most = e.builder, cgutils.alloca_once(e.builder, _WORDS)
+    b.store(e.constant(_WORDS, 0), most)
+    with e.loop(vectors) as loop:
+        pairs = e.load(b.add(ends, b.mul(loop.index, e.number(4 * ROWS))), _WORDS)
+        scale = b.bitcast(b.shl(pairs, e.constant(_WORDS, 16)), _FLOATS)
+        least = b.bitcast(b.and_(pairs, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
+        for code in (0.0, float(_MOST)):
+            value = b.fadd(b.fmul(e.constant(_FLOATS, code), scale), least)
+            bits = b.and_(b.bitcast(value, _WORDS), e.constant(_WORDS, int(_MAGNITUDE)))
+            b.store(e.call(f"smax.v{ROWS}i32", _WORDS, b.load(most), bits), most)
+    e.store(e.call(f"vector.reduce.smax.v{ROWS}i32", I32, b.load(most)), out)
+
+
 def _rounded(e: Emitter, values: Any) -> Any:
     whole = e.call(f"rint.v{ROWS}f32", _FLOATS, values)
     return e.builder.trunc(e.builder.fptosi(whole, _WORDS), ir.VectorType(_I8, ROWS))
@@ -359,6 +378,8 @@ def _on_bytes(e: Emitter, avx512: str, avx2: str, result: Any, *vectors: Any) ->
     return e.call_by_halves(f"x86.avx2.{avx2}", ir.VectorType(result, 4 * GROUP // result.width), *vectors)
 
 
+# largest_in_lanes((ends, vectors, out)): the bits of the largest magnitude of `vectors` x 16 groups into an int32.
+largest_in_lanes = emitted(_emit_largest)
 # strip((packed, row_bytes, ends, ends_step, groups, out, totals)): packed: the address of 16 packed rows, `row_bytes`
 # apart; ends: of the scales and least values of the first one, `ends_step` from those of the next; groups: of a row;
 # out: the address of the strip; totals: of 16 floats, the factors of the values before they are rounded, which become

@@ -49,7 +49,6 @@ from flexgen_h2o.kernels.jit import (
     planes,
     rounded,
     set_number,
-    words_at,
 )
 from flexgen_h2o.kernels.products import PACKED, Job
 
@@ -260,7 +259,8 @@ def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
         packed = job.weight + (panel * PANEL + i) * job.row_step
         for r in range(LANES):
             if word == 0:
-                largest, factor = largest_of(words_at(packed + r * job.row_step + job.ends), job.words // _GROUP_WORDS)
+                start, place = packed + r * job.row_step + job.ends, ends + 4 * (PANEL + i + r)
+                largest, factor = largest_of(start, job.words // _GROUP_WORDS, place)
                 floats_at(ends)[i + r] = largest * SCALE_STEP
                 ints_at(ends)[PANEL + i + r] = 0
                 floats_at(factors)[i + r] = factor

@@ -122,20 +122,24 @@ def _emit_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) 
 
 
 def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) -> None:
-    """As many vectors of the panel at a time as registers hold sums of; words of inputs are taken apart once for all.
-    Nothing is asked for: these take so long that the hardware has the next weights in time."""
-    b, (words, weight, x, x_step, sums, begun, *_) = e.builder, numbers
+    """As many vectors of the panel at a time as registers hold sums of; inputs are taken apart once for all."""
+    b, (words, weight, x, x_step, sums, begun, lines, *to_come) = e.builder, numbers
     kind, together = _FLOATS if is_float else _INTS, max(1, _VECTORS // rows)
+    parts = _VECTORS // together
     apart = [[e.room(4 * (AVX2_CHUNK + LANES)) for _ in range(2)] for _ in range(rows)]
     end = b.sub(words, e.number(LANES))
-    with e.loop(b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))) as block:
+    blocks = b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))
+    with e.loop(blocks) as block:
         regular = b.mul(block.index, e.number(LANES))
         first = b.select(b.icmp_signed("<", regular, end), regular, end)
         for r, halves in enumerate(apart):
             found = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), first), _INTS)
             for half, place in zip(_halves(e, is_float, found, False), halves, strict=True):
                 e.store(half, e.onward(place, first))
-    with e.loop(e.number(_VECTORS // together)) as part:
+    coming = _Ahead.begin(e, b.sdiv(b.add(lines, e.number(parts - 1)), e.number(parts)), *to_come)
+    left, share = b.load(coming.left), b.mul(lines, blocks)  # of the tile, whatever is rounded up above
+    b.store(b.select(b.icmp_signed("<", left, share), left, share), coming.left)
+    with e.loop(e.number(parts)) as part:
         lanes = b.mul(part.index, e.number(together * LINE))
         starts = [b.add(b.add(sums, e.number(r * STEP)), lanes) for r in range(rows)]
         places = [[b.add(start, e.number(v * LINE)) for v in range(together)] for start in starts]
@@ -143,15 +147,20 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
         with b.if_then(b.icmp_signed("!=", begun, e.number(0))):
             for total, place in each(totals, places):
                 b.store(e.load(place, kind), total)
-        with e.loop(words) as loop:
-            at = b.add(b.add(weight, lanes), b.mul(loop.index, e.number(STEP)))
-            vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
-            of_weight = [_halves(e, is_float, vector, True) for vector in vectors]
-            for half in range(2):
-                for of_row, halves in zip(totals, apart, strict=True):
-                    spread = e.spread([e.load(e.onward(halves[half], loop.index), kind.element)], LANES)
-                    for total, parts in zip(of_row, of_weight, strict=True):
-                        b.store(_add_products(e, b.load(total), spread, parts[half]), total)
+        with e.loop(blocks) as block:
+            coming.ask()
+            begin = b.mul(block.index, e.number(LANES))
+            left = b.sub(words, begin)
+            with e.loop(b.select(b.icmp_signed("<", left, e.number(LANES)), left, e.number(LANES))) as loop:
+                word = b.add(begin, loop.index)
+                at = b.add(b.add(weight, lanes), b.mul(word, e.number(STEP)))
+                vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
+                of_weight = [_halves(e, is_float, vector, True) for vector in vectors]
+                for half in range(2):
+                    for of_row, halves in zip(totals, apart, strict=True):
+                        spread = e.spread([e.load(e.onward(halves[half], word), kind.element)], LANES)
+                        for total, ours in zip(of_row, of_weight, strict=True):
+                            b.store(_add_products(e, b.load(total), spread, ours[half]), total)
         for total, place in each(totals, places):
             e.store(b.load(total), place)
 

@@ -324,16 +324,19 @@ def test_what_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- rows of 4 bits as int8 rows
 
-SHAPES = [(1, 1), (3, 5), (5, 77), (16, 64), (40, 72), (24, 128), (80, 2048), (192, 128), (336, 192), (16464, 64)]
+SHAPES = [
+    (1, 1), (3, 5), (5, 77), (16, 64), (40, 72), (24, 128), (80, 2048), (32, 1216), (192, 128), (336, 192), (16464, 64)
+]  # fmt: skip
 
 
 def packed_rows(n: int, columns: int) -> torch.Tensor:
-    """Of all sizes; with a row of zeros, one of equal values, one with an outlier, tiny and huge ones."""
+    """Of all sizes; with a row of zeros, one of equal values, one with an outlier at each end, tiny and huge ones."""
     values = torch.randn(n, columns) * torch.rand(n, 1)
     for row, scale in enumerate((0.0, 0.0, 1.0, 1e-32, 1e30)[:n]):
         values[row] *= scale
     values[1:2] += 0.3
     values[2:3, 0] = -1000
+    values[5:6, -1] = 1000
     return pack_rows(values, 4)
 
 
@@ -367,7 +370,7 @@ def test_requantised_in_order(shape: tuple[int, int], monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("has_loop", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 600])
-@pytest.mark.parametrize("shape", SHAPES[:9])
+@pytest.mark.parametrize("shape", SHAPES[:10])
 def test_rows_in_4_bits_are_multiplied_and_looked_up_as_their_int8_rows(
     shape: tuple[int, int], tokens: int, dtype: torch.dtype, has_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
