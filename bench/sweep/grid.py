@@ -197,7 +197,7 @@ OPT_6 = f"{OPT['1.3b']}:6"
 SIGNED[AVX2] = (
     Cell(OPT_6, 128, 128, "third", (4, 8)), Cell(OPT_6, 128, 128, "none", (4, 8)),
     Cell(f"{LLAMA_1B}:6", 128, 128, "third", (4, 8)), Cell(f"{LLAMA_1B}:6", 128, 128, "none", (4, 8)),
-    Cell(OPT["1.3b"], 512, 32, "third", (4, 4)), Cell(OPT_6, 512, 32, "none", (16, 16)),
+    Cell(f"{OPT['1.3b']}:18", 512, 32, "third", (4, 4)), Cell(OPT_6, 512, 32, "none", (16, 16)),
     Cell(OPT_6, 64, 256, "third", (8, 8)), Cell(OPT_6, 64, 256, "none", (16, 16)),
     Cell(f"{OPT['1.3b']}:3", 512, 512, "third", (8, 8)), Cell(OPT_6, 512, 512, "none", (16, 16)),
     Cell(f"{OPT['6.7b']}:4", 512, 32, "third", (4, 4)), Cell(f"{OPT['30b']}:2", 512, 32, "third", (4, 4)),

@@ -300,8 +300,8 @@ def bars(cells: Sequence[Found]) -> list[tuple[str, list[Bar | None]]]:
         for name in BARS:
             values = found.ratios(name)
             group.append(Bar(statistics.median(values), min(values), max(values)) if values else None)
-        best = found.best()
-        made.append((found.title + (f"\nover {best.system}" if best else ""), group))
+        best, where = found.best(), ", AVX2 alone" * (found.cell in SIGNED[AVX2])
+        made.append((found.title + where + (f"\nover {best.system}" if best else ""), group))
     return made
 
 
@@ -413,12 +413,10 @@ def made(results: Path, name: str = NAME, cells: Sequence[Cell] = SIGNED[NAME]) 
     """Of stored lines: the part of the Results page, the part of README, the picture ('' where nothing was run)."""
     lines, losses = Store(results / f"{name}.jsonl").lines, quality.read(results)
     shown = [found_of(cell, lines) for cell in cells]
-    drawn = picture(shown) if any(found.entries for found in shown) else ""
-    of_page = page(shown, losses)
-    if cells is SIGNED[NAME]:
-        desktop = page_of_avx2([found_of(cell, lines) for cell in SIGNED[AVX2]], losses)
-        of_page += f"\n{desktop}" if desktop else ""
-    return of_page, readme(shown, losses), drawn
+    desktop = [found_of(cell, lines) for cell in SIGNED[AVX2]] if cells is SIGNED[NAME] else []
+    drawn = picture([*shown, *desktop]) if any(found.entries for found in shown) else ""
+    parts = [page(shown, losses), page_of_avx2(desktop, losses)]
+    return "\n".join(filter(None, parts)), readme(shown, losses), drawn
 
 
 def write(results: Path, root: Path = common.ROOT) -> None:
