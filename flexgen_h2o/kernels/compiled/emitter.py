@@ -57,6 +57,16 @@ class Emitter:
     def store(self, value: Any, address: Any, align: int = 4) -> None:
         self.builder.store(value, self.pointer(address, value.type), align=align)
 
+    def least(self, a: Any, b: Any) -> Any:
+        """The smaller one of two counts."""
+        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
+
+    def bf16_pairs(self, words: Any) -> tuple[Any, Any]:
+        """Of a vector of words with two bf16 each, those in the lower and those in the upper half, in fp32."""
+        b, floats = self.builder, ir.VectorType(F32, words.type.count)
+        low, high = b.shl(words, self.constant(words.type, 16)), b.and_(words, self.constant(words.type, 0xFFFF0000))
+        return b.bitcast(low, floats), b.bitcast(high, floats)
+
     def add(self, a: Any, b: Any) -> Any:
         return self.builder.fadd(a, b, flags=_FLAGS)
 

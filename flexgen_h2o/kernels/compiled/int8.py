@@ -345,9 +345,7 @@ def _emit_largest(e: Emitter, ends: Any, vectors: Any, out: Any) -> None:
     b, most = e.builder, cgutils.alloca_once(e.builder, _WORDS)
     b.store(e.constant(_WORDS, 0), most)
     with e.loop(vectors) as loop:
-        pairs = e.load(b.add(ends, b.mul(loop.index, e.number(4 * ROWS))), _WORDS)
-        scale = b.bitcast(b.shl(pairs, e.constant(_WORDS, 16)), _FLOATS)
-        least = b.bitcast(b.and_(pairs, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
+        scale, least = e.bf16_pairs(e.load(b.add(ends, b.mul(loop.index, e.number(4 * ROWS))), _WORDS))
         for code in (0.0, float(_MOST)):
             value = b.fadd(b.fmul(e.constant(_FLOATS, code), scale), least)
             bits = b.and_(b.bitcast(value, _WORDS), e.constant(_WORDS, int(_MAGNITUDE)))

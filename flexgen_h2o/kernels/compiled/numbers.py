@@ -171,9 +171,7 @@ def codes_apart(e: Emitter, codes: Any) -> Any:
 
 def packed_values(e: Emitter, ends: Any) -> Any:
     """What the 16 codes of a packed group stand for, in fp32. ends: the address of its scale and least value."""
-    b, pair = e.builder, e.spread([e.load(ends, I32)], LANES)
-    scale = b.bitcast(b.shl(pair, e.constant(_WORDS, 16)), _FLOATS)
-    least = b.bitcast(b.and_(pair, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
+    b, (scale, least) = e.builder, e.bf16_pairs(e.spread([e.load(ends, I32)], LANES))
     return b.fadd(b.fmul(ir.Constant(_FLOATS, [float(code) for code in range(LANES)]), scale), least)
 
 

@@ -93,6 +93,11 @@ def _emit_vector_tile(e: Emitter, emit: Callable[..., None], is_float: bool, row
     b.position_at_end(end)
 
 
+def _blocks_of(e: Emitter, words: Any) -> Any:
+    """How many blocks of LANES words there are, the last one perhaps not whole."""
+    return e.builder.sdiv(e.builder.add(words, e.number(LANES - 1)), e.number(LANES))
+
+
 def _emit_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) -> None:
     b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
     kind = _FLOATS if is_float else _INTS
@@ -102,13 +107,13 @@ def _emit_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) 
         for total, place in each(totals, places):
             b.store(e.load(place, kind), total)
     coming = _Ahead.begin(e, *to_come)
-    with e.loop(b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))) as block:
+    with e.loop(_blocks_of(e, words)) as block:
         coming.ask()
         first = b.mul(block.index, e.number(LANES))
         for r in range(rows, 2 * rows):
             e.prefetch(e.onward(b.add(x, b.mul(x_step, e.number(r))), first), _NEXT_CACHE)
         left = b.sub(words, first)
-        with e.loop(b.select(b.icmp_signed("<", left, e.number(LANES)), left, e.number(LANES))) as loop:
+        with e.loop(e.least(left, e.number(LANES))) as loop:
             word = b.add(first, loop.index)
             at = b.add(weight, b.mul(word, e.number(STEP)))
             vectors = [e.load(b.add(at, e.number(4 * LANES * v)), _INTS) for v in range(_VECTORS)]
@@ -128,17 +133,17 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
     parts = _VECTORS // together
     apart = [[e.room(4 * (AVX2_CHUNK + LANES)) for _ in range(2)] for _ in range(rows)]
     end = b.sub(words, e.number(LANES))
-    blocks = b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))
+    blocks = _blocks_of(e, words)
     with e.loop(blocks) as block:
         regular = b.mul(block.index, e.number(LANES))
-        first = b.select(b.icmp_signed("<", regular, end), regular, end)
+        first = e.least(regular, end)
         for r, halves in enumerate(apart):
             found = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), first), _INTS)
             for half, place in zip(_halves(e, is_float, found, False), halves, strict=True):
                 e.store(half, e.onward(place, first))
     coming = _Ahead.begin(e, b.sdiv(b.add(lines, e.number(parts - 1)), e.number(parts)), *to_come)
-    left, share = b.load(coming.left), b.mul(lines, blocks)  # of the tile, whatever is rounded up above
-    b.store(b.select(b.icmp_signed("<", left, share), left, share), coming.left)
+    # No more than the tile's share, whatever is rounded up above.
+    b.store(e.least(b.load(coming.left), b.mul(lines, blocks)), coming.left)
     with e.loop(e.number(parts)) as part:
         lanes = b.mul(part.index, e.number(together * LINE))
         starts = [b.add(b.add(sums, e.number(r * STEP)), lanes) for r in range(rows)]
@@ -151,7 +156,7 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
             coming.ask()
             begin = b.mul(block.index, e.number(LANES))
             left = b.sub(words, begin)
-            with e.loop(b.select(b.icmp_signed("<", left, e.number(LANES)), left, e.number(LANES))) as loop:
+            with e.loop(e.least(left, e.number(LANES))) as loop:
                 word = b.add(begin, loop.index)
                 at = b.add(b.add(weight, lanes), b.mul(word, e.number(STEP)))
                 vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
@@ -169,8 +174,7 @@ def _halves(e: Emitter, is_float: bool, words: Any, is_signed: bool) -> list[Any
     """The numbers of words in two vectors: those in bf16 as fp32, those in int8 (or uint8) as 16 bits."""
     b = e.builder
     if is_float:
-        low, high = b.shl(words, e.constant(_INTS, 16)), b.and_(words, e.constant(_INTS, 0xFFFF0000))
-        return [b.bitcast(half, _FLOATS) for half in (low, high)]
+        return [*e.bf16_pairs(words)]
     shorts, eight = b.bitcast(words, _PAIRS), e.constant(_PAIRS, 8)
     move = b.ashr if is_signed else b.lshr
     return [b.bitcast(half, _INTS) for half in (move(b.shl(shorts, eight), eight), move(shorts, eight))]
@@ -269,7 +273,7 @@ class _Ahead:
     def ask(self) -> None:
         e, b = self.e, self.e.builder
         left = b.load(self.left)
-        with e.loop(b.select(b.icmp_signed("<", left, self.lines), left, self.lines)):
+        with e.loop(e.least(left, self.lines)):
             place, column = b.load(self.place), b.add(b.load(self.column), e.number(1))
             e.prefetch(place, _NEXT_CACHE)
             is_last = b.icmp_signed("==", column, self.run)
@@ -283,14 +287,14 @@ class _Ahead:
 def _emit_lay(e: Emitter, source: Any, step: Any, last: Any, words: Any, out: Any, *to_come: Any) -> None:
     b, coming = e.builder, _Ahead.begin(e, *to_come)
     end = b.sub(words, e.number(LANES))
-    blocks = b.sdiv(b.add(words, e.number(LANES - 1)), e.number(LANES))
+    blocks = _blocks_of(e, words)
     for group in range(_VECTORS):
         rows = [e.number(group * LANES + i) for i in range(LANES)]
-        starts = [b.add(source, b.mul(step, b.select(b.icmp_signed("<", r, last), r, last))) for r in rows]
+        starts = [b.add(source, b.mul(step, e.least(r, last))) for r in rows]
         with e.loop(blocks) as loop:
             coming.ask()
             regular = b.mul(loop.index, e.number(LANES))
-            first = b.select(b.icmp_signed("<", regular, end), regular, end)
+            first = e.least(regular, end)
             at = b.add(b.add(out, b.mul(first, e.number(STEP))), e.number(4 * LANES * group))
             for quarter in range(0, LANES, 4):
                 places = [e.onward(e.onward(start, first), e.number(quarter)) for start in starts]

@@ -104,7 +104,7 @@ class _Tile:
         last = b.sub(self.words, e.number(self.lanes))
         with e.loop(self.num_chunks()) as loop:
             regular = b.mul(loop.index, e.number(self.lanes))
-            first = b.select(b.icmp_signed("<", regular, last), regular, last)
+            first = e.least(regular, last)
             places = [e.onward(self.at, b.add(b.mul(self.words, e.number(s)), first)) for s in range(self.slots)]
             yield _Chunk(loop.index, [e.load(place, self.ints) for place in places], [], [], [])
 
@@ -114,10 +114,7 @@ class _Tile:
         if self.is_half:
             halves = b.trunc(b.lshr(words, self.e.constant(self.ints, 16 * plane)), ir.VectorType(I16, self.size))
             return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), self.size)), self.floats)
-        if self.planes == 2:
-            high = self.e.constant(self.ints, 0xFFFF0000)
-            words = b.and_(words, high) if plane else b.shl(words, self.e.constant(self.ints, 16))
-        return b.bitcast(words, self.floats)
+        return self.e.bf16_pairs(words)[plane] if self.planes == 2 else b.bitcast(words, self.floats)
 
     def add_dots(self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]) -> list[Any]:
         """totals[q] + the products of vector i and the query `asked[q]` (a vector a plane)."""
@@ -179,9 +176,9 @@ class _PackedTile(_Tile):
                     high = [e.load(b.add(a, halves), ir.VectorType(I16, self.lanes), align=2) for a in each]
                     chunk.high.append(b.zext(e.join(high), self.ints))
                 both = e.spread([e.load(e.onward(a, group), I32) for a in each], self.lanes)
-                scale, least = b.shl(both, e.constant(self.ints, 16)), b.and_(both, e.constant(self.ints, 0xFFFF0000))
-                chunk.scales.append(b.bitcast(scale, self.floats))
-                chunk.least.append(b.bitcast(least, self.floats))
+                scale, least = e.bf16_pairs(both)
+                chunk.scales.append(scale)
+                chunk.least.append(least)
             yield chunk
 
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
