@@ -18,7 +18,7 @@ import torch
 from flexgen_h2o.core.packing import GROUP, SlotPacking
 from flexgen_h2o.core.units import FEW_ROWS
 from flexgen_h2o.kernels import products, triton
-from flexgen_h2o.kernels.linear import DenseRows, Product, RowPart, is_for_fp32
+from flexgen_h2o.kernels.linear import DenseRows, Product, RowPart
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
 from flexgen_h2o.kernels.workspace import cpu_has, is_compiled, upload
@@ -180,8 +180,7 @@ class CodedRows(RowPart):
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         codes, words, params = self.kept, self.kept.words, self.kept.group_params
-        is_taken = not triton.takes(words, params) and products.takes(inputs, codes.columns)
-        if not is_taken or is_for_fp32(inputs):
+        if triton.takes(words, params) or not products.takes(inputs, codes.columns):
             return None
         from flexgen_h2o.kernels.compiled.numbers import MXFP4_TABLES
 

@@ -4,16 +4,16 @@ A matrix split over tiers arrives as several parts, each a run of its rows; a wh
 ever copied together: each is multiplied where it lies and fills its own columns of the result, or, where rows are
 inputs (`InputRows`), adds its share to all of them.
 
-In bf16 on a CPU the compiled loop of kernels/products.py multiplies, where there is one, and torch elsewhere, which
-also takes many inputs where the CPU has AVX2 alone, some of the weight at a time as fp32. Rows may be in the loop's
-blocked layout, in which it need not bring them first; with AMX it takes only these. They are blocked in place: the
-bytes are the same in another order, so that the memory plan and the owner of the memory need not know.
+In bf16 on a CPU the compiled loop of kernels/products.py multiplies, where there is one, and torch elsewhere: in fp32,
+some of the weight at a time, where the CPU has AVX2 alone. Rows may be in the loop's blocked layout, in which it need
+not bring them first; with AMX it takes only these. They are blocked in place: the bytes are the same in another order,
+so that the memory plan and the owner of the memory need not know.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -24,7 +24,7 @@ from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
 from flexgen_h2o.kernels import products, triton
 from flexgen_h2o.kernels.workspace import multiplies_slowly, row_slices
 
-_MANY_ROWS = 256  # of inputs
+_INPUTS = 512  # that are fp32 at a time
 
 
 class RowPart(ABC):
@@ -79,15 +79,14 @@ class DenseRows(RowPart):
         return self.rows.shape[0]
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
-        is_taken = products.takes(inputs, self.rows.shape[1], in_order=True) and self.rows.stride(1) == 1
-        if not is_taken or is_for_fp32(inputs):
+        if not products.takes(inputs, self.rows.shape[1], in_order=True) or self.rows.stride(1) != 1:
             return None
         rows = self.rows
         return products.job_of(inputs, (rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape), bias, out)
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        if is_for_fp32(inputs):
-            _multiply_in_fp32(inputs, self._strips, bias, out, adds)
+        if multiplies_slowly(inputs.device.type, inputs.dtype):
+            self._multiply_in_fp32(inputs, bias, out, adds)
         elif adds:
             out.addmm_(inputs, self.rows.t())
             if bias is not None:
@@ -97,9 +96,15 @@ class DenseRows(RowPart):
         else:
             torch.addmm(bias, inputs, self.rows.t(), out=out)
 
-    def _strips(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        for some in row_slices(*self.rows.shape):
-            yield some, self.rows[some].float().t()
+    def _multiply_in_fp32(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+        """Some inputs and some outputs at a time."""
+        for own in row_slices(len(inputs), 1, most=_INPUTS):
+            x = inputs[own].float()
+            for some in row_slices(*self.rows.shape):
+                result = x @ self.rows[some].float().t()
+                if bias is not None:
+                    result += bias[some]
+                out[own, some] = result.add_(out[own, some]) if adds else result
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         torch.index_select(self.rows, 0, ids, out=out)
@@ -111,14 +116,7 @@ class InputRows(DenseRows):
     after each part."""
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        if multiplies_slowly(inputs.device.type, inputs.dtype):
-            _multiply_in_fp32(inputs, self._strips, bias, out, adds)
-        else:
-            DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
-
-    def _strips(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        for some in row_slices(self.rows.shape[1], len(self)):
-            yield some, self.rows[:, some].float()
+        DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """The loop takes rows that belong to outputs."""
@@ -130,26 +128,6 @@ class InputRows(DenseRows):
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError("tables of embeddings are not stored so")
-
-
-def is_for_fp32(inputs: torch.Tensor) -> bool:
-    """Are they so many that torch's products in fp32 are faster than the compiled loop's in bf16?"""
-    return inputs.shape[0] >= _MANY_ROWS and multiplies_slowly(inputs.device.type, inputs.dtype)
-
-
-def _multiply_in_fp32(
-    inputs: torch.Tensor, strips: Callable[[], Iterable[tuple[slice, torch.Tensor]]], bias: torch.Tensor | None,
-    out: torch.Tensor, adds: bool,
-) -> None:  # fmt: skip
-    """`RowPart.multiply`, some inputs and some outputs at a time. strips: which outputs, and the weights of these,
-    (columns, some) in fp32."""
-    for own in row_slices(len(inputs), 1, most=2 * _MANY_ROWS):
-        x = inputs[own].float()
-        for some, weight in strips():
-            result = x @ weight
-            if bias is not None:
-                result += bias[some]
-            out[own, some] = result.add_(out[own, some]) if adds else result
 
 
 def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -298,21 +276,7 @@ class BlockedRows(RowPart):
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         assert inputs.dtype == self.memory.dtype
-        if is_for_fp32(inputs):
-            return None
         return products.job_of(inputs, (self.memory.data_ptr(), 0, *self.memory.shape), bias, out)
-
-    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        _multiply_in_fp32(inputs, self._strips, bias, out, adds)
-
-    def _strips(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        columns = self.memory.shape[1]
-        for some in row_slices(len(self), columns, BLOCK_ROWS):
-            words = self.memory[some].view(torch.int32).view(-1, columns // 2, BLOCK_ROWS).transpose(0, 1)
-            bits = words.new_empty(len(words), 2, *words.shape[1:])  # bf16 is the upper half of fp32
-            torch.bitwise_left_shift(words, 16, out=bits[:, 0])
-            torch.bitwise_and(words, -(2**16), out=bits[:, 1])
-            yield some, bits.view(torch.float32).view(columns, -1)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         words = self.memory.shape[1] * self.memory.itemsize // WORD

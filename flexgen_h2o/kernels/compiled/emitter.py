@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,18 @@ class Emitter:
     def loop(self, count: Any) -> Any:
         """A context manager that emits a loop; `index` of what it gives is the iteration."""
         return cgutils.for_range(self.builder, count, intp=I64)
+
+    def unrolled(self, first: Any, count: Any, times: int) -> Iterator[Any]:
+        """Emit a loop from `first` on, so many iterations at a time, and one over those left; gives each iteration."""
+        b = self.builder
+        whole = b.sdiv(count, self.number(times))
+        with self.loop(whole) as loop:
+            begin = b.add(first, b.mul(loop.index, self.number(times)))
+            for i in range(times):
+                yield b.add(begin, self.number(i))
+        done = b.mul(whole, self.number(times))
+        with self.loop(b.sub(count, done)) as loop:
+            yield b.add(b.add(first, done), loop.index)
 
     def variables(self, kind: Any, rows: int, columns: int) -> list[list[Any]]:
         """Vectors that live in registers over a loop, zero at first."""

@@ -27,6 +27,7 @@ _MOST_ROWS = 6  # input rows by 4 vectors: 24 sums, of 32 registers; of AVX2, by
 _SIDE = 16  # rows of a register of AMX, of LINE bytes each; a tile has up to twice as many input rows
 REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48  # bytes that say how AMX's registers are; where their bytes and rows are
 _NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
+_UNROLLED = (2, 4)  # words at a time, of int8 and of bf16: more are too long for the cache of decoded instructions
 _INTS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 _SHORTS, _HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
 _PAIRS = ir.VectorType(I16, 2 * LANES)
@@ -131,7 +132,9 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
     b, (words, weight, x, x_step, sums, begun, lines, *to_come) = e.builder, numbers
     kind, together = _FLOATS if is_float else _INTS, max(1, _VECTORS // rows)
     parts = _VECTORS // together
-    apart = [[e.room(4 * (AVX2_CHUNK + LANES)) for _ in range(2)] for _ in range(rows)]
+    size = 4 * (AVX2_CHUNK + LANES)
+    room = e.room(2 * rows * size)
+    apart = [[b.add(room, e.number((2 * r + half) * size)) for half in range(2)] for r in range(rows)]
     end = b.sub(words, e.number(LANES))
     blocks = _blocks_of(e, words)
     with e.loop(blocks) as block:
@@ -139,8 +142,8 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
         first = e.least(regular, end)
         for r, halves in enumerate(apart):
             found = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), first), _INTS)
-            for half, place in zip(_halves(e, is_float, found, False), halves, strict=True):
-                e.store(half, e.onward(place, first))
+            for half, place in enumerate(halves):
+                e.store(_half(e, is_float, found, half, False), e.onward(place, first))
     coming = _Ahead.begin(e, b.sdiv(b.add(lines, e.number(parts - 1)), e.number(parts)), *to_come)
     # No more than the tile's share, whatever is rounded up above.
     b.store(e.least(b.load(coming.left), b.mul(lines, blocks)), coming.left)
@@ -155,29 +158,31 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
         with e.loop(blocks) as block:
             coming.ask()
             begin = b.mul(block.index, e.number(LANES))
-            left = b.sub(words, begin)
-            with e.loop(e.least(left, e.number(LANES))) as loop:
-                word = b.add(begin, loop.index)
-                at = b.add(b.add(weight, lanes), b.mul(word, e.number(STEP)))
-                vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
-                of_weight = [_halves(e, is_float, vector, True) for vector in vectors]
-                for half in range(2):
-                    for of_row, halves in zip(totals, apart, strict=True):
-                        spread = e.spread([e.load(e.onward(halves[half], word), kind.element)], LANES)
-                        for total, ours in zip(of_row, of_weight, strict=True):
-                            b.store(_add_products(e, b.load(total), spread, ours[half]), total)
+            count = e.least(b.sub(words, begin), e.number(LANES))
+            # Of int8 the odd numbers after the even ones of all words: both at once are more than registers hold.
+            for some in ((0, 1),) if is_float else ((0,), (1,)):
+                for word in e.unrolled(begin, count, _UNROLLED[is_float]):
+                    at = b.add(b.add(weight, lanes), b.mul(word, e.number(STEP)))
+                    vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
+                    for half in some:
+                        ours = [_half(e, is_float, vector, half, True) for vector in vectors]
+                        for of_row, of_inputs in zip(totals, apart, strict=True):
+                            spread = e.spread([e.load(e.onward(of_inputs[half], word), kind.element)], LANES)
+                            for total, values in zip(of_row, ours, strict=True):
+                                b.store(_add_products(e, b.load(total), spread, values), total)
         for total, place in each(totals, places):
             e.store(b.load(total), place)
 
 
-def _halves(e: Emitter, is_float: bool, words: Any, is_signed: bool) -> list[Any]:
-    """The numbers of words in two vectors: those in bf16 as fp32, those in int8 (or uint8) as 16 bits."""
+def _half(e: Emitter, is_float: bool, words: Any, half: int, is_signed: bool) -> Any:
+    """Every other number of words in a vector, the even or the odd ones: of two bf16 one, as fp32; of four int8 (or
+    uint8) two, as 16 bits."""
     b = e.builder
     if is_float:
-        return [*e.bf16_pairs(words)]
+        return e.bf16_pairs(words)[half]
     shorts, eight = b.bitcast(words, _PAIRS), e.constant(_PAIRS, 8)
     move = b.ashr if is_signed else b.lshr
-    return [b.bitcast(half, _INTS) for half in (move(b.shl(shorts, eight), eight), move(shorts, eight))]
+    return b.bitcast(move(shorts if half else b.shl(shorts, eight), eight), _INTS)
 
 
 def _add_products(e: Emitter, total: Any, x: Any, w: Any) -> Any:
