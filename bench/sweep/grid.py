@@ -86,6 +86,7 @@ FP32_SYSTEMS = tuple(
             "sdpa", "eager", "sdpa-static", "eager-static", "sdpa-static-compile", "eager-static-compile", "sdpa-loop",
         )),
         ("flexgen", IN_RAM, ("cpu",)),
+        ("vllm", IN_RAM, ("compiled", "eager")),
         ("accelerate", OFFLOAD, ("disk", "disk-eager")),
         ("deepspeed", OFFLOAD, ("nvme",)),
         ("flexgen", OFFLOAD, ("disk",)),
@@ -263,7 +264,7 @@ UNSIGNED = (
     "flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_0", "llamacpp-q4_k",
 )  # fmt: skip
 # Peers whose variants are settings of one system: the fastest in the search goes round.
-SETTINGS = ("hf-", "accelerate-disk", "vllm-bf16", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
+SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 
 

