@@ -61,6 +61,10 @@ class Emitter:
         """The smaller one of two counts."""
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
+    def parts(self, count: Any, size: int) -> Any:
+        """How many parts of this size a count has, the last one perhaps not whole."""
+        return self.builder.sdiv(self.builder.add(count, self.number(size - 1)), self.number(size))
+
     def bf16_pairs(self, words: Any) -> tuple[Any, Any]:
         """Of a vector of words with two bf16 each, those in the lower and those in the upper half, in fp32."""
         b, floats = self.builder, ir.VectorType(F32, words.type.count)

@@ -94,11 +94,6 @@ def _emit_vector_tile(e: Emitter, emit: Callable[..., None], is_float: bool, row
     b.position_at_end(end)
 
 
-def _blocks_of(e: Emitter, words: Any) -> Any:
-    """How many blocks of LANES words there are, the last one perhaps not whole."""
-    return e.builder.sdiv(e.builder.add(words, e.number(LANES - 1)), e.number(LANES))
-
-
 def _emit_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) -> None:
     b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
     kind = _FLOATS if is_float else _INTS
@@ -108,7 +103,7 @@ def _emit_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) 
         for total, place in each(totals, places):
             b.store(e.load(place, kind), total)
     coming = _Ahead.begin(e, *to_come)
-    with e.loop(_blocks_of(e, words)) as block:
+    with e.loop(e.parts(words, LANES)) as block:
         coming.ask()
         first = b.mul(block.index, e.number(LANES))
         for r in range(rows, 2 * rows):
@@ -136,7 +131,7 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
     room = e.room(2 * rows * size)
     apart = [[b.add(room, e.number((2 * r + half) * size)) for half in range(2)] for r in range(rows)]
     end = b.sub(words, e.number(LANES))
-    blocks = _blocks_of(e, words)
+    blocks = e.parts(words, LANES)
     with e.loop(blocks) as block:
         regular = b.mul(block.index, e.number(LANES))
         first = e.least(regular, end)
@@ -144,7 +139,7 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
             found = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), first), _INTS)
             for half, place in enumerate(halves):
                 e.store(_half(e, is_float, found, half, False), e.onward(place, first))
-    coming = _Ahead.begin(e, b.sdiv(b.add(lines, e.number(parts - 1)), e.number(parts)), *to_come)
+    coming = _Ahead.begin(e, e.parts(lines, parts), *to_come)
     # No more than the tile's share, whatever is rounded up above.
     b.store(e.least(b.load(coming.left), b.mul(lines, blocks)), coming.left)
     with e.loop(e.number(parts)) as part:
@@ -229,7 +224,7 @@ def _emit_registers(e: Emitter, dot: str, numbers: tuple[Any, ...], half: int, i
     steps = b.sdiv(words, many)
     if is_pair:  # each half asks for half of it: memory would rest during the other
         lines, *where, first = to_come
-        some = b.sdiv(b.add(lines, e.number(1)), e.number(2))
+        some = e.parts(lines, 2)
         to_come = [some, *where, b.add(first, b.mul(e.number(half), b.mul(some, steps)))]
     coming = _Ahead.begin(e, *to_come)
     with e.loop(steps) as loop:
@@ -292,7 +287,7 @@ class _Ahead:
 def _emit_lay(e: Emitter, source: Any, step: Any, last: Any, words: Any, out: Any, *to_come: Any) -> None:
     b, coming = e.builder, _Ahead.begin(e, *to_come)
     end = b.sub(words, e.number(LANES))
-    blocks = _blocks_of(e, words)
+    blocks = e.parts(words, LANES)
     for group in range(_VECTORS):
         rows = [e.number(group * LANES + i) for i in range(LANES)]
         starts = [b.add(source, b.mul(step, e.least(r, last))) for r in rows]

@@ -88,8 +88,7 @@ class _Tile:
         return self.slots // self.sharing
 
     def num_chunks(self) -> Any:
-        b, e = self.e.builder, self.e
-        return b.sdiv(b.add(self.words, e.number(self.lanes - 1)), e.number(self.lanes))
+        return self.e.parts(self.words, self.lanes)
 
     def scratch(self, start: Any, query: int, chunk: Any, plane: int) -> Any:
         """The address of a vector of scratch."""
