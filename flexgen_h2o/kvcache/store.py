@@ -107,6 +107,7 @@ class Unit:
     columns: int = 0  # slots that its fullest row has filled; 0 before the prefill sweep
     version: int = 0  # changes of the micro-batch's rows that were applied
     in_use: bool = False
+    in_place: list[PartView] = field(default_factory=list)  # live views, where all of it is used where it lies
     last_store: list[Waitable] = field(default_factory=list)
 
     def live_views(self, views: list[PartView]) -> list[PartView]:
@@ -210,6 +211,8 @@ class CacheStore:
         unit, rows = self._units[key[1:]], self._rows[key[2]]
         unit.in_use = True
         is_new, has_changed = not unit.columns, unit.version != rows.version
+        if unit.in_place and not has_changed:
+            return unit.in_place, is_new
         if region is not None and (is_new or (has_changed and rows.live > rows.left)):
             wait = wait_all if self._ring_memory == "host" else wait_all_on_card
             wait([*region.after, *unit.last_store])  # rows that enter go where nothing was loaded to
@@ -221,7 +224,9 @@ class CacheStore:
         if has_changed:
             move_rows(views, rows.moves, unit.layout.kv_heads)
         unit.version, unit.sequences = rows.version, rows.live
-        return unit.live_views(views), has_changed or is_new
+        live = unit.live_views(views)
+        unit.in_place = live if region is None else []
+        return live, has_changed or is_new
 
     def close(
         self, key: CacheKey, region: Region | None, columns: int, slots: Sequence[torch.Tensor] | None,
