@@ -271,9 +271,11 @@ IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 def _systems_of_signed(cell: Cell) -> tuple[System, ...]:
     """Ours, and every peer of the cell's kind that SYSTEMS has; a peer that cannot run the family says so itself."""
     peers = [system for system in SYSTEMS if not system.ours and system.name not in UNSIGNED]
-    if cell in SIGNED[AVX2]:  # Hugging Face in bf16 computes as long or longer there; q4_0 is llama.cpp's fastest
+    # In bf16 Hugging Face computes as long or longer there, and vLLM 2.5 times as long (OPT_6 in RAM, 8 rows); q4_0 is
+    # llama.cpp's fastest.
+    if cell in SIGNED[AVX2]:
         four_bits = [system for system in SYSTEMS if system.name == "llamacpp-q4_0"]
-        peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer != "hf"), *four_bits]
+        peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer not in ("hf", "vllm")), *four_bits]
     elif cell.model == OPT["30b"]:
         peers = [system for system in peers if system.name in IN_PLACE]
     if cell.model.partition(":")[0] not in (QWEN_30B, OLMOE):  # without experts it is the same as without `-loop`
