@@ -35,16 +35,21 @@ class CacheStep:
     new: list[NewColumns]
 
     @property
-    def filled(self) -> torch.Tensor:
-        """(sequences,) slots in use of every row, once the layer is computed."""
-        decoded = [self.new[-1].filled] if self.new else []
-        entered = [self.entering.budgets.kept] if self.entering is not None else []
-        return torch.cat([*decoded, *entered])
+    def held(self) -> int:
+        """Slots in use of all rows, once the layer is computed."""
+        decoded = self.new[-1].numbers.held if self.new else 0
+        return decoded + (0 if self.entering is None else int(self.entering.budgets.kept.sum()))
+
+    @property
+    def most(self) -> int:
+        """Slots in use of the fullest row, once the layer is computed."""
+        decoded = self.new[-1].numbers.most if self.new else 0
+        return max(decoded, 0 if self.entering is None else int(self.entering.budgets.kept.max()))
 
     @property
     def read(self) -> int:
         """Columns that attention of the decoding rows reads, in all steps."""
-        return sum(int(new.filled.sum()) for new in self.new)
+        return sum(new.numbers.held for new in self.new)
 
     @property
     def slots_to_store(self) -> Sequence[torch.Tensor] | None:
@@ -55,6 +60,11 @@ class CacheStep:
 NumbersOfSweep = dict[tuple[RowBudgets, int | None], StepNumbers]  # by budgets and window of a transformer block
 Begin = Callable[[torch.Tensor], tuple[torch.Tensor, Attention]]
 Attend = Callable[[SweepInput, torch.Tensor, Queries], None]
+
+
+def _some(t: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Some rows; the tensor itself where these are all."""
+    return t if rows.stop - rows.start == t.shape[0] else t[rows]
 
 
 class JoinedAttention:
@@ -73,12 +83,12 @@ class JoinedAttention:
         """The next micro-batch."""
         for part in parts:
             if self._done == self._first:
-                end = self._done + len(part.ids) if len(parts) > 1 else None
-                self._out, self._attention = self._begin(self.hidden.x[self._first : end])
+                end = self._done + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
+                self._out, self._attention = self._begin(_some(self.hidden.x, slice(self._first, end)))
                 self._queries = next(self._attention)
             start = self._done - self._first
             here, (q, k, v, sinks) = slice(start, start + len(part.ids)), self._queries
-            attend(part, self._out[here], Queries(q[here], k[here], v[here], sinks))
+            attend(part, _some(self._out, here), Queries(_some(q, here), _some(k, here), _some(v, here), sinks))
             self._done += len(part.ids)
             if here.stop == len(self._out):
                 end_attention(self._attention, self._out)
@@ -159,7 +169,8 @@ class UnitAttention:
                 if step:
                     cache.new.append(rows.new_columns(rows.step_numbers(cache.new[-1].positions + 1)))
                 here = slice(step * fed.decoding, (step + 1) * fed.decoding)
-                self._attend_slots(fed.positions[here], rows, cache.new[-1], out[here], [t[here] for t in qkv])
+                positions, into, *own = (_some(t, here) for t in (fed.positions, out, *qkv))
+                self._attend_slots(positions, rows, cache.new[-1], into, own)
         if entering is not None and fed.groups:
             behind = [t[first:] for t in qkv]
             self._attend_prompts(fed, entering, out[first:], behind)

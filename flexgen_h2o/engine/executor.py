@@ -269,11 +269,10 @@ class Executor:
         if cache.new:
             self._sweep.read += cache.read + fed.steps * (fed.common if window is None else 0)
         self._show_slots(k, cache)
-        filled = cache.filled
-        self._sweep.held += int(filled.sum())
+        self._sweep.held += cache.held
         self._sweep.full += fed.seen(window)
-        self._sweep.units += len(filled)
-        return self._engine.cache.close(key, region, int(filled.max()), cache.slots_to_store, fence)
+        self._sweep.units += len(fed.counts)
+        return self._engine.cache.close(key, region, cache.most, cache.slots_to_store, fence)
 
     def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
         return self._engine.hidden.close(key, region, fence)

@@ -248,8 +248,7 @@ class WeightStore:
         if self._is_direct(piece):
             offset, nbytes = piece.source.offset, piece.source.nbytes
             start, length = aligned_range(offset, nbytes)
-            dst = region.data[piece.start : piece.start + length]
-            file = self._file(piece.source.path)
+            dst, file = region.data[piece.start : piece.start + length], self._file(piece.source.path)
             source = FileRange(file, start, offset - start + nbytes)
             return self._mover.read("load_weight", dst, "device", source, region.after)
         return self._read(piece, self._view(piece, region), "device", region.after)
@@ -331,6 +330,7 @@ class HiddenStore:
         self._closed: list[tuple[int, int] | None] = [None] * len(most)
         self._stores: list[list[Waitable]] = [[] for _ in most]
         self._starts = [0] * len(most)  # in a field that is in place: tokens of the micro-batches before, in this sweep
+        self._opened: dict[tuple[int, int], Hidden] = {}  # in place, by the first micro-batch and the last
         self._offsets: list[list[dict[str, int]]] = []  # of a field, of each micro-batch, by tier
         used = dict.fromkeys(("device", "host", "disk"), 0)
         for row in self._rows:
@@ -347,6 +347,7 @@ class HiddenStore:
             self._closed[micro_batch] = known, self._last_layer
         self._known[micro_batch] = known + 1
         self._now[micro_batch] = tokens
+        self._opened.clear()
 
     def skip(self, key: UnitKey) -> None:
         """A layer leaves the micro-batch as it is, and does not open it."""
@@ -389,14 +390,18 @@ class HiddenStore:
     def open(self, key: UnitKey, region: Region | None, last: int | None = None) -> Hidden:
         """last: of micro-batches that are opened together (`joined`), of which the key names the first."""
         _, layer, k = key
-        tokens, found = sum(self._now[k : k + 1 if last is None else last + 1]), list[Any]()
+        run = k, k if last is None else last
+        if region is None and layer and run in self._opened:
+            return self._opened[run]
         if region is not None:
             wait_all_on_card(region.after)
         elif layer == 0:  # what was there before is of no use any more
             self._starts[k] = sum(self._now[:k])
-        for data, (width, dtype) in zip(self._open(k, region), self._fields, strict=True):
-            found.append(data[: tokens * width * dtype.itemsize].view(dtype).view(tokens, width))
-        return Hidden(*found)
+            self._opened.clear()
+        tokens, fields = sum(self._now[k : run[1] + 1]), zip(self._open(k, region), self._fields, strict=True)
+        found: list[Any] = [x[: tokens * n * kind.itemsize].view(kind).view(tokens, n) for x, (n, kind) in fields]
+        self._opened[run] = Hidden(*found)
+        return self._opened[run]
 
     def _open(self, k: int, region: Region | None) -> list[torch.Tensor]:
         """The memory of each field."""
@@ -412,8 +417,7 @@ class HiddenStore:
         """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for. fence:
         makes an event that is done when the layer is; not called without a region."""
         sweep, layer, k = key
-        done: list[Waitable] = [] if region is None else [fence()]
-        stores: list[Waitable] = []
+        done, stores = list[Waitable]() if region is None else [fence()], list[Waitable]()
         if region is not None and layer != self._last_layer:
             for data, home in self._parts(k, region):
                 if isinstance(home, FileRange):
@@ -434,8 +438,7 @@ class HiddenStore:
 
     def _parts(self, k: int, region: Region) -> list[tuple[torch.Tensor, torch.Tensor | FileRange]]:
         """The region's bytes of each part of a micro-batch, and its home in memory or on disk."""
-        found: list[tuple[torch.Tensor, torch.Tensor | FileRange]] = []
-        parts = split_rows(self._now[k], self._shares)
+        found, parts = list[tuple[torch.Tensor, torch.Tensor | FileRange]](), split_rows(self._now[k], self._shares)
         for field, row, offsets in zip(self._open(k, region), self._rows, self._offsets, strict=True):
             for part in parts:
                 data, start = field[part.start * row : part.end * row], offsets[k][part.tier]

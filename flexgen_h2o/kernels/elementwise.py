@@ -168,6 +168,7 @@ class Rotation:
 
     def __init__(self, frequencies: torch.Tensor, scaling: float) -> None:
         self._frequencies, self._scaling = frequencies, scaling
+        self._newest: tuple[torch.Tensor, torch.dtype, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def rotate(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
         """Rotate heads in place. tensors: (tokens, heads, d) of one dtype; positions: (tokens,) ints, on any device."""
@@ -189,7 +190,7 @@ class Rotation:
         where, dtype = tensors[0].device, tensors[0].dtype
         for start in range(0, len(positions), ROTARY_CHUNK):
             here = slice(start, start + ROTARY_CHUNK)
-            cos, sin = self._angles(positions[here].to(where), dtype)
+            cos, sin = self._angles_at(positions, here, where, dtype)
             for t in tensors:
                 if where.type == "cpu" and dtype == torch.bfloat16 and t.stride(2) == 1:
                     _rotate_heads(t[here], cos, sin)
@@ -226,6 +227,16 @@ class Rotation:
         loop = partial(rotary_loops.rotate_rows, element_of(keys.dtype), job)
         parallel_rows(loop, rows, 2 * slots * width * keys.itemsize)
         return out
+
+    def _angles_at(
+        self, positions: torch.Tensor, some: slice, where: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of some of the positions; of all of them, which the next layers may rotate by too, worked out once."""
+        if some.start or some.stop < len(positions):
+            return self._angles(positions[some].to(where), dtype)
+        if self._newest is None or self._newest[0] is not positions or self._newest[1] != dtype:
+            self._newest = positions, dtype, self._angles(positions.to(where), dtype)
+        return self._newest[2]
 
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of positions, each (positions, pairs)."""

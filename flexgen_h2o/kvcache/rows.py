@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 from weakref import ref
 
@@ -59,6 +59,8 @@ class RowBudgets:
         return int(self.sinks[sequence]), int(self.heavy[sequence]), int(self.recent[sequence])
 
     def select(self, rows: slice | torch.Tensor) -> RowBudgets:
+        if isinstance(rows, slice) and rows == slice(0, len(self.prompts)):
+            return self
         return RowBudgets(*(t[rows] for t in vars(self).values()))
 
 
@@ -96,6 +98,7 @@ class StepNumbers:
         self._states: dict[torch.device, torch.Tensor] = {}
         self._together: Sequence[ref[StepNumbers]] = ()
         self._of_rows: dict[tuple[int, int, int, torch.device], NumbersOfRows] = {}
+        self._slots: dict[tuple[bool, int, int, int, torch.device], torch.Tensor] = {}
         self._places: dict[int, torch.Tensor] = {}
 
     def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> NumbersOfRows:
@@ -107,6 +110,25 @@ class StepNumbers:
             rows = [t.repeat_interleave(kv_heads)[first:end].to(where) for t in every]
             self._of_rows[key] = NumbersOfRows._make(rows)
         return self._of_rows[key]
+
+    def slots_of_rows(self, recorded: bool, kv_heads: int, first: int, end: int, where: torch.device) -> torch.Tensor:
+        """Of the rows [first, end), (rows,) int64: where the columns go, by the slots' order; recorded: -1 where they
+        take a victim's place. Worked out once."""
+        key = recorded, kv_heads, first, end, where
+        if key not in self._slots:
+            slots = self.free if recorded else self.oldest_slot
+            self._slots[key] = slots.repeat_interleave(kv_heads)[first:end].to(where)
+        return self._slots[key]
+
+    @cached_property
+    def held(self) -> int:
+        """Slots in use of all sequences."""
+        return int(self.filled.sum())
+
+    @cached_property
+    def most(self) -> int:
+        """Slots in use of the fullest."""
+        return int(self.filled.max())
 
     def query_weights(self, where: torch.device) -> torch.Tensor | None:
         """(tokens or more,) fp32: what so many queries weigh together, where the policy ranks columns by it."""
@@ -167,24 +189,27 @@ class SlotTable:
         self._policy, self._num_blocks, self._elsewhere = policy, num_blocks, elsewhere or (0,) * num_blocks
         self._table = self._entries(rows)
         self._budgets: dict[bytes, RowBudgets] = {}
+        self._of_block: dict[int, RowBudgets] = {}
 
     def compact(self, moves: Sequence[Move], remaining: int) -> None:
         """Rows have left: `moves` bring the others to the front, `remaining` stay."""
-        self._table = self._table[:, order_after(moves, remaining)]
-        self._budgets.clear()
+        self._change(self._table[:, order_after(moves, remaining)])
 
     def admit(self, rows: Sequence[tuple[int, ...]]) -> None:
         """More rows, behind the others."""
-        self._table = torch.cat([self._table, self._entries(rows)], dim=1)
-        self._budgets.clear()
+        self._change(torch.cat([self._table, self._entries(rows)], dim=1))
 
     def at(self, block: int) -> RowBudgets:
         """Blocks of equal budgets share them."""
-        table = self._table[block]
-        key = table.numpy().tobytes()
-        if key not in self._budgets:
-            self._budgets[key] = RowBudgets(*table.unbind(1))
-        return self._budgets[key]
+        if block not in self._of_block:
+            table = self._table[block]
+            self._of_block[block] = self._budgets.setdefault(table.numpy().tobytes(), RowBudgets(*table.unbind(1)))
+        return self._of_block[block]
+
+    def _change(self, table: torch.Tensor) -> None:
+        self._table = table
+        self._budgets.clear()
+        self._of_block.clear()
 
     def most_slots(self, block: int) -> int:
         return int(self._table[block, :, -1].max())

@@ -316,8 +316,8 @@ class KVRows:
             if self.is_one_launch(view):  # which finds the slots
                 taken.append(torch.empty(view.rows, dtype=torch.int64, device=view.keys.device))
                 continue
-            slots = numbers.oldest_slot if view.metadata is None else numbers.free
-            slots = slots.repeat_interleave(self.kv_heads)[view.start : view.end].to(view.keys.device)
+            recorded = view.metadata is not None
+            slots = numbers.slots_of_rows(recorded, self.kv_heads, view.start, view.end, view.keys.device)
             if view.metadata is not None:
                 slots = torch.where(slots < 0, view.metadata.victims, slots)
             taken.append(slots)

@@ -161,6 +161,22 @@ def test_rotation_equals_transformers(share: float, dtype: torch.dtype, monkeypa
         assert torch.equal(ours, theirs[0].transpose(0, 1))
 
 
+def test_the_next_layers_rotate_by_the_same_angles_and_the_next_step_by_others() -> None:
+    frequencies, positions = torch.tensor([0.7, 0.1]), torch.tensor([3, 9])
+    rotation = Rotation(frequencies, 1.2)
+    for where, dtype in (
+        (positions, DTYPES[0]),
+        (positions, DTYPES[0]),
+        (positions + 1, DTYPES[0]),
+        (positions, DTYPES[1]),
+    ):
+        x = torch.randn(2, 3, 4).to(dtype)
+        want = x.clone()
+        rotation.rotate((x,), where)
+        Rotation(frequencies, 1.2).rotate((want,), where)
+        assert torch.equal(x, want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_key_rotated_by_its_rank_is_the_key_at_that_position(dtype: torch.dtype) -> None:
     rotation, keys = Rotation(torch.tensor([0.7, 0.1]), 1.2), torch.randn(2, 5, 6).to(dtype)
