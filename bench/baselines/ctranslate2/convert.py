@@ -20,9 +20,10 @@ class MadeUpWords:
     def __init__(self, config: dict[str, Any]) -> None:
         self.words = [f"w{i}" for i in range(config["vocab_size"])]
         self.unk_token = self.words[3]
-        self.bos_token, self.eos_token, self.pad_token = (
-            self.words[config[f"{name}_token_id"]] for name in ("bos", "eos", "pad")
-        )
+        ids = [config[f"{name}_token_id"] for name in ("bos", "eos")]
+        padding = config.get("pad_token_id")  # LLaMA has none
+        ids.append(ids[-1] if padding is None else padding)
+        self.bos_token, self.eos_token, self.pad_token = (self.words[i] for i in ids)
 
     def get_vocab(self) -> dict[str, int]:
         return {word: i for i, word in enumerate(self.words)}
