@@ -12,6 +12,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
+from flexgen_h2o.kernels.workspace import some_rows
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_model import Window
@@ -62,11 +63,6 @@ Begin = Callable[[torch.Tensor], tuple[torch.Tensor, Attention]]
 Attend = Callable[[SweepInput, torch.Tensor, Queries], None]
 
 
-def _some(t: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Some rows; the tensor itself where these are all."""
-    return t if rows.stop - rows.start == t.shape[0] else t[rows]
-
-
 class JoinedAttention:
     """An attention layer of neighbouring micro-batches, whose queries and outputs are computed for all of them at once;
     or of one micro-batch in parts of its rows, each computed by itself (BlockShape.attending).
@@ -84,11 +80,15 @@ class JoinedAttention:
         for part in parts:
             if self._done == self._first:
                 end = self._done + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
-                self._out, self._attention = self._begin(_some(self.hidden.x, slice(self._first, end)))
+                self._out, self._attention = self._begin(some_rows(self.hidden.x, slice(self._first, end)))
                 self._queries = next(self._attention)
             start = self._done - self._first
             here, (q, k, v, sinks) = slice(start, start + len(part.ids)), self._queries
-            attend(part, _some(self._out, here), Queries(_some(q, here), _some(k, here), _some(v, here), sinks))
+            attend(
+                part,
+                some_rows(self._out, here),
+                Queries(some_rows(q, here), some_rows(k, here), some_rows(v, here), sinks),
+            )
             self._done += len(part.ids)
             if here.stop == len(self._out):
                 end_attention(self._attention, self._out)
@@ -169,7 +169,7 @@ class UnitAttention:
                 if step:
                     cache.new.append(rows.new_columns(rows.step_numbers(cache.new[-1].positions + 1)))
                 here = slice(step * fed.decoding, (step + 1) * fed.decoding)
-                positions, into, *own = (_some(t, here) for t in (fed.positions, out, *qkv))
+                positions, into, *own = (some_rows(t, here) for t in (fed.positions, out, *qkv))
                 self._attend_slots(positions, rows, cache.new[-1], into, own)
         if entering is not None and fed.groups:
             behind = [t[first:] for t in qkv]

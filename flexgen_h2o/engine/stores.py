@@ -397,7 +397,6 @@ class HiddenStore:
             wait_all_on_card(region.after)
         elif layer == 0:  # what was there before is of no use any more
             self._starts[k] = sum(self._now[:k])
-            self._opened.clear()
         tokens, fields = sum(self._now[k : run[1] + 1]), zip(self._open(k, region), self._fields, strict=True)
         found: list[Any] = [x[: tokens * n * kind.itemsize].view(kind).view(tokens, n) for x, (n, kind) in fields]
         self._opened[run] = Hidden(*found)
@@ -417,7 +416,8 @@ class HiddenStore:
         """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for. fence:
         makes an event that is done when the layer is; not called without a region."""
         sweep, layer, k = key
-        done, stores = list[Waitable]() if region is None else [fence()], list[Waitable]()
+        done: list[Waitable] = [] if region is None else [fence()]
+        stores: list[Waitable] = []
         if region is not None and layer != self._last_layer:
             for data, home in self._parts(k, region):
                 if isinstance(home, FileRange):

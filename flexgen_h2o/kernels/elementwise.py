@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from flexgen_h2o.core.units import NORM_CHUNK, ROTARY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows, row_slices, some_rows
 
 _ROWS, _COLUMNS = 256, 256  # of weighted sums: rows that are looked at, and columns that are added, at a time on a card
 
@@ -188,9 +188,8 @@ class Rotation:
     def rotate_reference(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
         """`rotate` in torch operations, or in compiled loops where they do the same to the bit."""
         where, dtype = tensors[0].device, tensors[0].dtype
-        for start in range(0, len(positions), ROTARY_CHUNK):
-            here = slice(start, start + ROTARY_CHUNK)
-            cos, sin = self._angles_at(positions, here, where, dtype)
+        for here in row_slices(len(positions), 1, most=ROTARY_CHUNK):
+            cos, sin = self._newest_angles(some_rows(positions, here).to(where), dtype)
             for t in tensors:
                 if where.type == "cpu" and dtype == torch.bfloat16 and t.stride(2) == 1:
                     _rotate_heads(t[here], cos, sin)
@@ -228,14 +227,10 @@ class Rotation:
         parallel_rows(loop, rows, 2 * slots * width * keys.itemsize)
         return out
 
-    def _angles_at(
-        self, positions: torch.Tensor, some: slice, where: torch.device, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of some of the positions; of all of them, which the next layers may rotate by too, worked out once."""
-        if some.start or some.stop < len(positions):
-            return self._angles(positions[some].to(where), dtype)
+    def _newest_angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_angles`, worked out once where the next layers rotate by the same tensor."""
         if self._newest is None or self._newest[0] is not positions or self._newest[1] != dtype:
-            self._newest = positions, dtype, self._angles(positions.to(where), dtype)
+            self._newest = positions, dtype, self._angles(positions, dtype)
         return self._newest[2]
 
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

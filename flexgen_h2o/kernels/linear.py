@@ -22,7 +22,7 @@ import torch
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
 from flexgen_h2o.kernels import products, triton
-from flexgen_h2o.kernels.workspace import multiplies_slowly, row_slices
+from flexgen_h2o.kernels.workspace import multiplies_slowly, row_slices, some_rows
 
 _INPUTS = 512  # that are fp32 at a time
 
@@ -139,7 +139,7 @@ def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: to
 def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out = relu(x W^T + bias), the shapes as of `linear`. Returns out."""
     for rows, inputs in weight[0].inputs(x):
-        multiply_all(_products(inputs, weight, bias, _some(out, rows)), relu=True)
+        multiply_all(_products(inputs, weight, bias, some_rows(out, rows)), relu=True)
     return out
 
 
@@ -154,12 +154,8 @@ def linear_each(
     for some in kinds.values():
         for rows, inputs in some[0][0][0].inputs(x):
             multiply_all(
-                [p for weight, bias, out in some for p in _products(inputs, weight, bias, _some(out, rows), adds)]
+                [p for weight, bias, out in some for p in _products(inputs, weight, bias, some_rows(out, rows), adds)]
             )
-
-
-def _some(out: torch.Tensor, rows: slice) -> torch.Tensor:
-    return out if rows.stop - rows.start == out.shape[0] else out[rows]
 
 
 def grouped_linear(

@@ -115,6 +115,11 @@ def row_slices(rows: int, columns: int, multiple: int = 1, most: int | None = No
         yield slice(first, min(first + step, rows))
 
 
+def some_rows(t: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Some rows of a tensor; the tensor itself where these are all."""
+    return t if rows.stop - rows.start == t.shape[0] else t[rows]
+
+
 _THREAD = threading.local()  # is_busy: with a task of `parallel_each`
 _PARTS = 8  # about as many parts of its rows a thread takes one by one
 _WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves

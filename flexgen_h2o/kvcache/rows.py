@@ -72,13 +72,16 @@ def query_weight_table(decay: float, count: int, where: torch.device) -> torch.T
 
 class NumbersOfRows(NamedTuple):
     """What some rows of a KV unit have of a decode step, each (rows,), on their device: the position of the new column,
-    the slots in use with it, the range of positions in which a column may leave, and what its score gains."""
+    the slots in use with it, the range of positions in which a column may leave, what its score gains, and where the
+    new column goes (StepNumbers.free, oldest_slot)."""
 
     positions: torch.Tensor
     filled: torch.Tensor
     oldest: torch.Tensor
     newest: torch.Tensor
     gains: torch.Tensor
+    free: torch.Tensor
+    oldest_slot: torch.Tensor
 
 
 class StepNumbers:
@@ -98,27 +101,17 @@ class StepNumbers:
         self._states: dict[torch.device, torch.Tensor] = {}
         self._together: Sequence[ref[StepNumbers]] = ()
         self._of_rows: dict[tuple[int, int, int, torch.device], NumbersOfRows] = {}
-        self._slots: dict[tuple[bool, int, int, int, torch.device], torch.Tensor] = {}
         self._places: dict[int, torch.Tensor] = {}
 
     def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> NumbersOfRows:
-        """Of the rows [first, end), `kv_heads` of them a sequence: ints, gains fp32. Worked out once."""
+        """Of the rows [first, end), `kv_heads` of them a sequence: int32, gains fp32, slots int64. Worked out once."""
         key = kv_heads, first, end, where
         if key not in self._of_rows:
             ints = self.positions, self.filled, self._budgets.sinks, self.positions - self._budgets.recent
-            every = [*(t.int() for t in ints), self.gains.float()]
+            every = [*(t.int() for t in ints), self.gains.float(), self.free, self.oldest_slot]
             rows = [t.repeat_interleave(kv_heads)[first:end].to(where) for t in every]
             self._of_rows[key] = NumbersOfRows._make(rows)
         return self._of_rows[key]
-
-    def slots_of_rows(self, recorded: bool, kv_heads: int, first: int, end: int, where: torch.device) -> torch.Tensor:
-        """Of the rows [first, end), (rows,) int64: where the columns go, by the slots' order; recorded: -1 where they
-        take a victim's place. Worked out once."""
-        key = recorded, kv_heads, first, end, where
-        if key not in self._slots:
-            slots = self.free if recorded else self.oldest_slot
-            self._slots[key] = slots.repeat_interleave(kv_heads)[first:end].to(where)
-        return self._slots[key]
 
     @cached_property
     def held(self) -> int:
@@ -188,28 +181,25 @@ class SlotTable:
     ) -> None:
         self._policy, self._num_blocks, self._elsewhere = policy, num_blocks, elsewhere or (0,) * num_blocks
         self._table = self._entries(rows)
-        self._budgets: dict[bytes, RowBudgets] = {}
-        self._of_block: dict[int, RowBudgets] = {}
+        self._budgets: list[RowBudgets] = []  # by block; made anew when rows have changed
 
     def compact(self, moves: Sequence[Move], remaining: int) -> None:
         """Rows have left: `moves` bring the others to the front, `remaining` stay."""
-        self._change(self._table[:, order_after(moves, remaining)])
+        self._table = self._table[:, order_after(moves, remaining)]
+        self._budgets.clear()
 
     def admit(self, rows: Sequence[tuple[int, ...]]) -> None:
         """More rows, behind the others."""
-        self._change(torch.cat([self._table, self._entries(rows)], dim=1))
+        self._table = torch.cat([self._table, self._entries(rows)], dim=1)
+        self._budgets.clear()
 
     def at(self, block: int) -> RowBudgets:
         """Blocks of equal budgets share them."""
-        if block not in self._of_block:
-            table = self._table[block]
-            self._of_block[block] = self._budgets.setdefault(table.numpy().tobytes(), RowBudgets(*table.unbind(1)))
-        return self._of_block[block]
-
-    def _change(self, table: torch.Tensor) -> None:
-        self._table = table
-        self._budgets.clear()
-        self._of_block.clear()
+        if not self._budgets:
+            known: dict[bytes, RowBudgets] = {}
+            for table in self._table:
+                self._budgets.append(known.setdefault(table.numpy().tobytes(), RowBudgets(*table.unbind(1))))
+        return self._budgets[block]
 
     def most_slots(self, block: int) -> int:
         return int(self._table[block, :, -1].max())

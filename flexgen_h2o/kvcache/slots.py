@@ -316,11 +316,11 @@ class KVRows:
             if self.is_one_launch(view):  # which finds the slots
                 taken.append(torch.empty(view.rows, dtype=torch.int64, device=view.keys.device))
                 continue
-            recorded = view.metadata is not None
-            slots = numbers.slots_of_rows(recorded, self.kv_heads, view.start, view.end, view.keys.device)
-            if view.metadata is not None:
-                slots = torch.where(slots < 0, view.metadata.victims, slots)
-            taken.append(slots)
+            of_rows = numbers.of_rows(self.kv_heads, view.start, view.end, view.keys.device)
+            if view.metadata is None:
+                taken.append(of_rows.oldest_slot)
+            else:
+                taken.append(torch.where(of_rows.free < 0, view.metadata.victims, of_rows.free))
         return NewColumns(numbers, taken)
 
     def whole_places(self, view: PartView, numbers: StepNumbers) -> torch.Tensor | None:
