@@ -190,12 +190,12 @@ SIGNED: dict[str, tuple[Cell, ...]] = {
     ),
 }  # fmt: skip
 SIGNED["signed"] = tuple(cell for cells in list(SIGNED.values()) for cell in cells)
-# For a CPU with AVX2 alone, which would take most of a day for each of these: the same models, lengths and budgets, so
-# many blocks and rows, for everybody, that a cell takes about an hour, and peers also in fp32. Chosen on this day,
-# before any was run.
-AVX2_ON, AVX2 = "2026-11-27", "signed-avx2"
+# For a CPU with AVX2 alone, which would take most of a day for each of these, and for sittings of a few hours: the same
+# models, lengths and budgets, so many blocks and rows, for everybody, that a cell takes about an hour. Chosen on this
+# day, before any was run.
+SHORT_ON, SHORT = "2026-11-27", "signed-short"
 OPT_6 = f"{OPT['1.3b']}:6"
-SIGNED[AVX2] = (
+SIGNED[SHORT] = (
     Cell(OPT_6, 128, 128, "third", (4, 8)), Cell(OPT_6, 128, 128, "none", (4, 8)),
     Cell(f"{LLAMA_1B}:6", 128, 128, "third", (4, 8)), Cell(f"{LLAMA_1B}:6", 128, 128, "none", (4, 8)),
     Cell(f"{OPT['1.3b']}:18", 512, 32, "third", (4, 4)), Cell(OPT_6, 512, 32, "none", (16, 16)),
@@ -242,10 +242,10 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
 _SYSTEMS_OF = {"quick": QUICK_SYSTEMS, "kv-": KV_SYSTEMS, "gpu-": GPU_SYSTEMS, "mem-spd": MEM_SPD_SYSTEMS}
 
 
-def systems_of(grid: str, cell: Cell) -> tuple[System, ...]:
-    """The systems that a cell of a grid compares."""
+def systems_of(grid: str, cell: Cell, slow_bf16: bool = False) -> tuple[System, ...]:
+    """The systems that a cell of a grid compares. slow_bf16: torch multiplies bf16 number by number there."""
     if grid in SIGNED:
-        return _systems_of_signed(cell)
+        return _systems_of_signed(cell, slow_bf16)
     chosen = next((systems for prefix, systems in _SYSTEMS_OF.items() if grid.startswith(prefix)), SYSTEMS)
     return tuple(system for system in chosen if cell.kind in system.kinds)
 
@@ -268,15 +268,15 @@ SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk",
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 
 
-def _systems_of_signed(cell: Cell) -> tuple[System, ...]:
+def _systems_of_signed(cell: Cell, slow_bf16: bool) -> tuple[System, ...]:
     """Ours, and every peer of the cell's kind that SYSTEMS has; a peer that cannot run the family says so itself."""
     peers = [system for system in SYSTEMS if not system.ours and system.name not in UNSIGNED]
-    # In bf16 Hugging Face computes as long or longer there, and vLLM 2.5 times as long (OPT_6 in RAM, 8 rows); q4_0 is
-    # llama.cpp's fastest.
-    if cell in SIGNED[AVX2]:
-        four_bits = [system for system in SYSTEMS if system.name == "llamacpp-q4_0"]
-        peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer not in ("hf", "vllm")), *four_bits]
-    elif cell.model == OPT["30b"]:
+    # In bf16 Hugging Face computes as long or longer there, and vLLM 2.5 times as long (OPT_6 in RAM, 8 rows).
+    if slow_bf16:
+        peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer not in ("hf", "vllm"))]
+    if cell in SIGNED[SHORT]:  # has time for q4_0, llama.cpp's fastest
+        peers += [system for system in SYSTEMS if system.name == "llamacpp-q4_0"]
+    if cell.model == OPT["30b"]:
         peers = [system for system in peers if system.name in IN_PLACE]
     if cell.model.partition(":")[0] not in (QWEN_30B, OLMOE):  # without experts it is the same as without `-loop`
         peers = [system for system in peers if not system.variant.endswith("-loop")]

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench import common
 from bench.sweep import quality
 from bench.sweep.chart import Bar, draw
-from bench.sweep.grid import AVX2, AVX2_ON, IN_RAM, OFFLOAD, SIGNED, SIGNED_ON, Cell, system_of, systems_of
+from bench.sweep.grid import IN_RAM, OFFLOAD, SHORT, SHORT_ON, SIGNED, SIGNED_ON, Cell, system_of, systems_of
 from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, is_of, of_one_machine, valid_rounds
 from bench.sweep.search import best_line, best_rows
 from bench.sweep.store import MEASURED, OVER, REFUSED, Line, Store, cpu_of
@@ -64,10 +64,12 @@ SAID = (
     "Seconds predicted before the run, by a profile of the machine, over seconds measured: median and range over "
     "rounds. Below 1 the planner was too hopeful."
 )
-AVX2_WORDS = (
-    "Most desktop CPUs have no products in bf16: [what that changes](lab/products.md#cpus-with-avx2-alone). Models are "
-    "smaller and rows fewer for everybody, and peers may compute in fp32 (`-fp32`) from the same files."
+SHORT_WORDS = (
+    "Blocks and rows are fewer for everybody, so that a cell takes about an hour. CPUs with AVX2 alone, as most "
+    "desktop CPUs are, have no products in bf16: [what that changes](lab/products.md#cpus-with-avx2-alone). There "
+    "peers may compute in fp32 (`-fp32`) from the same files."
 )
+SLOW = "with AVX2"  # how the names of processors end that have no products in bf16
 START, END = "<!-- made by python -m bench.sweep.page -->", "<!-- end of what it makes -->"
 
 
@@ -108,6 +110,11 @@ class Found:
         """Of one of ours over the best of such peers, by round; empty where one of them has no figure."""
         peer = self.best(begins)
         return self.entries[ours].over(peer) if peer is not None and ours in self.entries else []
+
+    @property
+    def cpu(self) -> str:
+        """The processor that it was run on; empty where it was not."""
+        return next((cpu_of(line) for entry in self.entries.values() for line in entry.lines.values()), "")
 
     @property
     def title(self) -> str:
@@ -183,13 +190,13 @@ def machines(cells: Sequence[Found]) -> str:
         rounds = {line["round"]["began"]: line["round"] for line in lines}
         seen = [rates for facts in rounds.values() for rates in (facts["before"], facts["after"])]
         shown = [spread([rates[name] / unit for rates in seen if name in rates]) for _, name, unit in RATES]
-        rows.append([found.title, cpu_of(lines[0]), *shown])
+        rows.append([found.title, found.cpu, *shown])
     return "\n".join(markdown_table(("cell", "processor", *(words for words, _, _ in RATES)), rows))
 
 
 def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
     """A row for each system of a cell, ours first; then what has no figure, and what was not run."""
-    names = [system.name for system in systems_of(NAME, found.cell)]
+    names = [system.name for system in systems_of(NAME, found.cell, found.cpu.endswith(SLOW))]
     ours = [found.entries[name] for name in names if name in found.entries and name.startswith("ours-")]
     title, blank, best = found.title, [""] * (len(HEAD) - 2), found.best()
     for entry in (*ours, *found.peers):
@@ -300,7 +307,7 @@ def bars(cells: Sequence[Found]) -> list[tuple[str, list[Bar | None]]]:
         for name in BARS:
             values = found.ratios(name)
             group.append(Bar(statistics.median(values), min(values), max(values)) if values else None)
-        best, where = found.best(), ", AVX2 alone" * (found.cell in SIGNED[AVX2])
+        best, where = found.best(), ", short" * (found.cell in SIGNED[SHORT])
         made.append((found.title + where + (f"\nover {best.system}" if best else ""), group))
     return made
 
@@ -332,15 +339,15 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def page_of_avx2(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
-    """The part on CPUs with AVX2 alone, in the same order; empty where nothing was run."""
+def page_of_short(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
+    """The part on short cells, in the same order; empty where nothing was run."""
     if not any(found.entries for found in cells):
         return ""
     parts = [
-        "### On a CPU with AVX2 alone", wrapped(f"{AVX2_WORDS} {state(cells, AVX2_ON)} {runs(cells)}"),
-        summary(cells, losses, is_short=True), "**Where we lose** there:",
+        "### Short cells", wrapped(f"{SHORT_WORDS} {state(cells, SHORT_ON)} {runs(cells)}"),
+        summary(cells, losses, is_short=True), "**Where we lose** in these:",
         "\n".join(where_we_lose(cells)) or NO_LOSS, "**Every cell** of these:", table(cells, losses),
-        "**The machine**:", machines(cells), "**What the planner said** there:", predictions(cells),
+        "**The machines** of these:", machines(cells), "**What the planner said** of these:", predictions(cells),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -413,9 +420,9 @@ def made(results: Path, name: str = NAME, cells: Sequence[Cell] = SIGNED[NAME]) 
     """Of stored lines: the part of the Results page, the part of README, the picture ('' where nothing was run)."""
     lines, losses = Store(results / f"{name}.jsonl").lines, quality.read(results)
     shown = [found_of(cell, lines) for cell in cells]
-    desktop = [found_of(cell, lines) for cell in SIGNED[AVX2]] if cells is SIGNED[NAME] else []
-    drawn = picture([*shown, *desktop]) if any(found.entries for found in shown) else ""
-    parts = [page(shown, losses), page_of_avx2(desktop, losses)]
+    short = [found_of(cell, lines) for cell in SIGNED[SHORT]] if cells is SIGNED[NAME] else []
+    drawn = picture([*shown, *short]) if any(found.entries for found in shown) else ""
+    parts = [page(shown, losses), page_of_short(short, losses)]
     return "\n".join(filter(None, parts)), readme(shown, losses), drawn
 
 

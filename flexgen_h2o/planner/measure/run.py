@@ -354,9 +354,8 @@ class ThisMachine:
     @property
     def short_name(self) -> str:
         """`nvidia-h200`, `amd-epyc-2core`: letters, digits and hyphens."""
-        cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*|\bwith .*", " ", self.cpu.lower())
-        name = self.card.lower() or f"{cpu} {self.cores}core"
-        return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+        cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*|\(\d.*|\bwith .*", " ", self.cpu.lower())
+        return re.sub(r"[^a-z0-9]+", "-", self.card.lower() or f"{cpu} {self.cores}core").strip("-")
 
     @property
     def description(self) -> str:
@@ -425,10 +424,11 @@ def _disk_bytes() -> float:
 
 
 def cpu_name() -> str:
-    """`AMD EPYC with AVX2`: as Linux names it, which may be one name of many generations, and what multiplies."""
-    named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
-    name = next(named, "") or platform.processor() or platform.machine() or "CPU"
-    return " with ".join(filter(None, (name, products.instructions())))
+    """`AMD EPYC (25/1) with AVX2`: Linux's name, family and model, since one name has many, and what multiplies."""
+    facts = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in _lines("/proc/cpuinfo"))}
+    name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
+    generation = f" ({facts['cpu family']}/{facts.get('model', '')})" if "cpu family" in facts else ""
+    return " with ".join(filter(None, (name + generation, products.instructions())))
 
 
 def _mount(folder: Path) -> str:

@@ -16,7 +16,7 @@ from bench import common
 from bench.sweep import __main__ as door
 from bench.sweep import page, quality, rounds, runner
 from bench.sweep.chart import Bar, draw
-from bench.sweep.grid import AVX2, IN_RAM, SIGNED, Cell, System, system_of, systems_of
+from bench.sweep.grid import IN_RAM, OPT, SHORT, SIGNED, Cell, System, system_of, systems_of
 from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
 from bench.sweep.runner import BASELINES, Setup
 from bench.sweep.store import FAILED, OK, REFUSED, Line, Store
@@ -121,16 +121,18 @@ def test_rates_are_those_that_a_cell_uses(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_cells_are_of_shapes_with_so_many_positions_and_systems_belong_to_them() -> None:
-    every = [*SIGNED["signed"], *SIGNED[AVX2]]
-    assert len(every) == (sum(map(len, SIGNED.values())) + len(SIGNED[AVX2])) // 2
+    every = [*SIGNED["signed"], *SIGNED[SHORT]]
+    assert len(every) == (sum(map(len, SIGNED.values())) + len(SIGNED[SHORT])) // 2
     # By what lines are told apart (rounds.is_of).
     assert len({(cell.model, cell.prompt_len, cell.gen_len, cell.budget) for cell in every}) == len(every)
     for cell in every:
         assert cell.prompt_len + cell.gen_len <= door._model(door._cut(cell.model)[0]).spec.max_positions
-        names = [system.name for system in systems_of("signed", cell)]
-        assert len(set(names)) == len(names) and page.FULL in names and page.H2O_SMALL in names
-        assert ("hf-eager" in names) == (cell.kind == IN_RAM and cell not in SIGNED[AVX2])
-        assert any(name.endswith("-fp32") for name in names) == (cell in SIGNED[AVX2])
+        for is_slow in (False, True):
+            names = [system.name for system in systems_of("signed", cell, is_slow)]
+            assert len(set(names)) == len(names) and page.FULL in names and page.H2O_SMALL in names
+            assert ("hf-eager" in names) == (cell.kind == IN_RAM and not is_slow)
+            assert any(name.endswith("-fp32") for name in names) == (is_slow and cell.model != OPT["30b"])
+            assert ("llamacpp-q4_0" in names) == (cell.kind == IN_RAM and cell in SIGNED[SHORT])
     whole, cut = SIGNED["signed-opt-30b"]
     names = [{system.name for system in systems_of("signed", cell) if not system.ours} for cell in (whole, cut)]
     assert names[0] == {"accelerate-disk"} < names[1]
@@ -283,17 +285,18 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     assert "OPT-1.3B" not in of_readme and drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1
 
 
-def test_cells_of_cpus_with_avx2_alone_have_a_part_of_their_own(tmp_path: Path) -> None:
-    (cell, *others), fp32 = SIGNED[AVX2], System("accelerate", "disk", ("offload",), dtype="fp32")
-    assert fp32 in systems_of(AVX2, cell) and system_of(fp32.name) == system_of(PEER.name)
-    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0, fp32.name: 4.0}, cpu="EPYC")
+def test_short_cells_have_a_part_of_their_own(tmp_path: Path) -> None:
+    (cell, *others), fp32 = SIGNED[SHORT], System("accelerate", "disk", ("offload",), dtype="fp32")
+    assert fp32 in systems_of(SHORT, cell, slow_bf16=True) and system_of(fp32.name) == system_of(PEER.name)
+    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0, fp32.name: 4.0}, cpu="EPYC with AVX2")
     sweep.rounds.run(cell, [(system, 8) for system in (OURS, PEER, fp32)], 3)
     of_page, of_readme, drawn = page.made(tmp_path)
-    main, _, desktop = " ".join(of_page.split()).partition("### On a CPU with AVX2 alone")
+    main, _, short = " ".join(of_page.split()).partition("### Short cells")
     assert "only begun" in main and "only begun" in of_readme and drawn == ""
-    assert f"1 of {1 + len(others)} cells have been run" in desktop and "chosen on 2026-11-27, before" in desktop
-    assert "| `accelerate-disk-fp32` (best peer) | 8 | 4" in desktop and "| EPYC |" in desktop
-    assert re.search(r"`ours-full` 0\.5\S* \(\S+ - \S+\) of `accelerate-disk-fp32`", desktop)
+    assert f"1 of {1 + len(others)} cells have been run" in short and "chosen on 2026-11-27, before" in short
+    assert "| `accelerate-disk-fp32` (best peer) | 8 | 4" in short and "| EPYC with AVX2 |" in short
+    assert "`deepspeed-nvme-fp32`" in short  # not run yet
+    assert re.search(r"`ours-full` 0\.5\S* \(\S+ - \S+\) of `accelerate-disk-fp32`", short)
 
 
 def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:

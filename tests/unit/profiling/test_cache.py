@@ -87,8 +87,17 @@ def test_another_machine_or_disk_has_another_file() -> None:
     assert fingerprint_text(replace(MACHINE, disk_bytes=1)) == fingerprint_text(MACHINE)  # the disk fills up
 
 
+def test_a_processor_has_its_generation_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual machines have one name for several."""
+    facts = ["model name\t: AMD EPYC", "cpu family\t: 25", "model\t\t: 1", "stepping\t: 1"]
+    for seen, begins in ((facts, "AMD EPYC (25/1)"), (facts[:1], "AMD EPYC"), ([], "")):
+        monkeypatch.setattr(run, "_lines", lambda _, seen=seen: [*seen, "", *seen])
+        assert run.cpu_name().startswith(begins) and ("(25/" in run.cpu_name()) == (len(seen) == len(facts))
+
+
 def test_names_of_machines() -> None:
-    assert MACHINE.short_name == replace(MACHINE, cpu=f"{MACHINE.cpu} with AVX2").short_name == "intel-xeon-2core"
+    assert MACHINE.short_name == replace(MACHINE, cpu=f"{MACHINE.cpu} (6/143) with AMX").short_name
+    assert MACHINE.short_name == "intel-xeon-2core"
     assert replace(MACHINE, card="Tesla T4", card_bytes=15 * 2**30).short_name == "tesla-t4"
     assert "Tesla T4 with 15 GiB" in replace(MACHINE, card="Tesla T4", card_bytes=15 * 2**30).description
 
