@@ -48,8 +48,8 @@ from bench.sweep.summary import markdown
 from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, UsageError
 from flexgen_h2o.core.units import parse_bytes
-from flexgen_h2o.kernels.workspace import multiplies_slowly
 from flexgen_h2o.models.load import Model, find_checkpoint, find_model
+from flexgen_h2o.planner.measure.run import cpu_name
 
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
 FULL = {"repeats": 3, "quiet_wait": 60.0, "limit": 1800.0}
@@ -295,10 +295,10 @@ def _check_signed(args: argparse.Namespace) -> None:
 
 
 def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
-    slow = multiplies_slowly(args.device, torch.bfloat16)
-    cells = [(cell, systems_of(grid, cell, slow)) for grid in args.grid for cell in GRIDS[grid]]
+    cpu = cpu_name()
+    cells = [(cell, systems_of(grid, cell, cpu)) for grid in args.grid for cell in GRIDS[grid]]
     grid = page.NAME if args.signed else ""
-    cells += [(cell, systems_of(grid, cell, slow)) for cell in map(_read_cell, args.cell)]
+    cells += [(cell, systems_of(grid, cell, cpu)) for cell in map(_read_cell, args.cell)]
     if args.systems is None:
         return cells
     chosen = tuple(_read_system(name) for name in args.systems)

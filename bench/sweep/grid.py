@@ -242,10 +242,10 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
 _SYSTEMS_OF = {"quick": QUICK_SYSTEMS, "kv-": KV_SYSTEMS, "gpu-": GPU_SYSTEMS, "mem-spd": MEM_SPD_SYSTEMS}
 
 
-def systems_of(grid: str, cell: Cell, slow_bf16: bool = False) -> tuple[System, ...]:
-    """The systems that a cell of a grid compares. slow_bf16: torch multiplies bf16 number by number there."""
+def systems_of(grid: str, cell: Cell, cpu: str = "") -> tuple[System, ...]:
+    """The systems that a cell of a grid compares on a processor, by its name in stored lines."""
     if grid in SIGNED:
-        return _systems_of_signed(cell, slow_bf16)
+        return _systems_of_signed(cell, cpu)
     chosen = next((systems for prefix, systems in _SYSTEMS_OF.items() if grid.startswith(prefix)), SYSTEMS)
     return tuple(system for system in chosen if cell.kind in system.kinds)
 
@@ -268,11 +268,12 @@ SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk",
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 
 
-def _systems_of_signed(cell: Cell, slow_bf16: bool) -> tuple[System, ...]:
+def _systems_of_signed(cell: Cell, cpu: str) -> tuple[System, ...]:
     """Ours, and every peer of the cell's kind that SYSTEMS has; a peer that cannot run the family says so itself."""
     peers = [system for system in SYSTEMS if not system.ours and system.name not in UNSIGNED]
-    # In bf16 Hugging Face computes as long or longer there, and vLLM 2.5 times as long (OPT_6 in RAM, 8 rows).
-    if slow_bf16:
+    # There torch multiplies bf16 number by number: Hugging Face computes as long or longer in it, and vLLM 2.5 times as
+    # long (OPT_6 in RAM, 8 rows).
+    if cpu.endswith("with AVX2"):
         peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer not in ("hf", "vllm"))]
     if cell in SIGNED[SHORT]:  # has time for q4_0, llama.cpp's fastest
         peers += [system for system in SYSTEMS if system.name == "llamacpp-q4_0"]

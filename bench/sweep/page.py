@@ -69,7 +69,6 @@ SHORT_WORDS = (
     "desktop CPUs are, have no products in bf16: [what that changes](lab/products.md#cpus-with-avx2-alone). There "
     "peers may compute in fp32 (`-fp32`) from the same files."
 )
-SLOW = "with AVX2"  # how the names of processors end that have no products in bf16
 START, END = "<!-- made by python -m bench.sweep.page -->", "<!-- end of what it makes -->"
 
 
@@ -196,7 +195,7 @@ def machines(cells: Sequence[Found]) -> str:
 
 def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
     """A row for each system of a cell, ours first; then what has no figure, and what was not run."""
-    names = [system.name for system in systems_of(NAME, found.cell, found.cpu.endswith(SLOW))]
+    names = [system.name for system in systems_of(NAME, found.cell, found.cpu)]
     ours = [found.entries[name] for name in names if name in found.entries and name.startswith("ours-")]
     title, blank, best = found.title, [""] * (len(HEAD) - 2), found.best()
     for entry in (*ours, *found.peers):

@@ -127,8 +127,8 @@ def test_cells_are_of_shapes_with_so_many_positions_and_systems_belong_to_them()
     assert len({(cell.model, cell.prompt_len, cell.gen_len, cell.budget) for cell in every}) == len(every)
     for cell in every:
         assert cell.prompt_len + cell.gen_len <= door._model(door._cut(cell.model)[0]).spec.max_positions
-        for is_slow in (False, True):
-            names = [system.name for system in systems_of("signed", cell, is_slow)]
+        for cpu, is_slow in (("Xeon with AMX", False), ("EPYC with AVX-512", False), ("EPYC with AVX2", True)):
+            names = [system.name for system in systems_of("signed", cell, cpu)]
             assert len(set(names)) == len(names) and page.FULL in names and page.H2O_SMALL in names
             assert ("hf-eager" in names) == (cell.kind == IN_RAM and not is_slow)
             assert any(name.endswith("-fp32") for name in names) == (is_slow and cell.model != OPT["30b"])
@@ -287,7 +287,7 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
 
 def test_short_cells_have_a_part_of_their_own(tmp_path: Path) -> None:
     (cell, *others), fp32 = SIGNED[SHORT], System("accelerate", "disk", ("offload",), dtype="fp32")
-    assert fp32 in systems_of(SHORT, cell, slow_bf16=True) and system_of(fp32.name) == system_of(PEER.name)
+    assert fp32 in systems_of(SHORT, cell, "EPYC with AVX2") and system_of(fp32.name) == system_of(PEER.name)
     sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0, fp32.name: 4.0}, cpu="EPYC with AVX2")
     sweep.rounds.run(cell, [(system, 8) for system in (OURS, PEER, fp32)], 3)
     of_page, of_readme, drawn = page.made(tmp_path)
