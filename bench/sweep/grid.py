@@ -94,16 +94,21 @@ FP32_SYSTEMS = tuple(
     for variant in variants
 )  # fmt: skip
 # On a card: weights that do not fit it are in RAM; generate has them on the card, or does not fit.
-GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and s.variant != "paper-policy") + tuple(
-    s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "hf-sdpa")
-)
+GPU_SYSTEMS = (
+    *(System("ours", of, BOTH) for of in ("full", "h2o:kv-budget=0.2", "full-4bit", "h2o-4bit:kv-budget=0.2")),
+    *(
+        s for s in SYSTEMS
+        if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "hf-sdpa", "hf-sdpa-static-compile")
+    ),
+)  # fmt: skip
 # Rows of OPT-6.7B 512 + 32 on a card held to 16 GB, where there is no time to search: of ours whole blocks, as
 # policies/profiles/t4.json has them planned (6 of 11 rows; H2O one of 64). Weights take 13.3 GB, a row 0.29 GB of KV
 # and up to 0.1 of activations: beside all weights 6 rows leave 0.9 GB for the copies of a cache that grows. More would
 # send Accelerate's over the link in each step. FlexGen's 4, whose prefill has n x n scores, are twice its authors' on a
 # T4. DeepSpeed's weights are in RAM, three matrices, 1.2 GB at most, on the card: 32 rows leave 3 GB.
 CARD_ROWS = {
-    "ours-full": 66, "ours-h2o:0.1": 64, "flexgen-published": 4, "accelerate-cpu": 6, "deepspeed-cpu": 32, "hf-sdpa": 6,
+    "ours-full": 66, "ours-h2o:kv-budget=0.2": 64, "flexgen-published": 4, "accelerate-cpu": 6, "deepspeed-cpu": 32,
+    "hf-sdpa": 6, "hf-sdpa-static-compile": 6,
 }  # fmt: skip
 MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))
 # quick has 10 minutes: it leaves out a cache that is allocated once, which pays with long rows, and what is compiled

@@ -5,9 +5,10 @@ copy of it a step, but attention also over columns that are still empty) and wit
 compiled by inductor, for the batch and lengths asked, before the timed part; needs g++); sdpa-loop (experts one after
 another instead of its grouped product). The best counts.
 
-Settings of -static-compile (bench/baselines/hf/tune.py): prefill (compiled too, where generate itself compiles decode
-alone), freezing (weights are constants, packed ahead: a second copy of them), cpp_wrapper (C++ calls the kernels),
-max_autotune (inductor's own matrix products where they win on trial).
+On a card -static-compile is as transformers has it, decode steps in CUDA graphs; no card has run it yet. On a CPU it
+has settings (bench/baselines/hf/tune.py): prefill (compiled too, where generate itself compiles decode alone), freezing
+(weights are constants, packed ahead: a second copy of them), cpp_wrapper (C++ calls the kernels), max_autotune
+(inductor's own matrix products where they win on trial).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VARIANTS = ("sdpa", "eager", "sdpa-static", "eager-static", "sdpa-static-compile
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     import torch
     from hf_generate import generate, torch_dtype
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, CompileConfig
 
     attention, *others = request.variant.split("-")
     experts = {"experts_implementation": "eager"} if "loop" in others else {}
@@ -45,8 +46,8 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     )
     setting = {"attention": attention, "cache": cache.get("cache_implementation", "dynamic"), **experts}
     if "compile" in others:
-        setting |= SETTINGS | request.settings
-        cache["compile_config"] = _compiled(model, setting)
+        setting |= {} if request.device == "cuda" else SETTINGS | request.settings
+        cache["compile_config"] = CompileConfig() if request.device == "cuda" else _compiled(model, setting)
     return generate(model, request, meter, cache=cache) | {"setting": setting}
 
 

@@ -83,7 +83,7 @@ def test_the_first_cell_is_rounds_of_given_rows_that_end_in_time(tmp_path: Path)
         assert first.call == 3 and {"--repeats", "3"} <= set(first.command)
         assert 0 < float(first.command[first.command.index("--time") + 1]) < first.limit
         rows = dict(word.split("@") for word in first.command if "@" in word)
-        assert {"ours-full", "ours-h2o:0.1", "hf-sdpa", "flexgen-published"} < set(rows)
+        assert {"ours-full", "ours-h2o:kv-budget=0.2", "hf-sdpa", "flexgen-published"} < set(rows)
         assert not any("@" in word for step in others for word in step.command)
         assert asked is None or {system.rows for _, some in sweep._cells(asked) for system in some} == {4}
 
