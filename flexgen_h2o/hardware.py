@@ -47,6 +47,7 @@ SECONDS = {
     "row_s": "added per row",
     "short_read_compute_s": "more, for each short disk read",
     "cache_load_step_s": "more, with a KV unit from another tier",
+    "graph_step_s": "step that is a graph of a card",
 }
 SHARES = {
     "disk_read_beside_compute": "disk read beside compute",

@@ -142,7 +142,7 @@ def profile_of(card: Card, values: Mapping[str, float], date: str = "", source: 
         device_memory_bytes_per_s=card.memory * values["memory"],
         disk_read_beside_compute=1.0, compute_beside_disk_read=1.0, link_both_ways=1.0,
         kernel_s=KERNEL_S, transfer_s=TRANSFER_S, disk_request_s=DISK_REQUEST_S,
-        overlay_bytes_per_s=MOST_RATE, short_read_compute_s=0.0, cache_load_step_s=0.0,
+        overlay_bytes_per_s=MOST_RATE, short_read_compute_s=0.0, cache_load_step_s=0.0, graph_step_s=1.0,
         step_s=STEP_S, attention_step_s=ATTENTION_STEP_S, eviction_step_s=EVICTION_STEP_S,
         row_s=values["host_row_s"], compute={DTYPE: rates_of(card, values)}, notes=notes_of(card, values),
     )  # fmt: skip
@@ -184,6 +184,7 @@ def notes_of(card: Card, values: Mapping[str, float]) -> dict[str, str]:
         "kernel_s, transfer_s, disk_request_s": "assumed",
         "overlay_bytes_per_s, short_read_compute_s, cache_load_step_s": "not fitted: counted as nothing",
         "step_s, attention_step_s, eviction_step_s": issued,
+        "graph_step_s": "not known: FlexGen makes no CUDA graphs, and none are counted on",
         "row_s": f"fitted on the T4: host_row_s {values['host_row_s']:g}; where columns are dropped on the host",
         f16 + "matmul_flops_per_s": (
             f"the lower of rows x memory bandwidth ({streaming}) and the sustained peak "

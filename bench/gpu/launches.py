@@ -4,7 +4,7 @@
     python -m bench.gpu.launches --device cpu --device-mem 300MiB --model facebook/opt-125m      without figures
 
 Claim: at most 12 launches and no wait of the computing thread for each transformer block and micro-batch. Embedding,
-head and sampling are shared out among the blocks.
+head and sampling are shared out among the blocks. A graph is one launch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from bench.gpu.kernels import card_rates
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.generation import Callbacks
+from flexgen_h2o.engine.graphs import PLAIN_SWEEPS
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.llm import LLM
 
 SWEEPS = "decode sweeps"
 RUNTIME, ON_CARD = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
-LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")  # in the names of calls
+LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")  # in the names of calls
 SYNCS = ("Synchronize",)
-WARM_UP = 2  # sweeps before those that are watched: prefill, and one that loads kernels
+WARM_UP = 2 + PLAIN_SWEEPS  # sweeps before those that are watched: prefill, plain ones, one that makes graphs
 
 
 class Watch:

@@ -110,10 +110,23 @@ class UnitAttention:
         self._whole = policy.cache_window if policy.compress_cache else 0
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
+        self._device = device
         self._numbers: WeakKeyDictionary[SlotTable, tuple[SweepInput, NumbersOfSweep]] = WeakKeyDictionary()
         if spec.rotary is not None:
             frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
+
+    @property
+    def launches_alike(self) -> bool:
+        """On a card with Triton: do decode steps of the same rows launch the same, whatever their `inputs`?"""
+        needs = self._eviction.needs  # what queries weigh is in a table that grows
+        return needs.in_one_launch and not needs.per_query and not needs.page and self._sparsity == 1
+
+    def inputs(self, table: SlotTable, fed: SweepInput) -> list[torch.Tensor]:
+        """What a card is told of a decode step of these rows, which all blocks read."""
+        self._step_numbers(0, table, fed)
+        states = [numbers.state(self._device) for numbers in self._numbers[table][1].values()]
+        return states if self._rotation is None else [*states, fed.positions]
 
     def open(
         self, block: int, table: SlotTable, fed: SweepInput, views: Sequence[PartView], store_whole: bool

@@ -19,6 +19,7 @@ from flexgen_h2o.engine.attention import CacheStep, JoinedAttention, UnitAttenti
 from flexgen_h2o.engine.decoding import Chosen, Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
+from flexgen_h2o.engine.graphs import StepGraphs, graphs_of
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, Step, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in
 from flexgen_h2o.engine.requests import Scheduler
@@ -44,7 +45,8 @@ class Executor:
 
     max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where rows enter
     that nobody has counted. on_finished gets rows as they finish. sharing: when rows of a micro-batch share a prefix;
-    None: never. common: tokens that all rows begin with, whose columns are held in one copy.
+    None: never. common: tokens that all rows begin with, whose columns are held in one copy. graphs: of decode steps;
+    None: none are made.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Executor:
         self._where = engine.device.torch_device
         copies = engine.common_prefix(common) if common else None
         self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._where, copies)
+        self.graphs = graphs_of(engine, self._attention.launches_alike and self._in_step)
+        self._changes = 0  # of the rows of micro-batches
 
     @property
     def _in_step(self) -> bool:
@@ -101,6 +105,7 @@ class Executor:
         """
         self._stats, self._on_tokens, self._waiting = stats, on_tokens, waiting
         self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
+        self._changes += 1
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         engine, together = self._engine, None
         self._begin_block()
@@ -210,6 +215,13 @@ class Executor:
         self._cache = self._with_watch(block, k, cache)
 
     def compute(self, step: Step) -> None:
+        if self.graphs is None or self._layers[step.layer].kind not in JOINED_KINDS:
+            self._issue(step)
+            return
+        held = self._cache, self._inputs[step.micro_batch]
+        self.graphs.run((step.layer, step.micro_batch), partial(self._issue, step), held)
+
+    def _issue(self, step: Step) -> None:
         layer, k, w, hidden = self._layers[step.layer], step.micro_batch, self._weights.opened, self._hidden
         spec, family, ws = self._engine.spec, self._family, self._workspace
         if layer.kind == "experts":
@@ -290,6 +302,8 @@ class Executor:
         if self._in_step and step.layer == 0:
             shape, hidden = self._engine.plan.shape, self._engine.hidden
             self._joined = {kind: hidden.joined(shape.most_joined(kind)) for kind in JOINED_KINDS}
+            if self.graphs is not None:
+                self._begin_graphs(self.graphs)
         if self._in_step and layer.kind == "attention" and self._engine.spec.experts_of(layer.block):
             runs = self._joined["experts"]
             for first, run in runs.items():
@@ -304,6 +318,17 @@ class Executor:
             self._stats.add_seconds(now - self._sweep_start)
         self._sweep_start = now
         return not any(batch.rows for batch in self._batches) and (self._wire is None or self._wire.is_over)
+
+    def _begin_graphs(self, graphs: StepGraphs) -> None:
+        """Of a sweep in which every row decodes one token."""
+        live = [k for k, batch in enumerate(self._batches) if batch.rows]
+        fed = [self._inputs[k] for k in live]
+        is_plain = self._decoding.watches.slots is None and all(f.phase == "decode" and f.steps == 1 for f in fed)
+
+        def inputs() -> list[torch.Tensor]:
+            return [t for k in live for t in self._attention.inputs(self._tables[k], self._inputs[k])]
+
+        graphs.begin_sweep(self._changes if is_plain else None, inputs)
 
     # Rows
 
@@ -410,6 +435,7 @@ class Executor:
             batch.admit(entering, self._sharing if longest <= shape.sharing else None)
             table.admit(_sizes(entering))
         if have_left or entering:
+            self._changes += 1
             self._engine.cache.change_rows(k, moves, left, len(entering))
 
 

@@ -21,7 +21,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
 from flexgen_h2o.core.units import GIB
 
-PROFILE_SCHEMA = 8
+PROFILE_SCHEMA = 9
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
 # EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
 UNKNOWN_INT8_SPEEDUP = 1.6
@@ -155,7 +155,8 @@ class HardwareProfile:
     beside a card for each row whose columns the host drops. short_read_compute_s: that a disk request of next to no
     bytes takes from the steps beside it; the longer a request, the less (planner.work.Transfer.short_requests), and its
     bytes take what compute_beside_disk_read says. cache_load_step_s: more where a KV unit is brought from another tier.
-    compute: rates by dtype. source: where the numbers are from; notes: the same for single fields.
+    graph_step_s: of a step that is a graph of a card (engine/graphs.py), of the thread that issues it. compute: rates
+    by dtype. source: where the numbers are from; notes: the same for single fields.
     """
 
     machine: str
@@ -188,6 +189,7 @@ class HardwareProfile:
     row_s: float
     short_read_compute_s: float
     cache_load_step_s: float
+    graph_step_s: float
     compute: Mapping[str, ComputeRates]
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -236,8 +238,8 @@ def nominal_profile(device_is_host: bool) -> HardwareProfile:
         host_memory_bytes_per_s=2e10, device_memory_bytes_per_s=2e10 if device_is_host else 3e11,
         disk_read_beside_compute=0.9, compute_beside_disk_read=0.95, link_both_ways=0.9,
         kernel_s=1e-5, transfer_s=5e-5, disk_request_s=1e-4, overlay_bytes_per_s=2e9, step_s=1e-4,
-        attention_step_s=2e-4, eviction_step_s=2e-4, row_s=2e-6, short_read_compute_s=5e-5 if device_is_host else 0.0,
-        cache_load_step_s=2e-4 if device_is_host else 0.0, compute=compute,
+        attention_step_s=2e-4, eviction_step_s=2e-4, row_s=2e-6, short_read_compute_s=5e-5 * device_is_host,
+        cache_load_step_s=2e-4 * device_is_host, graph_step_s=5e-5 * (not device_is_host), compute=compute,
     )  # fmt: skip
 
 
@@ -289,8 +291,7 @@ def profile_from_json(body: object) -> HardwareProfile:
     schema = body.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int) or not 1 <= schema <= PROFILE_SCHEMA:
         raise UsageError(f"schema is {schema!r}, this version reads 1 to {PROFILE_SCHEMA}")
-    given = {"notes": {}, **body}
-    del given["schema"]
+    given = {"notes": {}} | {name: value for name, value in body.items() if name != "schema"}
     if schema < PROFILE_SCHEMA:
         given = _with_what_is_new(schema, given)
     profile = HardwareProfile(**_read_fields("", given, HardwareProfile))
@@ -301,9 +302,8 @@ def profile_from_json(body: object) -> HardwareProfile:
 def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an older schema, and those that came later as if nothing were known of them."""
     since_4 = {"overlay_bytes_per_s": MOST_RATE, "short_read_compute_s": 0.0, "cache_load_step_s": 0.0}
-    found = {"link_both_ways": 1.0, **({} if schema > 3 else since_4), **given}
-    compute = given.get("compute")
-    if not isinstance(compute, dict):
+    found = {"link_both_ways": 1.0, "graph_step_s": 1.0, **({} if schema > 3 else since_4), **given}
+    if not isinstance(compute := given.get("compute"), dict):
         return found
 
     def renewed(dtype: str, rates: object) -> object:

@@ -10,6 +10,7 @@ import shutil
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +56,14 @@ class Device(ABC):
     """Memory that layers are computed in.
 
     is_host: it is host memory, and nothing is copied to or from it. tier: whose budget its buffers are charged to.
-    is_asynchronous: compute is queued, and the thread that issues it goes on.
+    is_asynchronous: compute is queued, and the thread that issues it goes on. has_graphs: see `graph`.
     """
 
     torch_device: torch.device
     is_host: bool
     tier: str
     is_asynchronous = False
+    has_graphs = False
 
     @property
     @abstractmethod
@@ -112,6 +114,16 @@ class Device(ABC):
         """What compute will have put there, in host memory, and what to wait for before it is looked at."""
         return found, self.fence()
 
+    def graph_pool(self) -> object:
+        """What graphs share memory by that one after the other allocates."""
+        return None
+
+    def graph(self, issue: Callable[[], None], pool: object) -> Callable[[], None]:
+        """What carries out at once all that `issue` gives the card, as often as it is called, with the tensors that
+        `issue` had, which must stay. `issue` may neither wait for the card nor bring it anything from the host, and
+        what it launches must have been launched before."""
+        return issue
+
 
 class _OrdinaryMemory(Device):
     torch_device = torch.device("cpu")
@@ -154,9 +166,11 @@ class CudaDevice(Device):
     is_host = False
     tier = "device"
     is_asynchronous = True
+    has_graphs = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._graph_stream: torch.cuda.Stream | None = None
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -221,6 +235,22 @@ class CudaDevice(Device):
         host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)  # torch keeps it for the next ones
         host.copy_(found, non_blocking=True)
         return host, self.fence()
+
+    def graph_pool(self) -> object:
+        torch.cuda.empty_cache()  # of prompts: while a graph is made, torch gives nothing back to make room
+        return torch.cuda.graph_pool_handle()
+
+    def graph(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
+        if self._graph_stream is None:
+            self._graph_stream = torch.cuda.Stream(self.torch_device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._graph_stream):  # the usual one cannot be captured
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                issue()
+            finally:
+                graph.capture_end()
+        return graph.replay
 
 
 def _unregister(runtime: Any, address: int, device: torch.device) -> None:

@@ -88,7 +88,8 @@ class Watch(Protocol):
 @dataclass
 class Card:
     """What has been done. counts: by (step, what), of what the computing thread did; a step is a phase and a layer's
-    kind. places: the same by line of code. races: by the two places. watch: sees each launch. late: copies that are
+    kind. places: the same by line of code. recorded: what a graph
+    does, while one is made. races: by the two places. watch: sees each launch. late: copies that are
     put off, each with its stream and time."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -97,6 +98,7 @@ class Card:
     step: str = "before"
     late: list[tuple[str, int, Callable[[], object]]] = field(default_factory=list)
     watch: Watch | None = None
+    recorded: list[Callable[[], object]] | None = None
     staging: dict[int, torch.Tensor] = field(default_factory=dict)  # host memory whose accesses are ordered, too
     _streams: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
     _accesses: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
@@ -310,6 +312,7 @@ class _Operation:
         with self._card.lock:
             if not self._is_view:
                 self._record(out)
+                self._keep(args, kwargs, out)
         if self._name == "copy_":
             return self._args[0]
         if self._name == "_local_scalar_dense":
@@ -381,6 +384,23 @@ class _Operation:
         card.launch("copy" if self._crosses else "launch", self._name, reads, writes)
         if self._waits:
             card.sync(self._name)
+
+    def _keep(self, args: Any, kwargs: Any, out: Any) -> None:
+        """The operation is part of a graph, which does it to the same bytes."""
+        if self._card.recorded is None:
+            return
+        assert not self._crosses and not self._waits, f"{self._name} in a graph"
+        reads, writes = [t.raw for t in self._cards], [t for t in _leaves_of(out) if _is_tensor(t)]
+
+        def again() -> None:
+            self._card.launch("launch", self._name, reads, writes)
+            for there, new in zip(
+                writes, (t for t in _leaves_of(self._func(*args, **kwargs)) if _is_tensor(t)), strict=True
+            ):
+                if there is not new:
+                    there.copy_(new)
+
+        self._card.recorded.append(again)
 
     @property
     def _waits(self) -> bool:

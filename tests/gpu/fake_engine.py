@@ -70,9 +70,9 @@ class CardDevice(Device):
     is_asynchronous = True
     dtypes = ("float16", "bfloat16", "float32")
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: Card, has_graphs: bool = False) -> None:
         self.torch_device = torch.device(NAME, 0)
-        self._card = card
+        self._card, self.has_graphs = card, has_graphs
 
     def card(self) -> tuple[str, int]:
         return "a card of CPU memory", CARD_BYTES
@@ -122,31 +122,55 @@ class CardDevice(Device):
         host = torch.full_like(numbers, NOT_THERE)
         return host, _ReadBack(self._card, host, numbers)
 
+    def graph(self, issue: Callable[[], None], pool: object) -> Callable[[], None]:
+        """What is recorded is carried out meanwhile: the first time that it is wanted it is done."""
+        card, is_done = self._card, [True]
+        with card.lock:
+            assert card.recorded is None
+            card.recorded = recorded = list[Callable[[], object]]()
+            card.count("graph", "made")
+            with card.uncounted():
+                issue()
+            card.recorded = None
+
+        def replay() -> None:
+            with card.lock:
+                card.before()
+                card.count("launch", "graph")
+                if not is_done:
+                    with card.uncounted():
+                        for operation in recorded:
+                            operation()
+                is_done.clear()
+
+        return replay
+
 
 _setup: list[bool] = []
 
 
 @contextmanager
-def fake_card(has_triton: bool = True) -> Iterator[Card]:
-    """Runs on `cuda` within are on a card of CPU memory. has_triton: else kernels are torch's operations."""
+def fake_card(has_triton: bool = True, has_graphs: bool = False) -> Iterator[Card]:
+    """Runs on `cuda` within are on a card of CPU memory. has_triton: else kernels are torch's operations. has_graphs:
+    decode steps become graphs."""
     if not _setup:
         _setup_privateuseone_for_python_backend(NAME, Backend())
         _setup.append(True)
     card = CardTensor.card = Card()
     with pytest.MonkeyPatch.context() as patch, Mode(card):
-        _patch_engine(patch, card)
+        _patch_engine(patch, card, has_graphs)
         _patch_triton(patch, card, has_triton)
         _patch_clocks(patch, card)
         _patch_files(patch, card)
         yield card
 
 
-def _patch_engine(patch: pytest.MonkeyPatch, card: Card) -> None:
+def _patch_engine(patch: pytest.MonkeyPatch, card: Card, has_graphs: bool) -> None:
     """The engine opens the card, and tells its steps."""
     begin, compute, made = Executor.begin_step, Executor.run, torch.tensor
 
     def open_device(name: str, separate_budget: bool) -> Device:
-        return CardDevice(card)
+        return CardDevice(card, has_graphs)
 
     def begin_step(executor: Executor, step: Step) -> str | None:
         phase = begin(executor, step)
@@ -178,8 +202,12 @@ def _patch_triton(patch: pytest.MonkeyPatch, card: Card, is_there: bool) -> None
                 tensors = [one.raw for one in arguments if isinstance(one, CardTensor)]
                 numbers = [one for one in arguments if not isinstance(one, CardTensor)]
                 card.watch.issued(name, tensors, (*grid, *numbers, *more.items()))
+        before, card.recorded = card.recorded, None
         with card.uncounted():
             reference()
+        card.recorded = before
+        if before is not None:
+            before.append(reference)
 
     patch.setattr(triton, "launch", launch)
     patch.setattr(triton, "takes", lambda *tensors: is_there and all(t.device.type == NAME for t in tensors))

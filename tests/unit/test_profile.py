@@ -53,6 +53,7 @@ PROFILE = HardwareProfile(
     device_memory_bytes_per_s=8e9, disk_read_beside_compute=0.9, compute_beside_disk_read=1.0, link_both_ways=0.8,
     kernel_s=1e-6, transfer_s=2e-6, disk_request_s=3e-6, overlay_bytes_per_s=3e9, step_s=4e-6, attention_step_s=5e-6,
     eviction_step_s=6e-6, row_s=0.0, short_read_compute_s=7e-6, cache_load_step_s=8e-6,
+    graph_step_s=9e-6,
     compute={"float32": RATES, "bfloat16": RATES}, notes={"step_s": "a guess"},
 )  # fmt: skip
 
@@ -82,6 +83,8 @@ SINCE_4 = {
 
 def of_schema(schema: int, **changes: Any) -> dict[str, Any]:
     body = {**PROFILE.to_json(), "schema": schema, **changes}
+    if schema < 9:
+        del body["graph_step_s"]
     if schema < 7:
         del body["link_both_ways"]
     if schema < 4:
@@ -108,13 +111,18 @@ def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: boo
         PROFILE,
         device_is_host=is_host,
         link_both_ways=1.0,
+        graph_step_s=1.0,
         compute={"float32": plain.requantising(4, faster), "bfloat16": in_bf16.requantising(2, faster)},
         **(SINCE_4 if schema < 4 else {}),
     )
 
 
 def test_schema_6_knows_nothing_of_a_link_that_is_busy_both_ways() -> None:
-    assert profile_from_json(of_schema(6)) == replace(PROFILE, link_both_ways=1.0)
+    assert profile_from_json(of_schema(6)) == replace(PROFILE, link_both_ways=1.0, graph_step_s=1.0)
+
+
+def test_schema_8_knows_nothing_of_graphs() -> None:
+    assert profile_from_json(of_schema(8)) == replace(PROFILE, graph_step_s=1.0)
 
 
 def test_4_bits_that_become_int8_rows_first_take_that_time_once_for_all_rows() -> None:
@@ -162,7 +170,7 @@ def _set(*keys: str, to: Any = GONE) -> Callable[[dict[str, Any]], None]:
 F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
-    (_set("schema", to=9), "schema is 9, this version reads 1 to 8"),
+    (_set("schema", to=10), "schema is 10, this version reads 1 to 9"),
     (_set(*F32, "decode_speedup", "mxfp3", to=1), "decode_speedup: 'mxfp3' is not one of 4bit_in_products, awq, "),
     (_set(*F32, "decode_speedup", "mxfp4", to=1000), "decode_speedup: 1000 is out of range"),
     (_set(*F32, "decode_speedup", to=1), "decode_speedup: a JSON object"),

@@ -327,11 +327,12 @@ def with_step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: 
         engines = [stack.enter_context(_engine(bench, spec, dtype, folder, run)) for run in runs]
         # In turn, as all figures; the first round only warms up.
         rounds = [[_run_block(e, run) for e, run in zip(engines, runs, strict=True)] for _ in range(1 + ROUNDS)][1:]
+        graphs = [_run_block(engines[0], runs[0], True)[1] for _ in range(ROUNDS * bench.device.is_asynchronous)]
     nothing: Figures = dict.fromkeys(FIXED, 0.0)
     profile = replace(profile, **nothing)
     decode = [_median([found[i][1] for found in rounds]) for i in range(len(runs))]
     if bench.device.is_asynchronous:  # what a thread that only issues them takes is part of the step
-        return replace(profile, **fixed_costs(decode[:3], 0, 0))
+        return replace(profile, **fixed_costs(decode[:3], 0, 0), graph_step_s=statistics.fmean(_median(graphs)))
     costs = [run.costs(spec, profile, dtype) for run in runs]
     planned = [_planned(c, run, new // 2) for c, run in zip(costs[:-1], runs, strict=False)]
     left = [(d[0] - p[0], d[1] - p[1]) for d, p in zip(decode, planned, strict=False)]
@@ -408,12 +409,13 @@ def _median(found: Sequence[Steps]) -> Steps:
     return tuple(map(statistics.median, zip(*found, strict=True)))
 
 
-def _run_block(engine: Engine, run: _Run) -> tuple[Steps, Steps, float]:
+def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[Steps, Steps, float]:
     """Medians over the layers of a kind, in the prefill sweep and in the decode sweeps of a block; and the mean seconds
     of a transformer block in those."""
     params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
     decoding = Decoding(Sampler(params), StopCriteria((), (), None))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
+    executor.graphs = executor.graphs if with_graphs else None
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
     stats = BlockStats()
     executor.run_block([[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]], stats)

@@ -31,7 +31,7 @@ RATES = [f.name for f in fields(HardwareProfile) if f.name.endswith("per_s")]
 COMPUTE_RATES = [f.name for f in fields(ComputeRates)]
 FIXED = [
     "kernel_s", "transfer_s", "disk_request_s", "step_s", "attention_step_s", "eviction_step_s", "row_s",
-    "short_read_compute_s", "cache_load_step_s",
+    "short_read_compute_s", "cache_load_step_s", "graph_step_s",
 ]  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def machine(is_host: bool, **changes: Any) -> Machine:
         "disk_read_beside_compute": 1.0,
         "compute_beside_disk_read": 1.0,
         "link_both_ways": 1.0,
+        "graph_step_s": 1.0,
     }
     return Machine(replace(nominal_profile(is_host), **{**free, **changes}), DTYPE, is_host)
 

@@ -4,6 +4,7 @@ moves is shown in tests/parity."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import FEW_ROWS, TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, need_of
-from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction import H2O, Full, H2ONorm, Tova
 from flexgen_h2o.kvcache.eviction.of_model import fitted
-from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, Eviction, RowRecord
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.costs import PROMPT_LAUNCHES, Costs, Machine
 from flexgen_h2o.planner.profile import AS_FAST, Curve
@@ -304,6 +305,26 @@ def test_launches_take_the_time_of_the_thread_that_issues_them() -> None:
         matrices = 4  # of attention; each is unpacked in a launch
         issued = slow.decoding(1, [(batch, batch.rows)], 1).issue_s
         assert issued == pytest.approx(0.0 if is_host else matrices * 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("percent", "eviction", "in_graphs"),
+    [
+        ((100, 0, 100, 0, 100, 0), Full(), True), ((100, 0, 100, 0, 100, 0), H2O(heavy_size=4, recent_size=4), True),
+        ((100, 0, 100, 0, 100, 0), H2ONorm(heavy_size=4, recent_size=4), False),
+        ((100, 0, 100, 0, 100, 0), Tova(heavy_size=4), False), ((99, 1, 100, 0, 100, 0), Full(), False),
+        ((100, 0, 0, 100, 100, 0), Full(), False), ((100, 0, 100, 0, 0, 100), Full(), False),
+    ],
+)  # fmt: skip
+def test_steps_that_are_graphs_are_issued_as_one(percent: tuple[int, ...], eviction: Eviction, in_graphs: bool) -> None:
+    """On a card, of decode sweeps, where all is on it and steps launch alike (engine/graphs.py)."""
+    need, batch = need_of(eviction, 6, {(10, 4)}, BLOCKS), Batch.even(6, 10)
+    known: dict[str, Any] = {"step_s": 1e-3, "graph_step_s": 1e-4, "device_is_asynchronous": True}
+    costs = costs_of(Policy(6, percent=percent), need, machine(False, **known))
+    for layer in (1, 2):  # attention and MLP
+        assert [costs.step(layer, batch, sweep).issue_s for sweep in (0, 1)] == [1e-3, 1e-4 if in_graphs else 1e-3]
+    waits = costs_of(Policy(6, percent=percent), need, machine(False, **{**known, "device_is_asynchronous": False}))
+    assert waits.step(1, batch, 1).issue_s == 1e-3
 
 
 def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:

@@ -1,0 +1,113 @@
+"""Graphs of decode steps on a card of CPU memory (fake_card.py), which does again what it was given."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o import MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.engine.graphs import PLAIN_SWEEPS, StepGraphs
+from flexgen_h2o.kvcache.eviction import H2ONorm, Tova
+from tests.gpu.fake_card import Card
+from tests.gpu.fake_engine import CardDevice, fake_card
+from tests.gpu.test_cuda_parity import BUDGET, PLACEMENTS, model_folder
+from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, FAMILIES, FEW_TOKENS, OLMOE, generate, some_slow
+
+
+def on_card_with_graphs(folder, placement: str, eviction: Any = None, params: Any = FEW_TOKENS, **more: Any):
+    with fake_card(has_graphs=True) as card:
+        policy = Policy(3, 2, **PLACEMENTS[placement], **more)
+        tokens, *_ = generate(folder, policy, "cuda", BUDGET, eviction=eviction, params=params)
+    return tokens, card
+
+
+def made(card: Card) -> int:
+    return sum(count for (_, what), count in card.counts.items() if what == "graph")
+
+
+def launches(card: Card) -> int:
+    """Of graphs."""
+    found = (count for (_, what, where), count in card.places.items() if what == "launch" and where.startswith("graph"))
+    return sum(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)})
+)
+def test_steps_of_the_same_rows_are_one_launch(tmp_path, family: str, eviction: str, packed: bool) -> None:
+    folder, kept, alone = (
+        model_folder(tmp_path, CONFIGS[family]),
+        EVICTIONS[eviction],
+        Policy(4, 1, compress_cache=packed),
+    )
+    expected, *_ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=kept)
+    tokens, card = on_card_with_graphs(folder, "all on the device", kept, compress_cache=packed)
+    assert tokens == expected
+    assert not card.races
+    assert made(card) == GRAPHS and launches(card) == REPLAYS
+
+
+# Two blocks of rows, of two micro-batches and one; attention of each micro-batch, an MLP of a block's; of two layers.
+GRAPHS = 2 * (3 + 2)
+REPLAYS = GRAPHS * (FEW_TOKENS.max_tokens - 1 - PLAIN_SWEEPS)
+
+
+# One row leaves, and the last one enters; then one leaves whose place nobody takes.
+LENGTHS = [SamplingParams(n, ignore_eos=True) for n in (16, 16, 10, 16, 16, 16, 3)]
+
+
+def test_graphs_are_made_anew_for_other_rows(tmp_path) -> None:
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), params=LENGTHS)
+    tokens, card = on_card_with_graphs(folder, "all on the device", params=LENGTHS)
+    assert tokens == expected
+    assert made(card) == 2 * 2 * (2 + 1)
+    assert not card.races
+
+
+def test_rows_that_leave_soon_leave_the_next_ones_longer_without_graphs() -> None:
+    graphs, sweeps = StepGraphs(CardDevice(Card(), has_graphs=True)), list[int]()
+
+    def sweep(rows: int) -> bool:
+        graphs.begin_sweep(rows, lambda: [torch.zeros(1)])
+        runs: list[int] = []
+        graphs.run((0, 0), lambda: runs.append(1), None)
+        return graphs._inputs is not None
+
+    for rows, count in enumerate((4, 4, 8, 20, 30, 6)):
+        sweeps.append(sum(sweep(rows) for _ in range(count)))
+    # Behind two plain sweeps, then behind four, until graphs were worth making, then behind two again.
+    assert sweeps == [2, 0, 4, 18, 28, 4]
+
+
+def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
+    folder = model_folder(tmp_path, CONFIGS["llama"])
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))
+    begin = StepGraphs.begin_sweep
+
+    def forget(graphs: StepGraphs, rows: Any, inputs: Any) -> None:
+        kept = graphs._inputs
+        begin(graphs, rows, lambda: kept or inputs())
+
+    monkeypatch.setattr(StepGraphs, "begin_sweep", forget)
+    tokens, card = on_card_with_graphs(folder, "all on the device")
+    assert launches(card) == REPLAYS
+    assert tokens != expected
+
+
+@pytest.mark.parametrize(
+    ("placement", "config", "more"),
+    [
+        ("KV on host", "normal", {}), ("weights on host, pinned", "normal", {}),
+        ("all on the device", "normal", {"eviction": H2ONorm(heavy_size=6, recent_size=3)}),
+        ("all on the device", "normal", {"eviction": Tova(heavy_size=4)}),
+        ("all on the device", "olmoe", {}), ("attention on the CPU, KV on host", "normal", {}),
+    ],
+)  # fmt: skip
+def test_other_steps_are_not_graphs(tmp_path, placement: str, config: str, more: dict[str, Any]) -> None:
+    folder = model_folder(tmp_path, {**CONFIGS, "olmoe": OLMOE}[config])
+    _, card = on_card_with_graphs(folder, placement, params=SamplingParams(PLAIN_SWEEPS + 3, ignore_eos=True), **more)
+    assert not made(card)
