@@ -66,7 +66,7 @@ class Executor:
         copies = engine.common_prefix(common) if common else None
         self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._where, copies)
         self.graphs = graphs_of(engine, self._attention.launches_alike and self._in_step)
-        self._changes = 0  # of the rows of micro-batches
+        self._blocks = 0
 
     @property
     def _in_step(self) -> bool:
@@ -105,7 +105,7 @@ class Executor:
         """
         self._stats, self._on_tokens, self._waiting = stats, on_tokens, waiting
         self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
-        self._changes += 1
+        self._blocks += 1
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         engine, together = self._engine, None
         self._begin_block()
@@ -320,15 +320,12 @@ class Executor:
         return not any(batch.rows for batch in self._batches) and (self._wire is None or self._wire.is_over)
 
     def _begin_graphs(self, graphs: StepGraphs) -> None:
-        """Of a sweep in which every row decodes one token."""
-        live = [k for k, batch in enumerate(self._batches) if batch.rows]
-        fed = [self._inputs[k] for k in live]
-        is_plain = self._decoding.watches.slots is None and all(f.phase == "decode" and f.steps == 1 for f in fed)
-
-        def inputs() -> list[torch.Tensor]:
-            return [t for k in live for t in self._attention.inputs(self._tables[k], self._inputs[k])]
-
-        graphs.begin_sweep(self._changes if is_plain else None, inputs)
+        """Of a sweep in which every row decodes one token: of as many rows in each micro-batch of a block, whose
+        transformer blocks have the same budgets in common, another one launches the same."""
+        live = [(k, self._tables[k], self._inputs[k]) for k, batch in enumerate(self._batches) if batch.rows]
+        is_plain = self._decoding.watches.slots is None and all(f.phase == "decode" and f.steps == 1 for *_, f in live)
+        rows = (self._blocks, *((k, len(fed.ids), table.shared) for k, table, fed in live)) if is_plain else None
+        graphs.begin_sweep(rows, lambda: [t for _, table, fed in live for t in self._attention.inputs(table, fed)])
 
     # Rows
 
@@ -435,7 +432,6 @@ class Executor:
             batch.admit(entering, self._sharing if longest <= shape.sharing else None)
             table.admit(_sizes(entering))
         if have_left or entering:
-            self._changes += 1
             self._engine.cache.change_rows(k, moves, left, len(entering))
 
 

@@ -201,6 +201,12 @@ class SlotTable:
                 self._budgets.append(known.setdefault(table.numpy().tobytes(), RowBudgets(*table.unbind(1))))
         return self._budgets[block]
 
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """For each block the first one that has its budgets."""
+        first: dict[RowBudgets, int] = {}
+        return tuple(first.setdefault(self.at(block), block) for block in range(self._num_blocks))
+
     def most_slots(self, block: int) -> int:
         return int(self._table[block, :, -1].max())
 

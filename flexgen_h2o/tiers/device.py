@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, format_bytes, less_mar
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 HUGE_PAGE = 2 * 2**20
-CARD_LIBRARY_BYTES = 64 * 2**20  # cuBLAS takes a workspace through torch's allocator, up to 32 MiB a stream
+# Through torch's allocator: a workspace of cuBLAS, up to 32 MiB for each of two streams, and what graphs allocate.
+CARD_LIBRARY_BYTES = 96 * 2**20
 
 
 def host_buffer(nbytes: int) -> torch.Tensor:
@@ -170,7 +172,6 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._graph_stream: torch.cuda.Stream | None = None
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -241,10 +242,8 @@ class CudaDevice(Device):
         return torch.cuda.graph_pool_handle()
 
     def graph(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
-        if self._graph_stream is None:
-            self._graph_stream = torch.cuda.Stream(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._graph_stream):  # the usual one cannot be captured
+        with torch.cuda.stream(_graph_stream(self.torch_device)):  # the usual one cannot be captured
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 issue()
@@ -280,6 +279,12 @@ def _thread_stream(device: torch.device) -> torch.cuda.Stream:
     if not hasattr(_LOCAL, "stream"):
         _LOCAL.stream = torch.cuda.Stream(device)
     return cast(torch.cuda.Stream, _LOCAL.stream)
+
+
+@lru_cache
+def _graph_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines of a process: cuBLAS keeps a workspace for each stream (CARD_LIBRARY_BYTES)."""
+    return torch.cuda.Stream(device)
 
 
 def may_use_card(name: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.engine.graphs import PLAIN_SWEEPS, StepGraphs
-from flexgen_h2o.kvcache.eviction import H2ONorm, Tova
+from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Tova
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import CardDevice, fake_card
 from tests.gpu.test_cuda_parity import BUDGET, PLACEMENTS, model_folder
@@ -55,32 +55,34 @@ GRAPHS = 2 * (3 + 2)
 REPLAYS = GRAPHS * (FEW_TOKENS.max_tokens - 1 - PLAIN_SWEEPS)
 
 
-# One row leaves, and the last one enters; then one leaves whose place nobody takes.
-LENGTHS = [SamplingParams(n, ignore_eos=True) for n in (16, 16, 10, 16, 16, 16, 3)]
+# The first row leaves, and the last one takes its place; one leaves whose place nobody takes; one of the last block.
+LENGTHS = [SamplingParams(n, ignore_eos=True) for n in (3, 18, 18, 11, 18, 18, 18)]
 
 
-def test_graphs_are_made_anew_for_other_rows(tmp_path) -> None:
+@pytest.mark.parametrize("eviction", [None, H2O(heavy_size=6, recent_size=3, layer_schedule="pyramid")], ids=str)
+def test_graphs_are_made_anew_for_other_rows_alone(tmp_path, eviction: Any) -> None:
     folder = model_folder(tmp_path, CONFIGS["llama"])
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), params=LENGTHS)
-    tokens, card = on_card_with_graphs(folder, "all on the device", params=LENGTHS)
+    in_ram, more = MemoryBudget(host="1GiB"), {"eviction": eviction, "params": LENGTHS}
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", in_ram, **more)
+    tokens, card = on_card_with_graphs(folder, "all on the device", **more)
     assert tokens == expected
     assert made(card) == 2 * 2 * (2 + 1)
     assert not card.races
 
 
-def test_rows_that_leave_soon_leave_the_next_ones_longer_without_graphs() -> None:
+def test_graphs_that_were_seldom_used_are_made_later() -> None:
     graphs, sweeps = StepGraphs(CardDevice(Card(), has_graphs=True)), list[int]()
 
-    def sweep(rows: int) -> bool:
+    def sweep(rows: int | None) -> bool:
         graphs.begin_sweep(rows, lambda: [torch.zeros(1)])
-        runs: list[int] = []
-        graphs.run((0, 0), lambda: runs.append(1), None)
-        return graphs._inputs is not None
+        graphs.run((0, 0), lambda: None, None)
+        return graphs._is_used
 
-    for rows, count in enumerate((4, 4, 8, 20, 30, 6)):
+    for rows, count in enumerate((4, 4, 8, 20)):
         sweeps.append(sum(sweep(rows) for _ in range(count)))
     # Behind two plain sweeps, then behind four, until graphs were worth making, then behind two again.
-    assert sweeps == [2, 0, 4, 18, 28, 4]
+    assert sweeps == [2, 0, 4, 18]
+    assert [sweep(rows) for rows in (3, None, 3, 4, 4, None, 4)] == [True, False, True, False, False, False, True]
 
 
 def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
@@ -89,7 +91,7 @@ def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
     begin = StepGraphs.begin_sweep
 
     def forget(graphs: StepGraphs, rows: Any, inputs: Any) -> None:
-        kept = graphs._inputs
+        kept = graphs._inputs if graphs._used else None
         begin(graphs, rows, lambda: kept or inputs())
 
     monkeypatch.setattr(StepGraphs, "begin_sweep", forget)
