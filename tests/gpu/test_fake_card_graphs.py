@@ -13,7 +13,7 @@ from flexgen_h2o.engine.graphs import PLAIN_SWEEPS, StepGraphs
 from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Tova
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import CardDevice, fake_card
-from tests.gpu.test_cuda_parity import BUDGET, PLACEMENTS, model_folder
+from tests.gpu.test_cuda_parity import BUDGET, PLACEMENTS, model_folder, prompts
 from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, FAMILIES, FEW_TOKENS, OLMOE, generate, some_slow
 
 
@@ -38,11 +38,8 @@ def launches(card: Card) -> int:
     ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)})
 )
 def test_steps_of_the_same_rows_are_one_launch(tmp_path, family: str, eviction: str, packed: bool) -> None:
-    folder, kept, alone = (
-        model_folder(tmp_path, CONFIGS[family]),
-        EVICTIONS[eviction],
-        Policy(4, 1, compress_cache=packed),
-    )
+    folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
+    alone = Policy(4, 1, compress_cache=packed)
     expected, *_ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=kept)
     tokens, card = on_card_with_graphs(folder, "all on the device", kept, compress_cache=packed)
     assert tokens == expected
@@ -55,7 +52,7 @@ GRAPHS = 2 * (3 + 2)
 REPLAYS = GRAPHS * (FEW_TOKENS.max_tokens - 1 - PLAIN_SWEEPS)
 
 
-# The first row leaves, and the last one takes its place; one leaves whose place nobody takes; one of the last block.
+# Rows are sorted by these: one leaves, the last takes its place, and leaves too; nobody takes its place.
 LENGTHS = [SamplingParams(n, ignore_eos=True) for n in (3, 18, 18, 11, 18, 18, 18)]
 
 
@@ -67,6 +64,23 @@ def test_graphs_are_made_anew_for_other_rows_alone(tmp_path, eviction: Any) -> N
     tokens, card = on_card_with_graphs(folder, "all on the device", **more)
     assert tokens == expected
     assert made(card) == 2 * 2 * (2 + 1)
+    assert not card.races
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("what", ["window", "common prefix"])
+def test_windows_and_a_common_prefix_in_graphs(tmp_path, monkeypatch, what: str, eviction: str) -> None:
+    windows = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+    config = {**CONFIGS["llama"], "model_type": "qwen2", "use_sliding_window": True, **windows}
+    folder = model_folder(tmp_path, config if what == "window" else CONFIGS["llama"])
+    if what == "common prefix":
+        given = [[*range(5, 45), *own] for own in prompts()]
+        monkeypatch.setattr("tests.gpu.test_cuda_parity.prompts", lambda: given)
+    kept = EVICTIONS[eviction]
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept)
+    tokens, card = on_card_with_graphs(folder, "all on the device", kept)
+    assert tokens == expected
+    assert launches(card) == REPLAYS
     assert not card.races
 
 
