@@ -24,6 +24,15 @@ def on_card_with_graphs(folder, placement: str, eviction: Any = None, params: An
     return tokens, card
 
 
+def like_the_cpu(folder, eviction: Any, params: Any = FEW_TOKENS, **more: Any) -> Card:
+    """All on the card, whose tokens are the CPU's, without a race."""
+    in_ram = MemoryBudget(host="1GiB")
+    expected, *_ = generate(folder, Policy(4, 1, **more), "cpu", in_ram, eviction=eviction, params=params)
+    tokens, card = on_card_with_graphs(folder, "all on the device", eviction, params, **more)
+    assert tokens == expected and not card.races
+    return card
+
+
 def made(card: Card) -> int:
     return sum(count for (_, what), count in card.counts.items() if what == "graph")
 
@@ -38,12 +47,7 @@ def launches(card: Card) -> int:
     ("family", "eviction", "packed"), some_slow(product(FAMILIES, EVICTIONS, (False, True)), {("llama", "h2o", False)})
 )
 def test_steps_of_the_same_rows_are_one_launch(tmp_path, family: str, eviction: str, packed: bool) -> None:
-    folder, kept = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction]
-    alone = Policy(4, 1, compress_cache=packed)
-    expected, *_ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=kept)
-    tokens, card = on_card_with_graphs(folder, "all on the device", kept, compress_cache=packed)
-    assert tokens == expected
-    assert not card.races
+    card = like_the_cpu(model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction], compress_cache=packed)
     assert made(card) == GRAPHS and launches(card) == REPLAYS
 
 
@@ -58,13 +62,8 @@ LENGTHS = [SamplingParams(n, ignore_eos=True) for n in (3, 18, 18, 11, 18, 18, 1
 
 @pytest.mark.parametrize("eviction", [None, H2O(heavy_size=6, recent_size=3, layer_schedule="pyramid")], ids=str)
 def test_graphs_are_made_anew_for_other_rows_alone(tmp_path, eviction: Any) -> None:
-    folder = model_folder(tmp_path, CONFIGS["llama"])
-    in_ram, more = MemoryBudget(host="1GiB"), {"eviction": eviction, "params": LENGTHS}
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", in_ram, **more)
-    tokens, card = on_card_with_graphs(folder, "all on the device", **more)
-    assert tokens == expected
+    card = like_the_cpu(model_folder(tmp_path, CONFIGS["llama"]), eviction, LENGTHS)
     assert made(card) == 2 * 2 * (2 + 1)
-    assert not card.races
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -76,12 +75,7 @@ def test_windows_and_a_common_prefix_in_graphs(tmp_path, monkeypatch, what: str,
     if what == "common prefix":
         given = [[*range(5, 45), *own] for own in prompts()]
         monkeypatch.setattr("tests.gpu.test_cuda_parity.prompts", lambda: given)
-    kept = EVICTIONS[eviction]
-    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=kept)
-    tokens, card = on_card_with_graphs(folder, "all on the device", kept)
-    assert tokens == expected
-    assert launches(card) == REPLAYS
-    assert not card.races
+    assert launches(like_the_cpu(folder, EVICTIONS[eviction])) == REPLAYS
 
 
 def test_graphs_that_were_seldom_used_are_made_later() -> None:
