@@ -69,8 +69,16 @@ class StepGraphs:
 
 def graphs_of(engine: Engine, alike: bool) -> StepGraphs | None:
     """Where decode steps of the same rows launch the same, with all that they read and write where it was. alike: does
-    attention, and is a layer one step? Routers are asked in the middle of a step."""
+    attention, and is a layer one step? Routers are asked in the middle of a step. Without overlap each step is waited
+    for, and none is a graph."""
     rings = map(engine.ring, ("weight ring", "cache ring", "hidden ring"))
     on_card = engine.device.has_graphs and not attends_on_host(engine.policy, engine.device.is_host)
-    is_static = on_card and alike and triton.is_installed() and not engine.spec.experts and not any(rings)
+    is_static = (
+        on_card
+        and alike
+        and engine.policy.overlap
+        and triton.is_installed()
+        and not engine.spec.experts
+        and not any(rings)
+    )
     return StepGraphs(engine.device) if is_static else None

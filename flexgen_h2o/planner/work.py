@@ -117,7 +117,7 @@ class CostContext:
         need, policy = self.need, self.policy
         alike = need.in_one_launch and not (need.per_query or need.record.pages) and policy.attn_sparsity == 1
         stays = all(shares[0] == 1 for shares in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
-        return alike and stays and not self.spec.experts and not self.on_host
+        return alike and stays and policy.overlap and not self.spec.experts and not self.on_host
 
     @cached_property
     def weight_shares(self) -> Shares:

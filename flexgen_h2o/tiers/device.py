@@ -11,7 +11,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -123,7 +123,7 @@ class Device(ABC):
     def graph(self, issue: Callable[[], None], pool: object) -> Callable[[], None]:
         """What carries out at once all that `issue` gives the card, as often as it is called, with the tensors that
         `issue` had, which must stay. `issue` may neither wait for the card nor bring it anything from the host, and
-        what it launches must have been launched before."""
+        what it launches must have been launched before. FlexgenError where the card makes none."""
         return issue
 
 
@@ -243,12 +243,21 @@ class CudaDevice(Device):
 
     def graph(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(_graph_stream(self.torch_device)):  # the usual one cannot be captured
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                issue()
-            finally:
+        try:
+            with torch.cuda.stream(_graph_stream(self.torch_device)):  # the usual one cannot be captured
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    issue()
+                except BaseException:
+                    with suppress(RuntimeError):  # of the capture that has failed
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            raise FlexgenError(f"no CUDA graph can be made ({said}); --overlap false goes without") from error
         return graph.replay
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.graphs import PLAIN_SWEEPS, StepGraphs
 from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Tova
+from flexgen_h2o.tiers.device import CudaDevice
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import CardDevice, fake_card
 from tests.gpu.test_cuda_parity import BUDGET, PLACEMENTS, model_folder, prompts
@@ -93,6 +96,35 @@ def test_graphs_that_were_seldom_used_are_made_later() -> None:
     assert [sweep(rows) for rows in (3, None, 3, 4, 4, None, 4)] == [True, False, True, False, False, False, True]
 
 
+class BrokenGraph:
+    """A capture that `torch.cuda` has begun, and cannot end."""
+
+    replay = None
+
+    def capture_begin(self, *given: Any, **more: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+
+
+@pytest.mark.parametrize("error", [None, torch.cuda.OutOfMemoryError("all taken"), KeyboardInterrupt()], ids=str)
+def test_a_card_that_makes_no_graph_says_how_to_go_without(monkeypatch, error: BaseException | None) -> None:
+    def issue() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenGraph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr("flexgen_h2o.tiers.device._graph_stream", lambda device: None)
+    card = CudaDevice.__new__(CudaDevice)
+    card.torch_device = torch.device("cpu")
+    with pytest.raises(FlexgenError if error is None else type(error)) as caught:
+        card.graph(issue, None)
+    if error is None:
+        assert "when stream is capturing); --overlap false" in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
     folder = model_folder(tmp_path, CONFIGS["llama"])
     expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))
@@ -114,7 +146,8 @@ def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
         ("KV on host", "normal", {}), ("weights on host, pinned", "normal", {}),
         ("all on the device", "normal", {"eviction": H2ONorm(heavy_size=6, recent_size=3)}),
         ("all on the device", "normal", {"eviction": Tova(heavy_size=4)}),
-        ("all on the device", "olmoe", {}), ("attention on the CPU, KV on host", "normal", {}),
+        ("all on the device", "normal", {"overlap": False}), ("all on the device", "olmoe", {}),
+        ("attention on the CPU, KV on host", "normal", {}),
     ],
 )  # fmt: skip
 def test_other_steps_are_not_graphs(tmp_path, placement: str, config: str, more: dict[str, Any]) -> None:
