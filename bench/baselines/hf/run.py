@@ -46,8 +46,11 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     )
     setting = {"attention": attention, "cache": cache.get("cache_implementation", "dynamic"), **experts}
     if "compile" in others:
-        setting |= {} if request.device == "cuda" else SETTINGS | request.settings
-        cache["compile_config"] = CompileConfig() if request.device == "cuda" else _compiled(model, setting)
+        if request.device == "cuda":
+            cache["compile_config"] = CompileConfig()
+        else:
+            setting |= SETTINGS | request.settings
+            cache["compile_config"] = _compiled(model, setting)
     return generate(model, request, meter, cache=cache) | {"setting": setting}
 
 
