@@ -88,9 +88,8 @@ class Watch(Protocol):
 @dataclass
 class Card:
     """What has been done. counts: by (step, what), of what the computing thread did; a step is a phase and a layer's
-    kind. places: the same by line of code. recorded: what a graph
-    does, while one is made. races: by the two places. watch: sees each launch. late: copies that are
-    put off, each with its stream and time."""
+    kind. places: the same by line of code. recorded: what a graph does, while one is made. races: by the two places.
+    watch: sees each launch. late: copies that are put off, each with its stream and time."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     places: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -394,9 +393,8 @@ class _Operation:
 
         def again() -> None:
             self._card.launch("launch", self._name, reads, writes)
-            for there, new in zip(
-                writes, (t for t in _leaves_of(self._func(*args, **kwargs)) if _is_tensor(t)), strict=True
-            ):
+            made = [t for t in _leaves_of(self._func(*args, **kwargs)) if _is_tensor(t)]
+            for there, new in zip(writes, made, strict=True):
                 if there is not new:
                     there.copy_(new)
 

@@ -125,7 +125,7 @@ class CardDevice(Device):
 
     def graph(self, issue: Callable[[], None], pool: object) -> Callable[[], None]:
         """What is recorded is carried out meanwhile: the first time that it is wanted it is done."""
-        card, is_done = self._card, [True]
+        card, is_done = self._card, True
         with card.lock:
             assert card.recorded is None
             card.recorded = recorded = list[Callable[[], object]]()
@@ -135,6 +135,7 @@ class CardDevice(Device):
             card.recorded = None
 
         def replay() -> None:
+            nonlocal is_done
             with card.lock:
                 card.before()
                 card.count("launch", "graph")
@@ -142,7 +143,7 @@ class CardDevice(Device):
                     with card.uncounted():
                         for operation in recorded:
                             operation()
-                is_done.clear()
+            is_done = False
 
         return replay
 

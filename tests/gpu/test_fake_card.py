@@ -37,10 +37,13 @@ def params_of(placement: str) -> SamplingParams:
     return GREEDY if sum(PLACEMENTS[placement]["percent"][2:4]) < 100 else FEW_TOKENS
 
 
-def on_fake_card(folder, placement: str, eviction: Any = None, has_triton: bool = True, **more: Any):
+def on_fake_card(
+    folder, placement: str, eviction: Any = None, has_triton: bool = True, has_graphs: bool = False, params: Any = None,
+    **more: Any,
+):  # fmt: skip
     """Tokens, and what was counted."""
-    with fake_card(has_triton) as card:
-        policy, params = Policy(3, 2, **PLACEMENTS[placement], **more), params_of(placement)
+    with fake_card(has_triton, has_graphs) as card:
+        policy, params = Policy(3, 2, **PLACEMENTS[placement], **more), params or params_of(placement)
         tokens, *_ = generate(folder, policy, "cuda", BUDGET, eviction=eviction, params=params)
     return tokens, card
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,23 +16,18 @@ from flexgen_h2o.engine.graphs import PLAIN_SWEEPS, StepGraphs
 from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Tova
 from flexgen_h2o.tiers.device import CudaDevice
 from tests.gpu.fake_card import Card
-from tests.gpu.fake_engine import CardDevice, fake_card
-from tests.gpu.test_cuda_parity import BUDGET, PLACEMENTS, model_folder, prompts
-from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, FAMILIES, FEW_TOKENS, OLMOE, generate, some_slow
+from tests.gpu.fake_engine import CardDevice
+from tests.gpu.test_cuda_parity import model_folder, prompts
+from tests.gpu.test_fake_card import CONFIGS, EVICTIONS, FAMILIES, FEW_TOKENS, OLMOE, generate, on_fake_card, some_slow
 
-
-def on_card_with_graphs(folder, placement: str, eviction: Any = None, params: Any = FEW_TOKENS, **more: Any):
-    with fake_card(has_graphs=True) as card:
-        policy = Policy(3, 2, **PLACEMENTS[placement], **more)
-        tokens, *_ = generate(folder, policy, "cuda", BUDGET, eviction=eviction, params=params)
-    return tokens, card
+on_card_with_graphs = partial(on_fake_card, has_graphs=True)
 
 
 def like_the_cpu(folder, eviction: Any, params: Any = FEW_TOKENS, **more: Any) -> Card:
     """All on the card, whose tokens are the CPU's, without a race."""
     in_ram = MemoryBudget(host="1GiB")
     expected, *_ = generate(folder, Policy(4, 1, **more), "cpu", in_ram, eviction=eviction, params=params)
-    tokens, card = on_card_with_graphs(folder, "all on the device", eviction, params, **more)
+    tokens, card = on_card_with_graphs(folder, "all on the device", eviction, params=params, **more)
     assert tokens == expected and not card.races
     return card
 
@@ -131,7 +127,7 @@ def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
     begin = StepGraphs.begin_sweep
 
     def forget(graphs: StepGraphs, rows: Any, inputs: Any) -> None:
-        kept = graphs._inputs if graphs._used else None
+        kept = graphs._inputs
         begin(graphs, rows, lambda: kept or inputs())
 
     monkeypatch.setattr(StepGraphs, "begin_sweep", forget)
