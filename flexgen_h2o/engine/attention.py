@@ -116,12 +116,6 @@ class UnitAttention:
             frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
 
-    @property
-    def launches_alike(self) -> bool:
-        """On a card with Triton: do decode steps of the same rows launch the same, whatever their `inputs`?"""
-        needs = self._eviction.needs  # what queries weigh is in a table that grows
-        return needs.in_one_launch and not needs.per_query and not needs.page and self._sparsity == 1
-
     def inputs(self, table: SlotTable, fed: SweepInput) -> list[torch.Tensor]:
         """What a card is told of a decode step of these rows, which all blocks read."""
         self._step_numbers(0, table, fed)

@@ -65,7 +65,7 @@ class Executor:
         self._where = engine.device.torch_device
         copies = engine.common_prefix(common) if common else None
         self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._where, copies)
-        self.graphs = graphs_of(engine, self._attention.launches_alike and self._in_step)
+        self.graphs = graphs_of(engine, eviction)
         self._blocks = 0
 
     @property

@@ -10,9 +10,10 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from flexgen_h2o.engine.memory_plan import attends_on_host
+from flexgen_h2o.engine.memory_plan import makes_graphs
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kernels import triton
+from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.tiers.device import Device
 
 PLAIN_SWEEPS = 2  # of rows before their steps become graphs: what is launched is compiled and allocated then
@@ -27,8 +28,7 @@ class StepGraphs:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._rows: Hashable = None
-        self._sweeps = self._used = 0  # of these rows: plain ones, and those with graphs
-        self._plain = PLAIN_SWEEPS
+        self._sweeps, self._plain = 0, PLAIN_SWEEPS  # of these rows, of which the first so many are plain
         self._is_used = False  # in this sweep
         self._graphs: dict[StepKey, Callable[[], None]] = {}
         self._pool: object = None
@@ -39,22 +39,27 @@ class StepGraphs:
         """Once all rows of a sweep are known, before the first of its steps. rows: equal where the steps of two sweeps
         launch the same; None: they launch what no other does, and graphs wait for the next sweep. inputs: makes what
         the card is told of the sweep, in tensors that steps read."""
-        if rows is not None and rows != self._rows:
-            if self._used:
-                self._plain = PLAIN_SWEEPS if self._used >= WORTH_MAKING else min(2 * self._plain, MOST_PLAIN_SWEEPS)
-            self._graphs, self._held, self._inputs = {}, [], []
-            self._sweeps, self._used, self._rows = 0, 0, rows
-        self._is_used = rows is not None and self._sweeps >= self._plain
-        if rows is None or not self._is_used:
-            self._sweeps += rows is not None
+        self._is_used = False
+        if rows is None:
             return
-        new = list(inputs())
-        if not self._used:
+        if rows != self._rows:
+            self._begin(rows)
+        self._sweeps += 1
+        if self._sweeps <= self._plain:
+            return
+        self._is_used, new = True, list(inputs())
+        if not self._inputs:
             self._inputs, self._pool = new, self._device.graph_pool()
-        self._used += 1
         for ours, theirs in zip(self._inputs, new, strict=True):
             if ours is not theirs:
                 ours.copy_(theirs)
+
+    def _begin(self, rows: Hashable) -> None:
+        used = self._sweeps - self._plain
+        if used > 0:
+            self._plain = PLAIN_SWEEPS if used >= WORTH_MAKING else min(2 * self._plain, MOST_PLAIN_SWEEPS)
+        self._rows, self._sweeps = rows, 0
+        self._graphs, self._held, self._inputs = {}, [], []
 
     def run(self, key: StepKey, issue: Callable[[], None], held: object) -> None:
         """Carry out a step: `issue` launches it. held: what has tensors for it that were made in this sweep."""
@@ -67,18 +72,7 @@ class StepGraphs:
         self._graphs[key]()
 
 
-def graphs_of(engine: Engine, alike: bool) -> StepGraphs | None:
-    """Where decode steps of the same rows launch the same, with all that they read and write where it was. alike: does
-    attention, and is a layer one step? Routers are asked in the middle of a step. Without overlap each step is waited
-    for, and none is a graph."""
-    rings = map(engine.ring, ("weight ring", "cache ring", "hidden ring"))
-    on_card = engine.device.has_graphs and not attends_on_host(engine.policy, engine.device.is_host)
-    is_static = (
-        on_card
-        and alike
-        and engine.policy.overlap
-        and triton.is_installed()
-        and not engine.spec.experts
-        and not any(rings)
-    )
-    return StepGraphs(engine.device) if is_static else None
+def graphs_of(engine: Engine, eviction: Eviction) -> StepGraphs | None:
+    """None where steps are no graphs. In a pipeline each micro-batch is computed alone."""
+    are_alike = makes_graphs(engine.spec, engine.policy, eviction.needs.launches_alike) and engine.wire is None
+    return StepGraphs(engine.device) if are_alike and engine.device.has_graphs and triton.is_installed() else None

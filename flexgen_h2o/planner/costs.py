@@ -14,6 +14,7 @@ from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.model import Layer, LayerKind, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import FEW_ROWS, READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, JOINED_KINDS, joined
+from flexgen_h2o.engine.memory_plan import makes_graphs
 from flexgen_h2o.engine.weight_units import layer_kinds, layer_plan, layer_steps, loaded_kinds, waits_for_router
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, shape_of
 from flexgen_h2o.planner.profile import HardwareProfile
@@ -216,7 +217,7 @@ class Costs:
             issue_s += self._launch_s * (PROMPT_LAUNCHES * (sweep == 0) + (ROUTER_LAUNCHES if routes else 0))
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
-        if sweep and p.device_is_asynchronous and at.makes_graphs:
+        if sweep and p.device_is_asynchronous and makes_graphs(at.spec, at.policy, at.need.launches_alike):
             issue_s = min(issue_s, p.graph_step_s)
         hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
         kv_load, kv_store, hidden_load, hidden_store = (self._priced(moves) for moves in (*kv, *hidden))

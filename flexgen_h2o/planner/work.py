@@ -112,14 +112,6 @@ class CostContext:
         return not self.splits and not self.device_is_host and self.form.has_codes
 
     @cached_property
-    def makes_graphs(self) -> bool:
-        """Are decode steps graphs, on a card that makes them (engine/graphs.graphs_of)?"""
-        need, policy = self.need, self.policy
-        alike = need.in_one_launch and not (need.per_query or need.record.pages) and policy.attn_sparsity == 1
-        stays = all(shares[0] == 1 for shares in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
-        return alike and stays and policy.overlap and not self.spec.experts and not self.on_host
-
-    @cached_property
     def weight_shares(self) -> Shares:
         return tier_shares(self.policy.weight_shares, self.device_is_host)
 

@@ -80,6 +80,12 @@ class Needs:
         """Does a card's launch of decode attention keep what is recorded, and find the column that leaves?"""
         return not self.record or (self.ranks_by_score and set(self.record) == {POSITIONS, SCORES})
 
+    @property
+    def launches_alike(self) -> bool:
+        """Does a card launch the same in every decode step of as many rows? What queries weigh is in a table that
+        grows."""
+        return self.in_one_launch and not self.per_query and not self.page
+
 
 @dataclass(frozen=True)
 class RowRecord:
