@@ -18,7 +18,9 @@ import importlib
 import json
 import os
 import random
+import signal
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -197,6 +199,20 @@ def main(
     sys.stderr.flush()
     print(json.dumps({**found, "versions": _versions(packages)}), flush=True)
     return 0
+
+
+def convert_apart(*arguments: str | Path) -> None:
+    """Run a converter in a process of its own, so that its memory is not counted: a script, or `-c` and code, and what
+    it is given. Raises RefusedError with its last line for exit code 2, DoesNotFitError where the kernel has killed it,
+    which had no memory left, RuntimeError for anything else."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    said = done.stderr.strip()
+    if done.returncode == EXIT_REFUSED:
+        raise RefusedError(said.splitlines()[-1])
+    if done.returncode == -signal.SIGKILL:
+        raise DoesNotFitError("the converter was killed: no memory left")
+    if done.returncode:
+        raise RuntimeError(f"the converter ended with exit code {done.returncode}: {said[-500:]}")
 
 
 def write_scores(given: Path, request: Request, score: Score | None) -> None:

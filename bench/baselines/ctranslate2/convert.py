@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from ctranslate2.converters import TransformersConverter
 
+UNKNOWN = "No conversion is registered"  # how CTranslate2 says that it does not know a model
+
 
 class MadeUpWords:
     """What the converter asks of a tokenizer."""
@@ -37,8 +39,14 @@ class Converter(TransformersConverter):  # type: ignore[misc]
 def main() -> int:
     source, target, compute_type = sys.argv[1:]
     converter = Converter(source, load_as_float16=False, low_cpu_mem_usage=True)
-    with torch.inference_mode():
-        converter.convert(target, quantization=compute_type, force=True)
+    try:
+        with torch.inference_mode():
+            converter.convert(target, quantization=compute_type, force=True)
+    except ValueError as error:
+        if not str(error).startswith(UNKNOWN):
+            raise
+        print(f"CTranslate2: {str(error).partition(' (')[0]}", file=sys.stderr)
+        return 2
     config = json.loads((Path(source) / "config.json").read_text())
     (Path(target) / "words.txt").write_text("\n".join(MadeUpWords(config).words) + "\n")
     return 0

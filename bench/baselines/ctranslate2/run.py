@@ -6,14 +6,13 @@ random weights. Peak memory is over a process that has imported ctranslate2: it 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, main
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, convert_apart, main
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -66,11 +65,10 @@ def _generate(model: Any, prompts: list[list[int]], words: list[str], gen_len: i
 
 
 def _converted(request: Request) -> Path:
-    """The converted folder, made in a process of its own so that the converter's memory is not counted."""
+    """The converted folder, made once."""
     folder = request.offload_dir / f"ctranslate2-{request.model_dir.name}-{request.variant}"
     if not (folder / "words.txt").exists():
-        convert = str(Path(__file__).with_name("convert.py"))
-        subprocess.run([sys.executable, convert, request.model_dir, folder, request.variant], check=True)
+        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, folder, request.variant)
     return folder
 
 

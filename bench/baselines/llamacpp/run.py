@@ -10,7 +10,6 @@ together).
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, RefusedError, Request, main
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, RefusedError, Request, convert_apart, main
 
 SETTINGS: dict[str, int] = {"flash_attn": 1, "kv_unified": 0, "ubatch": 512}
 FTYPES = {"q4_0": 2, "q4_k": 15}  # LLAMA_FTYPE_MOSTLY_Q4_0, _Q4_K_M
@@ -145,7 +144,7 @@ def _say_nothing(level: int, text: bytes, data: Any) -> None:
 
 
 def _converted(request: Request) -> Path:
-    """The GGUF file, made in a process of its own so that the converter's memory is not counted."""
+    """The GGUF file, converted once."""
     kind = request.variant.removesuffix("-mmap")
     path = _gguf(request, kind)
     if path.exists():
@@ -154,24 +153,16 @@ def _converted(request: Request) -> Path:
     first = kind if kind in ("bf16", "q8_0") else "bf16"
     whole = _gguf(request, first)
     if not whole.exists():
-        _run([str(Path(__file__).with_name("convert.py")), str(request.model_dir), str(whole), first])
+        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, whole, first)
     if whole != path:
         half = path.with_suffix(".part")
-        _run(["-c", QUANTISE, str(whole), str(half), str(FTYPES[kind])])
+        convert_apart("-c", QUANTISE, whole, half, str(FTYPES[kind]))
         half.rename(path)
     return path
 
 
 def _gguf(request: Request, kind: str) -> Path:
     return request.offload_dir / f"llamacpp-{request.model_dir.name}-{kind}.gguf"
-
-
-def _run(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode == RefusedError.exit_code:
-        raise RefusedError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise RuntimeError(f"{arguments[0]}: {done.stderr.strip()[-500:]}")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ bits, its own default), group (of the activations' int8 scales in products with 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, main
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, convert_apart, main
 
 SETTINGS: dict[str, int] = {"kv_u8": 1, "group": 32}
 VARIANTS = ("int8", "bf16")
@@ -80,15 +79,12 @@ def _logits(model: Any, tokens: Any, beams: Any) -> Any:
 
 
 def _converted(request: Request) -> Path:
-    """The converted model, made in a process of its own so that the converter's memory is not counted."""
+    """The converted model, made once."""
     path = request.offload_dir / f"openvino-{request.model_dir.name}-{request.variant}.xml"
     if not path.exists():
         request.offload_dir.mkdir(parents=True, exist_ok=True)
-        convert = str(Path(__file__).with_name("convert.py"))
         half = path.with_name(f"half-{path.name}")
-        subprocess.run(
-            [sys.executable, convert, request.model_dir, half, request.variant], check=True, stdout=sys.stderr
-        )
+        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, half, request.variant)
         half.with_suffix(".bin").rename(path.with_suffix(".bin"))
         half.rename(path)
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
-from contract import RefusedError, Request, StoredTensor, stored_tensors
+from contract import DoesNotFitError, RefusedError, Request, StoredTensor, convert_apart, stored_tensors
 
 from tests.unit.bench.test_throughput_sweep import load
 
@@ -76,10 +75,16 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
 )
 def test_what_it_does_not_convert_is_refused_in_a_line(tmp_path: Path, config: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, str(BASELINES / "llamacpp" / "convert.py"), str(tmp_path), str(tmp_path / "x"), "bf16"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("llama.cpp: not converted here: model_type") and done.stderr.count("\n") == 1
+    with pytest.raises(RefusedError, match=r"^llama\.cpp: not converted here: model_type .*$"):
+        convert_apart(BASELINES / "llamacpp" / "convert.py", tmp_path, tmp_path / "x", "bf16")
+
+
+def test_a_converter_that_breaks_has_not_refused() -> None:
+    convert_apart("-c", "print('done')")
+    with pytest.raises(RuntimeError, match=r"exit code 1: no disk$"):
+        convert_apart("-c", "raise SystemExit('no disk')")
+    with pytest.raises(DoesNotFitError, match="no memory left"):
+        convert_apart("-c", "import os; os.kill(os.getpid(), 9)")
 
 
 def test_more_rows_than_a_context_has_sequences_are_refused(tmp_path: Path) -> None:
