@@ -2,7 +2,8 @@
 
 The model's inputs are input_ids (rows, tokens), int64, and beam_idx (rows,), int32; its output the logits of each row's
 last token. The KV cache is a state inside it, in the form that OpenVINO's CPU plugin fuses with attention: read,
-gathered by beam_idx, concatenated. int8 is weights alone (nncf, a scale a row).
+gathered by beam_idx, concatenated. int8 is weights alone (nncf, a scale a row). Experts are in the form that the plugin
+turns into products of the chosen ones alone: all of them over copies of all tokens.
 """
 
 from __future__ import annotations
@@ -48,9 +49,32 @@ class Step(torch.nn.Module):
         return (out.logits[:, -1], *present)
 
 
+class Experts(torch.nn.Module):
+    """SwiGLU experts without biases, of (tokens, width), the chosen ones and their shares, (tokens, top k)."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.count, self.act_fn = experts.num_experts, experts.act_fn
+        gate, up = experts.gate_up_proj.data.chunk(2, dim=1)
+        # Constants of their own: folded out of the whole they would be there twice.
+        self.weights = [gate.contiguous(), up.contiguous(), experts.down_proj.data]
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (weight.transpose(1, 2) for weight in self.weights)
+        width = hidden.shape[-1]
+        copies = hidden.reshape(-1, width).repeat(self.count, 1).view(self.count, -1, width)
+        found = torch.bmm(self.act_fn(torch.bmm(copies, gate)) * torch.bmm(copies, up), down)
+        weighs = torch.zeros(hidden.shape[0], self.count, dtype=shares.dtype).scatter(1, chosen, shares)
+        found = found.view(self.count, 1, -1, width) * weighs.transpose(0, 1).view(self.count, 1, -1)[..., None]
+        return found.sum(dim=0).reshape(-1, width)
+
+
 def convert(folder: str, target: str, dtype: torch.dtype) -> None:
     """Save the model: what the frontend makes of it shares its memory."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    for block in list(model.modules()):
+        if hasattr(getattr(block, "experts", None), "gate_up_proj"):
+            block.experts = Experts(block.experts)
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
