@@ -81,6 +81,9 @@ class Sweep:
                 ready.append(system)
         if not ready:
             return EXIT_DONE
+        if self.signed is not None and not self.repeats:
+            quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
+            return EXIT_DONE
         folder = _model_folder(cell.model, self.setup)
         chosen, tried = [], list[Line]()
         for system in ready:
@@ -233,7 +236,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--cell", nargs="+", default=[], metavar="MODEL,S,N,BUDGET,FIRST,LAST", help="cells of your own")
     some = f"only these of {', '.join(s.name for s in SYSTEMS)}, {SHARES}; NAME@ROWS: with so many, without a search"
     add("--systems", nargs="+", metavar="NAME", help=some)
-    add("--repeats", type=count, help="runs at the best batch (3)")
+    add("--repeats", type=count, help="runs at the best batch (3); of signed cells 0: what answers lose alone")
     add(
         "--time", type=common.seconds, default=math.inf, metavar="S", help="begin no round of runs that would end later"
     )
@@ -286,7 +289,7 @@ def _check_signed(args: argparse.Namespace) -> None:
     if any(given.values()):
         flags = ", ".join(flag for flag, is_given in given.items() if is_given)
         raise UsageError(f"{flags}: the signed grid is of whole measurements on a CPU in {BF16}; leave it out")
-    if args.repeats is not None and args.repeats < OF_SIGNED["repeats"]:
+    if args.repeats and args.repeats < OF_SIGNED["repeats"]:
         raise UsageError(f"--repeats {args.repeats}: the signed grid has at least {OF_SIGNED['repeats']} rounds")
     commit = common.commit()
     if commit is None or commit.endswith(common.DIRTY):

@@ -223,9 +223,12 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
 
 
 def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
-    """KL and flips of a system at the cell's lengths."""
+    """KL and flips of a system at the cell's lengths, and on what, where that is not the model of the others."""
     line = _loss(system, cell, losses)
-    return "not measured yet" if line is None else f"{line['kl']['value']:.3g}; {line['flips']['value']:.0%}"
+    if line is None:
+        return "not measured yet"
+    another = "" if line["model"] == quality.MODEL else f" ({line['model']})"
+    return f"{line['kl']['value']:.3g}; {line['flips']['value']:.0%}{another}"
 
 
 def kept(cell: Cell, line: Line) -> str:
@@ -270,8 +273,9 @@ def _loss(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Li
     peer, _, variant = system.partition("-")
     is_exact = variant == quality.EXACT if peer == "ours" else not quality.LOSSY.search(system)
     if is_exact:
-        return {"kl": {"value": 0.0}, "flips": {"value": 0.0}}
-    return quality.find(losses, **quality.of_cell(cell, variant if peer == "ours" else system))
+        return {"kl": {"value": 0.0}, "flips": {"value": 0.0}, "model": quality.MODEL}
+    wanted = quality.of_cell(cell, variant if peer == "ours" else system)
+    return quality.find(losses, **wanted, model=quality.MODEL) or quality.find(losses, **wanted)
 
 
 def _losses(lines: Sequence[quality.Line]) -> str:

@@ -2,7 +2,7 @@
 
 Of settings of ours `evaluate fidelity` at the lengths of the cell, with the flags that the setting runs with; of peers
 with bits of their own the same rows and steps, whose tokens they are given. A JSON line for each setting and lengths in
-quality.jsonl beside the sweep's lines, made once.
+quality.jsonl beside the sweep's lines, made once for each model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def flags_of(variant: str) -> tuple[list[str], str]:
 def measure(folder: Path, cell: Cell, systems: Sequence[System], model: str, setup: Setup) -> None:
     """Add the lines that are missing; what fails is said, and the sweep goes on."""
     _measure_ours(folder, cell, systems, model, setup.offload_dir)
-    lines, of_model = read(folder), {"model": model}
+    lines, of_model = read(folder), {"model": Path(model).name}
     peers = [system for system in systems if not system.ours and LOSSY.search(system.name)]
     missing = [peer for peer in peers if find(lines, **of_cell(cell, peer.name), **of_model) is None]
     if not missing:
@@ -100,10 +100,10 @@ def _keep(folder: Path, line: Line) -> None:
 
 
 def _measure_ours(folder: Path, cell: Cell, systems: Iterable[System], model: str, offload_dir: Path) -> None:
-    lines = read(folder)
+    lines, of_model = read(folder), {"model": Path(model).name}
     missing: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by flags: variants that one command compares
     for system in systems:
-        wanted = of_cell(cell, system.variant) | {"model": model}
+        wanted = of_cell(cell, system.variant) | of_model
         if system.ours and system.variant != EXACT:
             flags, policy = flags_of(system.variant)
             found = find(lines, **wanted)
@@ -120,7 +120,7 @@ def _measure_ours(folder: Path, cell: Cell, systems: Iterable[System], model: st
             print(f"quality of {variants[0][0]} in {cell.name}: not measured, {cells}", flush=True)
             continue
         for variant, policy in variants:
-            line = of_cell(cell, variant) | {"model": model}
+            line = of_cell(cell, variant) | of_model
             line |= {name: cells[policy][name] for name in ("kl", "flips", "kv_share", "read_share")}
             _keep(folder, line | {"command": command})
 
