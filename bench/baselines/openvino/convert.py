@@ -72,9 +72,9 @@ class Experts(torch.nn.Module):
 def convert(folder: str, target: str, dtype: torch.dtype) -> None:
     """Save the model: what the frontend makes of it shares its memory."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
-    for block in list(model.modules()):
-        if hasattr(getattr(block, "experts", None), "gate_up_proj"):
-            block.experts = Experts(block.experts)
+    # Of the blocks alone: a list with their experts would keep the weights that these are made of.
+    for block in [block for block in model.modules() if hasattr(getattr(block, "experts", None), "gate_up_proj")]:
+        block.experts = Experts(block.experts)
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
