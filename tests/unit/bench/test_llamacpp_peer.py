@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -75,8 +76,12 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
 )
 def test_what_it_does_not_convert_is_refused_in_a_line(tmp_path: Path, config: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RefusedError, match=r"^llama\.cpp: not converted here: model_type .*$"):
-        convert_apart(BASELINES / "llamacpp" / "convert.py", tmp_path, tmp_path / "x", "bf16")
+    command = [sys.executable, str(BASELINES / "llamacpp" / "convert.py"), str(tmp_path), str(tmp_path / "x"), "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("llama.cpp: not converted here: model_type") and done.stderr.count("\n") == 1
+    with pytest.raises(RefusedError, match=r"^llama\.cpp: not converted here: model_type"):
+        convert_apart(*command[1:])
 
 
 def test_a_converter_that_breaks_has_not_refused() -> None:

@@ -220,9 +220,8 @@ def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
     monkeypatch.setattr(quality, "_cells", lambda *_: {"h2o": loss | {"flips": {"value": 0.5}}})
     quality.measure(tmp_path, CELL, [systems[1], systems[3]], str(tmp_path / "llama"), SETUP)
     found = quality.read(tmp_path)
-    assert (
-        page.lost(page.H2O_SMALL, CELL, found) == "0.5; 25%" and page.lost(page.H2O, CELL, found) == "0.5; 50% (llama)"
-    )
+    assert page.lost(page.H2O_SMALL, CELL, found) == "0.5; 25%"
+    assert page.lost(page.H2O, CELL, found) == "0.5; 50% (llama)"
     assert page.lost(PEER.name, CELL, []) == "0; 0%"
 
 
@@ -412,10 +411,9 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     assert measured == ["profile", *[quality.MODEL] * 2] and "opt-tiny, 8 + 4, in RAM" in written
     assert "in the search only: 4 with 8 rows; `hf-eager` was faster there" in written
     assert all(is_of(Cell(str(OPT_TINY), 8, 4, "none", (8, 8)), line) for line in lines)
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--repeats", "0", "--again"])
+    given = list(sys.argv)
+    monkeypatch.setattr(sys, "argv", [*given, "--repeats", "0", "--again"])
     assert door.main() == 0 and measured[-2:] == [quality.MODEL] * 2 and len(measured) == 4
     assert len(Store(tmp_path / "signed.jsonl").lines) == len(lines)
-    monkeypatch.setattr(
-        sys, "argv", [*sys.argv[:-3], "--systems", "llamacpp-bf16"]
-    )  # where all refuse there is no round
+    monkeypatch.setattr(sys, "argv", [*given, "--systems", "llamacpp-bf16"])  # where all refuse there is no round
     assert door.main() == 0 and Store(tmp_path / "signed.jsonl").lines[-1]["status"] == REFUSED
