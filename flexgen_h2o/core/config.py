@@ -62,9 +62,12 @@ class Policy:
     overlap: bool = setting(True, "move and compute at the same time")
     sep_layer: bool = setting(True, "attention and MLP are two schedule steps")
     expert_group: int = setting(
-        0, "experts of a mixture that move as one piece; 0: as many as are worth a read, one where few rows decode",
-        low=0, high=2**16,
-    )  # fmt: skip
+        0,
+        "experts of a mixture that move as one piece; 0: all of a block where none moves, else as many as are worth a "
+        "read, one where few rows decode",
+        low=0,
+        high=2**16,
+    )
     pin_weight: bool = setting(True, "pin what the host holds, with a card")
     attn_sparsity: float = setting(
         1.0,

@@ -19,8 +19,10 @@ MOST_HEAD_PARTS = 16  # each is a step of each micro-batch
 
 
 def expert_group(spec: ModelSpec, policy: Policy) -> int:
-    """Experts of a unit; 0 where the model has none."""
-    return spec.experts.group_size(policy.expert_group, policy.block_size) if spec.experts else 0
+    """Experts of a unit; 0 where the model has none. All of a unit are decoded at a time, where they are."""
+    decoded = spec.quantization or (policy.compress_weight and not policy.int8_compute)
+    stay = policy.percent[0] == 100 and not decoded
+    return spec.experts.group_size(policy.expert_group, policy.block_size, stay) if spec.experts else 0
 
 
 def waits_for_router(spec: ModelSpec, policy: Policy) -> bool:

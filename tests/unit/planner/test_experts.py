@@ -63,8 +63,24 @@ def test_more_rows_of_a_block_read_no_less() -> None:
     """One by one up to WAITS_BELOW, then all together: no step down between them."""
     reads = [disk_reads(space(SPEC, rows), Policy(rows, 1, ON_DISK)) for rows in range(1, 40)]
     assert reads == sorted(reads) and reads[0] < reads[4] < reads[-1]
-    groups = [expert_group(SPEC, Policy(rows)) for rows in range(1, 40)]
+    groups = [expert_group(SPEC, Policy(rows, 1, ON_DISK)) for rows in range(1, 40)]
     assert groups == sorted(groups) and {groups[0], groups[-1]} == {1, 8}
+
+
+def test_experts_that_stay_are_one_group() -> None:
+    """Whatever the rows; but not where some are read, where all would be decoded at a time, or where asked."""
+    spec = public("Qwen/Qwen3-30B-A3B")
+    assert [expert_group(spec, Policy(rows)) for rows in (1, 64)] == [128, 128]
+    assert expert_group(spec, Policy(64, int8_compute=True, compress_weight=True)) == 128
+    assert not waits_for_router(spec, Policy(1))
+    others = {
+        "some on disk": (spec, Policy(64, 1, (99, 0, 100, 0, 100, 0))),
+        "of a card, on the host": (spec, Policy(64, 1, (0, 100, 100, 0, 100, 0))),
+        "in 4 bits": (spec, Policy(64, compress_weight=True)),
+        "stored in 4 bits": (replace(spec, quantization={"quant_method": "mxfp4"}), Policy(64)),
+    }
+    assert {name: expert_group(*other) for name, other in others.items()} == dict.fromkeys(others, 8)
+    assert expert_group(spec, Policy(64, expert_group=16)) == 16
 
 
 def test_experts_with_few_rows_are_one_launch() -> None:
