@@ -150,11 +150,10 @@ class Experts:
             none *= max(0.0, (left - i) / (self.count - i))
         return float(1.0 - none**tokens)
 
-    def group_size(self, asked: int, rows: int, stay: bool = False) -> int:
-        """Experts that move as one piece where so many rows decode together. asked: the policy's expert_group. stay:
-        they do not move, and one pass over all is fastest."""
-        if asked or stay:
-            return min(asked or self.count, self.count)
+    def group_size(self, asked: int, rows: int) -> int:
+        """Experts that move as one piece where so many rows decode together. asked: a number that is given, or 0."""
+        if asked:
+            return min(asked, self.count)
         if self.share_used(rows) < WAITS_BELOW:
             return 1
         return max(1, min(self.count, GROUP_NUMEL // self._largest))

@@ -19,10 +19,14 @@ MOST_HEAD_PARTS = 16  # each is a step of each micro-batch
 
 
 def expert_group(spec: ModelSpec, policy: Policy) -> int:
-    """Experts of a unit; 0 where the model has none. All of a unit are decoded at a time, where they are."""
+    """Experts of a unit; 0 where the model has none. One pass over all of a block is fastest where they stay on the
+    device; but those of a unit are decoded at a time, where they are."""
+    if spec.experts is None:
+        return 0
     decoded = spec.quantization or (policy.compress_weight and not policy.int8_compute)
     stay = policy.percent[0] == 100 and not decoded
-    return spec.experts.group_size(policy.expert_group, policy.block_size, stay) if spec.experts else 0
+    asked = policy.expert_group or (spec.experts.count if stay else 0)
+    return spec.experts.group_size(asked, policy.block_size)
 
 
 def waits_for_router(spec: ModelSpec, policy: Policy) -> bool:
