@@ -274,8 +274,9 @@ def _loss(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Li
     is_exact = variant == quality.EXACT if peer == "ours" else not quality.LOSSY.search(system)
     if is_exact:
         return {"kl": {"value": 0.0}, "flips": {"value": 0.0}, "model": quality.MODEL}
-    wanted = quality.of_cell(cell, variant if peer == "ours" else system)
-    return quality.find(losses, **wanted, model=quality.MODEL) or quality.find(losses, **wanted)
+    name = variant if peer == "ours" else system
+    known = quality.find(losses, **quality.of_cell(cell, name, quality.MODEL))
+    return known or quality.find(losses, **quality.of_cell(cell, name))
 
 
 def _losses(lines: Sequence[quality.Line]) -> str:

@@ -54,9 +54,10 @@ def find(lines: Iterable[Line], **wanted: object) -> Line | None:
     return next((line for line in [*lines][::-1] if wanted.items() <= line.items()), None)
 
 
-def of_cell(cell: Cell, variant: str) -> Line:
-    """What a line says of itself."""
-    return {"variant": variant, "prompt_len": cell.prompt_len, "gen_len": cell.gen_len}
+def of_cell(cell: Cell, variant: str, model: str | None = None) -> Line:
+    """What a line says of itself. model: None for any; a folder goes by its name."""
+    named = {} if model is None else {"model": Path(model).name}
+    return {"variant": variant, "prompt_len": cell.prompt_len, "gen_len": cell.gen_len, **named}
 
 
 def flags_of(variant: str) -> tuple[list[str], str]:
@@ -77,9 +78,9 @@ def flags_of(variant: str) -> tuple[list[str], str]:
 def measure(folder: Path, cell: Cell, systems: Sequence[System], model: str, setup: Setup) -> None:
     """Add the lines that are missing; what fails is said, and the sweep goes on."""
     _measure_ours(folder, cell, systems, model, setup.offload_dir)
-    lines, of_model = read(folder), {"model": Path(model).name}
+    lines = read(folder)
     peers = [system for system in systems if not system.ours and LOSSY.search(system.name)]
-    missing = [peer for peer in peers if find(lines, **of_cell(cell, peer.name), **of_model) is None]
+    missing = [peer for peer in peers if find(lines, **of_cell(cell, peer.name, model)) is None]
     if not missing:
         return
     rows, full = _reference(model, cell, setup.offload_dir)
@@ -88,7 +89,7 @@ def measure(folder: Path, cell: Cell, systems: Sequence[System], model: str, set
         if isinstance(scores, str):
             print(f"quality of {peer.name} in {cell.name}: not measured, {scores}", flush=True)
         else:
-            _keep(folder, of_cell(cell, peer.name) | of_model | _compared(full, scores))
+            _keep(folder, of_cell(cell, peer.name, model) | _compared(full, scores))
 
 
 def _keep(folder: Path, line: Line) -> None:
@@ -100,10 +101,10 @@ def _keep(folder: Path, line: Line) -> None:
 
 
 def _measure_ours(folder: Path, cell: Cell, systems: Iterable[System], model: str, offload_dir: Path) -> None:
-    lines, of_model = read(folder), {"model": Path(model).name}
+    lines = read(folder)
     missing: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by flags: variants that one command compares
     for system in systems:
-        wanted = of_cell(cell, system.variant) | of_model
+        wanted = of_cell(cell, system.variant, model)
         if system.ours and system.variant != EXACT:
             flags, policy = flags_of(system.variant)
             found = find(lines, **wanted)
@@ -120,7 +121,7 @@ def _measure_ours(folder: Path, cell: Cell, systems: Iterable[System], model: st
             print(f"quality of {variants[0][0]} in {cell.name}: not measured, {cells}", flush=True)
             continue
         for variant, policy in variants:
-            line = of_cell(cell, variant) | of_model
+            line = of_cell(cell, variant, model)
             line |= {name: cells[policy][name] for name in ("kl", "flips", "kv_share", "read_share")}
             _keep(folder, line | {"command": command})
 
