@@ -68,7 +68,7 @@ SYSTEMS = (
     System("vllm", "bf16-eager", (IN_RAM,)),
     System("llamacpp", "bf16", (IN_RAM,)),
     System("llamacpp", "q8_0", (IN_RAM,)),
-    System("llamacpp", "q4_0", (IN_RAM,)),
+    System("llamacpp", "q4_0", BOTH),
     System("llamacpp", "q4_k", (IN_RAM,)),
     System("llamacpp", "bf16-mmap", (OFFLOAD,)),
     System("llamacpp", "q8_0-mmap", (OFFLOAD,)),
@@ -263,11 +263,9 @@ SIGNED_OURS = tuple(
         ("mix:kv-bytes=0.2", (OFFLOAD,)),
     )
 )  # fmt: skip
-# Peers that a signed cell leaves out: of a card; offloading to RAM, which moves nothing without one; other precisions
-# of a system that is there in its fastest.
-UNSIGNED = (
-    "flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_0", "llamacpp-q4_k",
-)  # fmt: skip
+# Peers that a signed cell leaves out: of a card; offloading to RAM, which moves nothing without one; precisions of a
+# system that is there in a faster one.
+UNSIGNED = ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_k")
 # Peers whose variants are settings of one system: the fastest in the search goes round.
 SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
@@ -280,8 +278,6 @@ def _systems_of_signed(cell: Cell, cpu: str) -> tuple[System, ...]:
     # long (OPT_6 in RAM, 8 rows).
     if cpu.endswith("with AVX2"):
         peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer not in ("hf", "vllm"))]
-    if cell in SIGNED[SHORT]:  # has time for q4_0, llama.cpp's fastest
-        peers += [system for system in SYSTEMS if system.name == "llamacpp-q4_0"]
     if cell.model == OPT["30b"]:
         peers = [system for system in peers if system.name in IN_PLACE]
     if cell.model.partition(":")[0] not in (QWEN_30B, OLMOE):  # without experts it is the same as without `-loop`

