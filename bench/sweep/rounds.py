@@ -221,18 +221,22 @@ def _system(line: Line) -> str:
 
 def _reason(name: str, by_name: dict[str, list[Line]], entries: dict[str, Entry]) -> str:
     """Why a system that was tried has no figure; empty where its rounds have still to come."""
-    last, best = by_name[name][-1], best_line(by_name[name])
+    last, best, of_search = by_name[name][-1], best_line(by_name[name]), _searched(by_name[name])
     if best is None:
         return f"{last['status']}: {last.get('reason', '')}"
-    alone = f"in the search only: {_speed(best)}"
-    in_rounds = [line["status"] for line in by_name[name] if "round" in line]
-    if in_rounds:
-        return f"{in_rounds[-1]} in the rounds; {alone}"
+    alone = f"in the search only: {_speed(of_search)}" if of_search else f"in replaced rounds: {_speed(best)}"
+    in_rounds = [line for line in by_name[name] if "round" in line]
+    if in_rounds and in_rounds[-1]["status"] not in MEASURED:
+        return f"{in_rounds[-1]['status']} in the rounds; {alone}"
     faster = next((other for other in entries if system_of(other) == system_of(name)), None)
-    of_faster = best_line([line for line in by_name[faster] if not line["repeat"]]) if faster else None
     if faster is None:
         return ""
-    return f"{alone}; `{faster}` made {_speed(of_faster)} there" if of_faster else f"{alone}; `{faster}` was faster"
+    of_faster = _searched(by_name[faster])
+    return f"{alone}; `{faster}` made {_speed(of_faster)} there" if of_faster else f"{alone}; `{faster}` is faster"
+
+
+def _searched(lines: list[Line]) -> Line | None:
+    return best_line([line for line in lines if not line["repeat"]])
 
 
 def _speed(line: Line) -> str:

@@ -359,7 +359,7 @@ def test_a_system_outside_the_rounds_says_what_it_made(tmp_path: Path) -> None:
     rounds; and one without a search, whose rows no other were tried beside."""
     path, slower = tmp_path / "signed.jsonl", System("accelerate", "disk-eager", ("offload",))
     failing = System("deepspeed", "nvme", ("offload",))
-    sweep = Sweep(path, {OURS.name: 2.0, PEER.name: 4.0})
+    sweep = Sweep(path, {OURS.name: 2.0, PEER.name: 4.0, slower.name: 3.0})
     for system, rows, speed in ((PEER, 8, 3.0), (PEER, 4, 1.0), (slower, 8, 2.0), (failing, 8, 1.0)):
         sweep.store.add(rounds.key_of(CELL, system, rows, 0), figures(speed) | {"cpu": "Xeon", "rows": rows})
     sweep.run(OURS, PEER)
@@ -374,6 +374,11 @@ def test_a_system_outside_the_rounds_says_what_it_made(tmp_path: Path) -> None:
     assert "no others tried" not in page.table([found], [])
     found = page.found_of(CELL, [line for line in sweep.store.lines if line["rows"] == 8])
     assert "| 8, no others tried |" in page.table([found], [])
+    sweep.run(OURS, slower)  # takes the place of these rounds
+    found = page.found_of(CELL, sweep.store.lines)
+    assert found.reasons[PEER.name] == (
+        "in the search only: 3 with 8 rows; `accelerate-disk-eager` made 2 with 8 rows there"
+    )
 
 
 def test_two_cells_are_shown_both_and_three_by_their_median() -> None:
