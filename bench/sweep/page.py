@@ -146,7 +146,7 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
         alike = [f"`{name}`" for name, other in found.reasons.items() if other == why]
         yield [title, ", ".join(alike), "", why, *blank[2:]]
         title = ""
-    waiting = [f"`{name}`" for name in names if name not in found.entries and name not in found.reasons]
+    waiting = [f"`{name}`" for name in names if name not in found.entries and not found.has_said_why(name)]
     if waiting:
         yield [title, f"not run yet: {', '.join(waiting)}", *blank]
 

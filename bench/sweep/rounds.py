@@ -183,6 +183,12 @@ class Found:
         """The processor that it was run on; empty where it was not."""
         return next((cpu_of(line) for entry in self.entries.values() for line in entry.lines.values()), "")
 
+    def has_said_why(self, system: str) -> bool:
+        """Has it a reason, or have all settings of its peer that were tried been refused?"""
+        mine = [name for name in (*self.entries, *self.reasons) if name.partition("-")[0] == system.partition("-")[0]]
+        refused = [name for name in mine if self.reasons.get(name, "").startswith(REFUSED)]
+        return system in self.reasons or (bool(mine) and mine == refused)
+
     @property
     def title(self) -> str:
         model, _, layers = self.cell.model.rpartition("/")[2].partition(":")
