@@ -134,7 +134,7 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
         yield [
             title, f"`{entry.system}`" + (" (best peer)" if entry is best else ""),
             "/".join(map(str, sorted({line["rows"] for line in lines})))
-            + ", no others tried" * (len(entry.tried) == 1 and not is_ours),
+            + ", no others tried" * (len(found.tried[entry.system]) == 1 and not is_ours),
             spread([line["tokens_per_s"] for line in lines]) + mark,
             spread(entry.over(best)) if is_ours and best else "",
             "; ".join(f"{name} {statistics.median(values):.3g}" for name, values in each if values) if is_ours else "",
@@ -196,10 +196,13 @@ def summary(cells: Sequence[Found], losses: Sequence[quality.Line], is_short: bo
 
 def _middle(medians: Sequence[tuple[float, str]], aim: str, is_short: bool) -> str:
     """Of several cells the median and the worst, of two both, of which no median is."""
-    shown = [(f"{value:.3g}", "" if is_short else f" ({title})") for value, title in sorted(medians)]
-    if len(shown) < 3:
-        return " and ".join(f"**{figure}**{where * (len(shown) > 1)}" for figure, where in shown) + aim * bool(shown)
-    return f"**{statistics.median(value for value, _ in medians):.3g}**{aim}, worst {''.join(shown[0])}"
+    shown = [(value, "" if is_short else f" ({title})") for value, title in sorted(medians)]
+    if len(shown) == 2:
+        return " and ".join(f"**{value:.3g}**{where}" for value, where in shown) + aim
+    if not shown:
+        return ""
+    worst = f", worst {shown[0][0]:.3g}{shown[0][1]}" if len(shown) > 1 else ""
+    return f"**{statistics.median(value for value, _ in shown):.3g}**{aim}{worst}"
 
 
 def _loss(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Line | None:

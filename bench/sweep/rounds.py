@@ -141,11 +141,10 @@ def is_of(cell: Cell, line: Line) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """A system of a cell: its lines that have a figure, by round. tried: all rows that it was measured with."""
+    """A system of a cell: its lines that have a figure, by round."""
 
     system: str
     lines: dict[int, Line]
-    tried: frozenset[int]
 
     def median(self, name: str) -> float:
         return statistics.median(line[name] for line in self.lines.values())
@@ -158,11 +157,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """What is there of a cell. reasons: of systems that were tried and have no figure."""
+    """What is there of a cell. reasons: of systems that were tried and have no figure. tried: rows, also of the
+    search, of those that have one."""
 
     cell: Cell
     entries: dict[str, Entry]
     reasons: dict[str, str]
+    tried: dict[str, set[int]]
 
     @property
     def peers(self) -> list[Entry]:
@@ -185,9 +186,9 @@ class Found:
 
     def has_said_why(self, system: str) -> bool:
         """Has it a reason, or have all settings of its peer that were tried been refused?"""
-        mine = [name for name in (*self.entries, *self.reasons) if name.partition("-")[0] == system.partition("-")[0]]
-        refused = [name for name in mine if self.reasons.get(name, "").startswith(REFUSED)]
-        return system in self.reasons or (bool(mine) and mine == refused)
+        peer = system.partition("-")[0] + "-"
+        mine = [self.reasons.get(name, "") for name in (*self.entries, *self.reasons) if name.startswith(peer)]
+        return system in self.reasons or (bool(mine) and all(why.startswith(REFUSED) for why in mine))
 
     @property
     def title(self) -> str:
@@ -203,26 +204,23 @@ def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
     """What the page shows of a cell: of one machine, and what was refused on any."""
     of_cell = [line for line in lines if is_of(cell, line)]
     mine = of_one_machine(of_cell)
-    seen, newest = {line["system"] for line in mine}, {line["system"]: line for line in of_cell}
-    mine += [line for name, line in newest.items() if line["status"] == REFUSED and name not in seen]
-    by_name = {name: [line for line in mine if line["system"] == name] for name in dict.fromkeys(map(_system, mine))}
-    entries = dict[str, Entry]()
+    by_name, entries = dict[str, list[Line]](), dict[str, Entry]()
+    for line in mine:
+        by_name.setdefault(line["system"], []).append(line)
+    for name, line in {line["system"]: line for line in of_cell}.items():  # the newest of each
+        if line["status"] == REFUSED:
+            by_name.setdefault(name, [line])
     for some in valid_rounds(mine):
         for line in some:
             if line["status"] in MEASURED:
-                name = line["system"]
-                tried = frozenset(other["rows"] for other in by_name[name])
-                entries.setdefault(name, Entry(name, {}, tried)).lines[line["repeat"]] = line
+                entries.setdefault(line["system"], Entry(line["system"], {})).lines[line["repeat"]] = line
     reasons = {
         name: why.replace("|", "/")
         for name in sorted(by_name, key=lambda name: (best_line(by_name[name]) is not None, name))
         if name not in entries and (why := _reason(name, by_name, entries))
     }
-    return Found(cell, entries, reasons)
-
-
-def _system(line: Line) -> str:
-    return str(line["system"])
+    tried = {name: {line["rows"] for line in by_name[name]} for name in entries}
+    return Found(cell, entries, reasons, tried)
 
 
 def _reason(name: str, by_name: dict[str, list[Line]], entries: dict[str, Entry]) -> str:
