@@ -47,6 +47,11 @@ class Emitter:
     def load(self, address: Any, kind: Any, align: int = 4) -> Any:
         return self.builder.load(self.pointer(address, kind), align=align)
 
+    def once_more(self, address: Any) -> Any:
+        """An address that LLVM takes for another one: what is there is loaded again, not kept. Registers that are full
+        of sums would be written to the stack for it."""
+        return self.builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], False)
+
     def join(self, vectors: list[Any]) -> Any:
         """A power of two of vectors, one behind the other."""
         while len(vectors) > 1:

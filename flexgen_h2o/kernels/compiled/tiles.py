@@ -27,7 +27,7 @@ _MOST_ROWS = 6  # input rows by 4 vectors: 24 sums, of 32 registers; of AVX2, by
 _SIDE = 16  # rows of a register of AMX, of LINE bytes each; a tile has up to twice as many input rows
 REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48  # bytes that say how AMX's registers are; where their bytes and rows are
 _NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
-_UNROLLED = (2, 4)  # words at a time, of int8 and of bf16: more are too long for the cache of decoded instructions
+_UNROLLED = 2  # words at a time: more are too long for the cache of decoded instructions
 _INTS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 _SHORTS, _HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
 _PAIRS = ir.VectorType(I16, 2 * LANES)
@@ -156,11 +156,12 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
             count = e.least(b.sub(words, begin), e.number(LANES))
             # Of int8 the odd numbers after the even ones of all words: both at once are more than registers hold.
             for some in ((0, 1),) if is_float else ((0,), (1,)):
-                for word in e.unrolled(begin, count, _UNROLLED[is_float]):
+                for word in e.unrolled(begin, count, _UNROLLED):
                     at = b.add(b.add(weight, lanes), b.mul(word, e.number(STEP)))
-                    vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
                     for half in some:
+                        vectors = [e.load(b.add(at, e.number(v * LINE)), _INTS) for v in range(together)]
                         ours = [_half(e, is_float, vector, half, True) for vector in vectors]
+                        at = e.once_more(at)
                         for of_row, of_inputs in zip(totals, apart, strict=True):
                             spread = e.spread([e.load(e.onward(of_inputs[half], word), kind.element)], LANES)
                             for total, values in zip(of_row, ours, strict=True):
