@@ -206,6 +206,22 @@ def test_all_in_ram_is_chosen_where_the_profile_says_so() -> None:
     assert search(SearchSpace(spec, need, Policy(), free, budgets)).policy.percent != (100, 0, 100, 0, 100, 0)
 
 
+@pytest.mark.parametrize("blocked", [0.97, 0.8])
+def test_the_disk_is_used_only_for_more_than_a_profile_tells(blocked: float) -> None:
+    """Products with matrices in RAM seem slower than with those that are read: by little, as in a profile of a busy
+    moment, or by much."""
+    spec = known("opt-1.3b")
+    need = WorkloadShape.full(16, 512, 8, spec.num_blocks)
+    machine = even_products(disk_read_bytes_per_s=1e11, short_read_compute_s=0.0)
+    rates = replace(machine.profile.rates("bfloat16"), blocked_speedup=Curve.flat(blocked))
+    machine = replace(machine, profile=replace(machine.profile, compute={"bfloat16": rates}))
+    space = SearchSpace(spec, need, Policy(), machine, HUGE)
+    in_ram, chosen = evaluate(space, Policy(16, 1, (100, 0, 100, 0, 100, 0))), search(space)
+    streamed = evaluate(space, Policy(16, 1, (0, 0, 100, 0, 100, 0)))
+    assert streamed.seconds < in_ram.seconds
+    assert chosen.uses_disk is (blocked == 0.8)
+
+
 def test_bound_is_none_of_reads_that_are_not_needed() -> None:
     """Or the search would leave out what is all in RAM without a look."""
     spec, policy = known("opt-125m"), Policy(24, 1, (100, 0, 100, 0, 100, 0))
