@@ -102,7 +102,7 @@ def search(space: SearchSpace) -> Plan:
     found += [_improved(space, min(kind, key=attrgetter("seconds"))) for kind in kinds if kind]
     best = min(found, key=attrgetter("seconds"))
     with suppress(DoesNotFitError):
-        found.append(evaluate(space, replace(best.policy, percent=IN_MEMORY)))
+        found += [evaluate(space, replace(best.policy, percent=IN_MEMORY))] if best.uses_disk else []
     found = [p for p in found if not p.uses_disk and p.seconds <= WORTH_READING * best.seconds] or found
     fastest = min(plan.seconds for plan in found)
     # Of the plans that are as good as the fastest, the one that takes the least of the slowest tiers.
