@@ -55,7 +55,7 @@ OPTIMISM = 1.25  # the LP knows no waits and no contention: a plan may take so m
 LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS, FEW_STEPS, LONG_STEPS = 6, 24, 40_000, 4_000, 150_000
 MOST_STEPS = 4  # around the best
 EQUAL = 1.003  # plans whose seconds differ by less are equally fast
-WORTH_READING = 1.05  # times as fast a plan that uses the disk has to be: profiles do not tell less
+WORTH_READING = 1.05  # a plan in memory is taken unless one that uses the disk is faster by more
 TIGHTER = 0.95  # budgets for the LP where rounding found no way into the real ones
 WHOLE = ((100, 0), (0, 100), (0, 0))  # each kind of bytes on one tier
 DESCENT_STEPS = (32, 8, 4, 2, 1)  # percents that are moved at a time
@@ -101,8 +101,9 @@ def search(space: SearchSpace) -> Plan:
     kinds = [[p for p in found if p.uses_disk is on_disk] for on_disk in (False, True)]
     found += [_improved(space, min(kind, key=attrgetter("seconds"))) for kind in kinds if kind]
     best = min(found, key=attrgetter("seconds"))
-    with suppress(DoesNotFitError):
-        found += [evaluate(space, replace(best.policy, percent=IN_MEMORY))] if best.uses_disk else []
+    if best.uses_disk:
+        with suppress(DoesNotFitError):
+            found.append(evaluate(space, replace(best.policy, percent=IN_MEMORY)))
     found = [p for p in found if not p.uses_disk and p.seconds <= WORTH_READING * best.seconds] or found
     fastest = min(plan.seconds for plan in found)
     # Of the plans that are as good as the fastest, the one that takes the least of the slowest tiers.
