@@ -27,6 +27,7 @@ def layers(command: Door, tmp_path: Path) -> Callable[[str], tuple[dict[str, Any
     return run
 
 
+@pytest.mark.slow
 def test_other_rows_gain_from_the_schedule(layers: Door, command: Door, tmp_path: Path) -> None:
     """On the shipped model, whose first and last layers need their columns and whose third needs hardly any."""
     asked = "--kv-budget 0.5 --eviction h2o-norm --compress-cache"

@@ -140,7 +140,7 @@ def turns_without_near_ties(plain: PlainModel, pair: str, turn: Turn | None) -> 
     return turns, want
 
 
-@pytest.mark.parametrize("name", ["all on device", "kv split three ways"])
+@pytest.mark.parametrize("name", [pytest.param("all on device", marks=pytest.mark.slow), "kv split three ways"])
 def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     """Rows of unequal prompts and ends, in two micro-batches, with a full cache in segments: logits of single steps."""
     model, prompts, more = known("llama"), random_prompts((5, 9, 2, 7)), random_prompts((40, 31, 57, 57), seed=5)

@@ -65,7 +65,7 @@ def some_of_each() -> Iterator[tuple[str, str, str]]:
             turn += 1
 
 
-@pytest.mark.parametrize(("placement", "configuration", "pair"), thinned(some_of_each(), 2))
+@pytest.mark.parametrize(("placement", "configuration", "pair"), thinned(some_of_each(), 3))
 def test_placement_by_configuration(
     placement: str, configuration: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
     tmp_path: Path,
@@ -113,7 +113,7 @@ ENDING_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
 
 @pytest.mark.parametrize(
     ("pair", "placement", "gbs", "num_batches", "budget", "on_host"),
-    [
+    thinned([
         ("h2o", "kv split three ways", 3, 3, "stand-in", False),
         ("tova", "kv on host and disk", 3, 2, "stand-in", True),
         ("h2o-norm, decayed", "kv split three ways", 9, 1, "stand-in", False),
@@ -121,8 +121,8 @@ ENDING_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
         ("h2o, summaries", "kv split three ways", 4, 2, "stand-in", False),
         ("h2o, prompt only", "everything split 30/30", 4, 2, "stand-in", False),
         ("h2o, pyramid", "all on disk", 9, 1, "host", True),
-    ],
-)
+    ], 2),
+)  # fmt: skip
 def test_rows_that_end_leave_a_block(
     pair: str, placement: str, gbs: int, num_batches: int, budget: str, on_host: bool, known: Callable[[str], Known],
     reference: Callable[..., Wanted], tmp_path: Path,

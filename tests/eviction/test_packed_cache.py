@@ -166,13 +166,13 @@ def test_four_bits_on_every_placement(
 
 @pytest.mark.parametrize(
     ("shape", "pair", "bits", "placement"),
-    [
+    thinned([
         ("one layer", "h2o", 8, "kv on host"), ("head width 15", FULL, 4, "kv split three ways"),
         ("llama, one kv-head, odd sizes", FULL, 4, "kv split three ways"), ("llama", "h2o", "4/2", "kv on disk"),
         ("qwen3", "h2o", 4, "kv split three ways"), ("qwen3_moe", "h2o", 4, "kv on disk"),
         ("gpt_oss", FULL, 8, "kv split three ways"), ("gpt_oss", "h2o", 4, "kv on disk"),
         ("gpt_oss", "h2o-norm", 8, "kv on host"),
-    ],
+    ], 2),
 )  # fmt: skip
 def test_other_shapes_and_bits(
     shape: str, pair: str, bits: int | str, placement: str, known: Callable[[str], Known],
@@ -184,12 +184,12 @@ def test_other_shapes_and_bits(
 
 @pytest.mark.parametrize(
     ("pair", "bits", "window", "placement"),
-    [
+    thinned([
         ("h2o", "4/2", 0, "kv on disk"), ("h2o", 3, 4, "kv split three ways"), (FULL, 3, 8, "kv on host"),
         (FULL, 2, 16, "kv split three ways"), ("h2o-norm", 2, 4, "kv on disk"), ("h2o, one recent", 4, 4, "kv on host"),
         ("h2o-norm, summaries", "4/2", 8, "kv split three ways"), ("h2o, summaries", 4, 4, "kv on disk"),
         ("h2o-norm, summaries in one layer", "4/3", 0, "kv on host"),
-    ],
+    ], 2),
 )  # fmt: skip
 def test_windows_and_few_bits(
     pair: str, bits: int | str, window: int, placement: str, known: Callable[[str], Known],

@@ -71,14 +71,14 @@ ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
 
 @pytest.mark.parametrize(
     ("shape", "eviction", "switches", "configuration", "placement"),
-    [
+    thinned([
         ("llama", ROLLS, {}, "device, 2x2", "kv split three ways"),
         ("llama", None, {}, "device, 2x3, attends on host", "kv on host and disk"),
         ("normal", None, {"compress_cache": True}, "device, 2x2", "everything split 30/30"),
         ("normal", None, {"attn_sparsity": 0.5}, "device, 2x2", "kv split three ways"),
         ("llama", PAIRS["h2o, summaries"].engine, FEW_BITS, "device, 2x2", "kv split three ways"),
         ("llama", PAIRS["h2o, summaries in one layer"].engine, FEW_BITS, "device, 2x2", "kv split three ways"),
-    ],
+    ], 2),
     ids=str,
 )  # fmt: skip
 def test_other_ways_of_keeping_columns(

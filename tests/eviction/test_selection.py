@@ -52,7 +52,7 @@ NAMES = list(CONFIGURATIONS)
 PLANE = [(placement, NAMES[(5 * p + 2) % len(NAMES)]) for p, placement in enumerate(PLACEMENTS)]
 
 
-@pytest.mark.parametrize(("placement", "configuration"), thinned(PLANE, 2))
+@pytest.mark.parametrize(("placement", "configuration"), thinned(PLANE, 3))
 def test_every_placement(
     placement: str, configuration: str, known: Callable[[str], Known], selected: Callable[..., Wanted], tmp_path: Path
 ) -> None:

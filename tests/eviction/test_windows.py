@@ -30,7 +30,7 @@ from tests.eviction.test_packed_cache import FULL, Rounded
 from tests.eviction.test_packed_cache import check as check_packed
 from tests.eviction.test_rolling import rolling
 from tests.eviction.test_selection import reading
-from tests.parity.cases import PLACEMENTS
+from tests.parity.cases import PLACEMENTS, thinned
 from tests.parity.reference import LOGIT_TOLERANCE, LogitsByRow, greedy, random_prompts, teacher_forced, tokens_of
 
 MIXED, ALL, OTHER = "qwen2, windows", "mistral, windows", "gpt_oss"  # 6, 7 and 8 columns
@@ -172,7 +172,7 @@ POLICIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("pair", "place"), [(pair, PLACES[i % 4]) for i, pair in enumerate(POLICIES)])
+@pytest.mark.parametrize(("pair", "place"), thinned([(pair, PLACES[i % 4]) for i, pair in enumerate(POLICIES)], 3))
 def test_a_policy_drops_columns_of_the_other_layers(
     pair: str, place: str, known: Callable[[str], Known], made: Callable[..., Wanted], tmp_path: Path
 ) -> None:

@@ -61,7 +61,7 @@ def cases() -> Iterator[tuple[str, str]]:
         yield name, OTHERS[i % len(OTHERS)]
 
 
-@pytest.mark.parametrize(("name", "pair"), thinned(cases(), 2))
+@pytest.mark.parametrize(("name", "pair"), thinned(cases(), 4))
 def test_equal_to_the_reference_and_the_engine(
     name: str, pair: str, known: Callable[[str], Known], tmp_path: Path
 ) -> None:

@@ -230,9 +230,11 @@ CONFIGURATIONS: dict[str, Configuration] = {
 }
 
 
-def thinned(cases: Iterable[tuple[Any, ...]], one_in: int) -> list[Any]:
-    """All cases; the default suite runs one in so many, the nightly one the others too (scripts/nightly.sh)."""
-    return [case if i % one_in == 0 else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
+def thinned(cases: Iterable[Any], one_in: int) -> list[Any]:
+    """All cases, values or tuples of them; the default suite runs one in so many, the nightly one the others too
+    (scripts/nightly.sh)."""
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=[pytest.mark.slow] if i % one_in else []) for i, case in enumerate(tuples)]
 
 
 # Shapes that matter to where things lie; with the Latin square below each of them meets every placement.

@@ -121,10 +121,10 @@ def test_blocks_of_more_rows(rows: int, reference: Callable[[str], Reference], t
         assert tokens_of(run(known.folder, prompts, policy, tmp_path, params)) == tokens_of(alone)
 
 
-@pytest.mark.parametrize(("shape", "policy"), [
+@pytest.mark.parametrize(("shape", "policy"), thinned([
     ("qwen3_moe", Policy(2, 5)), ("qwen3_moe", Policy(2, 5, (0, 0, 50, 0, 0, 0), expert_group=3)),
     ("gpt_oss", Policy(4, 3)), ("gpt_oss", Policy(1, 9, (0, 50, 100, 0, 100, 0), expert_group=1)),
-])  # fmt: skip
+], 3))  # fmt: skip
 def test_rows_that_end_while_others_of_their_block_go_on(
     shape: str, policy: Policy, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

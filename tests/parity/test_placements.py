@@ -12,7 +12,7 @@ from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, LAID_OUT, PLACEMEN
 from tests.parity.reference import Reference, assert_equal
 
 
-@pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(pairwise_cases(), 3))
+@pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(pairwise_cases(), 5))
 def test_tokens_and_logits_are_those_of_transformers(
     shape: str, placement: str, configuration: str, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -145,7 +145,6 @@ class Source:
                 yield imported, parts[1]
 
 
-@lru_cache
 @cache
 def python_files(*folders: str) -> list[Source]:
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
