@@ -270,6 +270,9 @@ UNSIGNED = ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2
 # Peers whose variants are settings of one system: the fastest in the search goes round.
 SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
+ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
+# What tune.py of a peer found best there (docs/lab/throughput.md); elsewhere its defaults are.
+TUNED_WITH_AVX2 = {"hf": {"max_autotune": 1}, "openvino": {"group": 0}, "llamacpp": {"ubatch": 2048}}
 
 
 def _systems_of_signed(cell: Cell, cpu: str) -> tuple[System, ...]:
@@ -277,7 +280,7 @@ def _systems_of_signed(cell: Cell, cpu: str) -> tuple[System, ...]:
     peers = [system for system in SYSTEMS if not system.ours and system.name not in UNSIGNED]
     # There torch multiplies bf16 number by number: Hugging Face computes as long or longer in it, and vLLM 2.5 times as
     # long (OPT_6 in RAM, 8 rows).
-    if cpu.endswith("with AVX2"):
+    if cpu.endswith(ONLY_AVX2):
         peers = [*FP32_SYSTEMS, *(system for system in peers if system.peer not in ("hf", "vllm"))]
     if cell.model == OPT["30b"]:
         peers = [system for system in peers if system.name in IN_PLACE]
@@ -289,3 +292,8 @@ def _systems_of_signed(cell: Cell, cpu: str) -> tuple[System, ...]:
 def system_of(name: str) -> str:
     """What a system is a setting of: the names of one system in one precision are the same."""
     return next((begins for begins in SETTINGS if name.startswith(begins)), name)
+
+
+def tuned_settings(peer: str, cpu: str) -> dict[str, int]:
+    """A peer's best settings on a processor, as far as they are not its defaults."""
+    return TUNED_WITH_AVX2.get(peer, {}) if cpu.endswith(ONLY_AVX2) else {}

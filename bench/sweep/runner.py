@@ -17,9 +17,10 @@ from typing import Any
 
 from bench import common
 from bench.baselines.contract import drop_page_cache
-from bench.sweep.grid import Cell, System
+from bench.sweep.grid import Cell, System, tuned_settings
 from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.planner.measure.run import cpu_name
 
 BASELINES = Path(__file__).resolve().parents[1] / "baselines"
 WITHOUT_TCMALLOC = ("openvino",)  # ends with "munmap_chunk(): invalid pointer" beside it
@@ -166,9 +167,10 @@ def command_of(
         "--rows", str(rows), "--dtype", system.dtype or setup.dtype, "--offload-dir", str(setup.offload_dir),
         "--threads", str(setup.threads), "--json", *setup.device_flags(system),
     ]  # fmt: skip
-    settings = setup.peers / system.peer / "settings.json"
-    if settings.exists():
-        command += ["--settings", settings.read_text().strip()]
+    own = setup.peers / system.peer / "settings.json"  # tuned on this machine
+    settings = own.read_text().strip() if own.exists() else json.dumps(tuned_settings(system.peer, cpu_name()))
+    if settings != "{}":
+        command += ["--settings", settings]
     share = budget if system.ours else setup.ram(budget)
     if share is None:
         return command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -218,6 +219,23 @@ def test_what_was_carried_along_is_found_by_ours(monkeypatch: pytest.MonkeyPatch
     setup = Setup(Path(), Path(), 1, 1.0, 0.0)
     ours, peer = (environment_of(setup, system)[0] for system in (SYSTEMS[0], System("hf", "sdpa", ("ram",))))
     assert ours["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/tmp/site"] and "PYTHONPATH" not in peer
+
+
+def test_settings_of_peers_are_those_of_the_machine_or_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, cell = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0), Cell("m", 8, 4, "none", (1, 1))
+
+    def settings(peer: str, cpu: str) -> dict[str, int] | None:
+        monkeypatch.setattr("bench.sweep.runner.cpu_name", lambda: cpu)
+        command = command_of(setup, System(peer, "x", ("ram",)), cell, tmp_path, 1, None)
+        return json.loads(command[command.index("--settings") + 1]) if "--settings" in command else None
+
+    assert settings("hf", "AMD EPYC (25/1) with AVX2") == {"max_autotune": 1}
+    assert settings("hf", "Intel (6/143) with AMX") is settings("ctranslate2", "AMD EPYC (25/1) with AVX2") is None
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/settings.json").write_text('{"freezing": 0}\n')  # as tune.py writes it
+    assert settings("hf", "AMD EPYC (25/1) with AVX2") == settings("hf", "Intel") == {"freezing": 0}
 
 
 def test_a_dtype_is_that_of_weights_commands_and_files(tmp_path: Path) -> None:
