@@ -122,7 +122,7 @@ def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bo
     numbers = np.array(table, dtype=np.int64)
     loop = partial(
         loops.multiply, _kind_of(jobs, inputs), element_of(results), (numbers.ctypes.data, len(jobs), panels),
-        loops.Ending(adds, relu), torch.get_num_threads() - 1,
+        loops.Ending(adds, relu), torch.get_num_threads(),
     )  # fmt: skip
     parallel_rows(loop, panels, nbytes // panels)
 

@@ -121,7 +121,7 @@ def some_rows(t: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 _THREAD = threading.local()  # is_busy: with a task of `parallel_each`
-_PARTS = 8  # about as many parts of its rows a thread takes one by one
+_LEAST_PART = 64  # no part is less than this fraction of a thread's share: calls would cost more than waiting does
 _WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves
 
 
@@ -133,6 +133,21 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has the pool, but none of its threads
 
 
+def part_end(first: int, rows: int, threads: int) -> int:
+    """Where the part of `rows` ends that begins at `first`: half of what would be each thread's share of what is left.
+    So threads make few calls, and wait for a small part at the end."""
+    left = rows - first
+    return first + min(left, max(1, rows // (threads * _LEAST_PART), left // (2 * threads)))
+
+
+@lru_cache(maxsize=256)
+def _parts(rows: int, threads: int) -> tuple[tuple[int, int], ...]:
+    ends = [0]
+    while ends[-1] < rows:
+        ends.append(part_end(ends[-1], rows, threads))
+    return tuple(itertools.pairwise(ends))
+
+
 def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int) -> None:
     """Call loop(first, end) until all `rows` are done, on as many threads as torch uses, this one among them.
 
@@ -140,18 +155,17 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
     depend on the split. Raises what a loop raises, after all have ended.
 
     numba's parallel loops bring a second OpenMP, or a scheduler that only one thread may enter, and split evenly, so
-    that the slowest core decides. Here each thread takes the next few rows until there are none.
+    that the slowest core decides. Here each thread takes the next part (`part_end`) until there is none.
     """
     threads = min(torch.get_num_threads(), rows, 1 + rows * row_bytes // _WORTH_WAKING)
     if threads <= 1 or getattr(_THREAD, "is_busy", False):
         loop(0, rows)
         return
-    step = -(-rows // (threads * _PARTS))
-    starts = itertools.count(0, step)  # next() is one step of the interpreter: no lock
+    parts = iter(_parts(rows, threads))  # next() is one step of the interpreter: no lock
 
     def work() -> None:
-        while (first := next(starts)) < rows:
-            loop(first, min(rows, first + step))
+        for first, end in parts:
+            loop(first, end)
 
     with interrupts.held():
         helpers = [_pool(torch.get_num_threads() - 1).submit(work) for _ in range(threads - 1)]

@@ -51,6 +51,7 @@ from flexgen_h2o.kernels.jit import (
     set_number,
 )
 from flexgen_h2o.kernels.products import PACKED, Job
+from flexgen_h2o.kernels.workspace import part_end
 
 _CHUNK = 512  # words of a row at a time: 128 KiB of a panel, of 1 MiB of the cache that they share with inputs and sums
 _TOKENS = 512  # input rows at a time, whose sums wait in the same cache from chunk to chunk
@@ -59,6 +60,7 @@ _AMX_CHUNK, _AMX_TOKENS, _AMX_FEW = 1024, 256, 128
 _GROUP_WORDS = GROUP // 4
 _PACKED_WORDS, _MXFP4_WORDS = GROUP // 2, CHUNK // 2  # of a group in bf16
 _FIELDS = len(Job._fields)
+_part_end = jit(part_end)
 
 
 class Ending(NamedTuple):
@@ -69,24 +71,26 @@ class Ending(NamedTuple):
 
 
 @jit
-def multiply(kind, element, table, ending, skip, first, end):  # type: ignore[no-untyped-def]
+def multiply(kind, element, table, ending, threads, first, end):  # type: ignore[no-untyped-def]
     """Panels first..end-1 of all jobs. kind: a number whose type says what inputs are: uint16 for bf16, uint8 for int8;
     int16 and int8 for what AMX multiplies, uint32 and int32 for what AVX2 does.
 
-    element: of biases and results. table: its address, how many jobs it has, and the panels of all of them. skip: times
-    as many panels as these are others' before the next that this thread is likely to get.
+    element: of biases and results. table: its address, how many jobs it has, and the panels of all of them. threads:
+    that share the panels, in parts (workspace.part_end).
     """
     jobs, count, panels = table
     rooms = _sums_room(), _strip_room(), _rows_room(), _ends_room(), _factors_room(), _registers_room()
     for i in range(REGISTERS // 8):
         longs_at(rooms[-1])[i] = 0
-    token, more = np.int64(0), True
+    token, more, upcoming = np.int64(0), True, end  # upcoming: the part that this thread is likely to get next
+    for _ in range(threads - 1):
+        upcoming = _part_end(upcoming, panels, threads)
     while more:  # so many inputs stay in the caches while all panels are multiplied with them
         more = False
         number, ahead = np.int64(0), np.int64(0)
         for panel in range(first, end):
             number = _job_of(jobs, count, number, panel)
-            after = panel + 1 if panel + 1 < end else end + skip * (end - first)
+            after = panel + 1 if panel + 1 < end else upcoming
             ahead = _job_of(jobs, count, number, after)
             job, next_job = _job(jobs, number), _job(jobs, ahead)
             come = np.int64(0), np.int64(0), np.int64(0)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from llvmlite.binding import parse_bitcode
 from numba.core import config
 
 from flexgen_h2o.kernels.jit import kept_in
-from flexgen_h2o.kernels.workspace import Workspace, cpu_has, parallel_rows
+from flexgen_h2o.kernels.workspace import Workspace, cpu_has, parallel_rows, part_end
 
 SIZES = {"a": 128, "b": 64, "c": 192}
 
@@ -69,16 +70,29 @@ def test_threads_help_where_it_pays(three_threads) -> None:
 
 
 def test_an_error_comes_out_after_all_have_ended(three_threads) -> None:
-    ended = []
+    ended, of_first = list[int](), list[int]()
 
-    def loop(first: int, _end: int) -> None:
+    def loop(first: int, end: int) -> None:
         if first == 0:
+            of_first.extend(range(first, end))
             raise ValueError("row 0")
-        ended.append(first)
+        ended.extend(range(first, end))
 
     with pytest.raises(ValueError, match="row 0"):
         parallel_rows(loop, 24, 2**30)
-    assert len(ended) == 23
+    assert sorted(of_first + ended) == list(range(24)) and ended
+
+
+@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize("rows", [1, 5, 32, 128, 50272])
+def test_parts_are_few_and_the_last_ones_small(rows: int, threads: int) -> None:
+    ends = [0]
+    while ends[-1] < rows:
+        ends.append(part_end(ends[-1], rows, threads))
+    sizes = [end - first for first, end in pairwise(ends)]
+    assert sum(sizes) == rows and sizes == sorted(sizes, reverse=True) and sizes[-1] >= 1
+    assert sizes[0] <= max(1, rows / threads / 2) and sizes[-1] <= max(1, rows / threads / 64)
+    assert len(sizes) <= 12 * threads
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
