@@ -271,7 +271,7 @@ UNSIGNED = ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2
 SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
-# What tune.py of a peer found best there (docs/lab/throughput.md); elsewhere its defaults are.
+# What tune.py of a peer found best there (docs/lab/throughput.md); it was not run elsewhere.
 TUNED_WITH_AVX2 = {"hf": {"max_autotune": 1}, "openvino": {"group": 0}, "llamacpp": {"ubatch": 2048}}
 
 
@@ -294,6 +294,8 @@ def system_of(name: str) -> str:
     return next((begins for begins in SETTINGS if name.startswith(begins)), name)
 
 
-def tuned_settings(peer: str, cpu: str) -> dict[str, int]:
-    """A peer's best settings on a processor, as far as they are not its defaults."""
-    return TUNED_WITH_AVX2.get(peer, {}) if cpu.endswith(ONLY_AVX2) else {}
+def tuned_settings(peer: str, cpu: str) -> dict[str, int] | None:
+    """A peer's best settings on a processor, as far as they are not its defaults; None where nobody looked for them."""
+    if peer not in TUNED_WITH_AVX2:
+        return {}
+    return TUNED_WITH_AVX2[peer] if cpu.endswith(ONLY_AVX2) else None

@@ -68,6 +68,21 @@ class Setup:
         """The budget of RAM, with the device tier's bytes where these are RAM too."""
         return ram_of(budget, self.device, self.device_mem)
 
+    def settings(self, peer: str) -> dict[str, Any] | None:
+        """What tune.py wrote on this machine, else what it found on such a CPU; None where it was run on neither.
+
+        Raises UsageError for a file that holds something else."""
+        own = self.peers / peer / "settings.json"
+        if not own.exists():
+            return tuned_settings(peer, cpu_name())
+        try:
+            found = json.loads(own.read_text())
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise UsageError(f"{own}: not a JSON object; remove it, or write it with bench/baselines/{peer}/tune.py")
+        return found
+
     def missing(self, system: System) -> str | None:
         """What to do before a peer can run; None when it is installed."""
         marker = self.peers / system.peer / "installed.txt"
@@ -167,10 +182,8 @@ def command_of(
         "--rows", str(rows), "--dtype", system.dtype or setup.dtype, "--offload-dir", str(setup.offload_dir),
         "--threads", str(setup.threads), "--json", *setup.device_flags(system),
     ]  # fmt: skip
-    own = setup.peers / system.peer / "settings.json"  # tuned on this machine
-    settings = own.read_text().strip() if own.exists() else json.dumps(tuned_settings(system.peer, cpu_name()))
-    if settings != "{}":
-        command += ["--settings", settings]
+    if settings := setup.settings(system.peer):
+        command += ["--settings", json.dumps(settings)]
     share = budget if system.ours else setup.ram(budget)
     if share is None:
         return command

@@ -21,6 +21,7 @@ from bench.sweep.grid import SYSTEMS, Cell, System
 from bench.sweep.runner import Setup, command_of, environment_of, measure
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, REFUSED, TIMEOUT, Line, Store
 from bench.sweep.summary import rows_of
+from flexgen_h2o.core.errors import UsageError
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, figures, key
 
 
@@ -236,6 +237,31 @@ def test_settings_of_peers_are_those_of_the_machine_or_of_its_kind(
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/settings.json").write_text('{"freezing": 0}\n')  # as tune.py writes it
     assert settings("hf", "AMD EPYC (25/1) with AVX2") == settings("hf", "Intel") == {"freezing": 0}
+    (tmp_path / "hf/settings.json").write_text("[1]")
+    with pytest.raises(UsageError, match=r"hf/settings\.json: not a JSON object; remove it"):
+        settings("hf", "Intel")
+
+
+def test_a_peer_that_was_not_tuned_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup, cell = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0), Cell(str(OPT_TINY), 8, 4, "none", (1, 1))
+    systems = tuple(System(peer, "x", ("ram",)) for peer in ("hf", "openvino", "ctranslate2"))
+    monkeypatch.setattr(Setup, "missing", lambda self, system: None)
+    monkeypatch.setattr(door, "search", lambda measure, first, last: [])  # no peer is run
+    monkeypatch.setattr(door, "_without_figure", lambda cell, tried: 0)
+    sweep = door.Sweep(setup, door.Store(tmp_path / "lines.jsonl"), 1)
+
+    def named(cpu: str) -> list[str]:
+        monkeypatch.setattr("bench.sweep.runner.cpu_name", lambda: cpu)
+        assert sweep.cell(cell, systems) == 0
+        return [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if "not tuned" in line]
+
+    assert named("Intel (6/143) with AMX") == ["hf", "openvino"]
+    assert named("AMD EPYC (25/1) with AVX2") == []
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/settings.json").write_text('{"freezing": 0}')
+    assert named("Intel (6/143) with AMX") == ["openvino"]
 
 
 def test_a_dtype_is_that_of_weights_commands_and_files(tmp_path: Path) -> None:
