@@ -82,8 +82,9 @@ class Sweep:
         if not ready:
             return EXIT_DONE
         for peer in sorted({system.peer for system in ready}):
-            if self.setup.device == "cpu" and self.setup.settings(peer) is None:
-                print(f"{peer}: not tuned on this CPU, runs with its defaults; see bench/baselines/{peer}/tune.py")
+            if self.setup.settings(peer) is None:
+                how = f"bench/baselines/{peer}/tune.py"
+                print(f"{peer}: not tuned on this CPU, runs with its defaults; see {how}", flush=True)
         if self.signed is not None and not self.repeats:
             quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
             return EXIT_DONE

@@ -69,12 +69,13 @@ class Setup:
         return ram_of(budget, self.device, self.device_mem)
 
     def settings(self, peer: str) -> dict[str, Any] | None:
-        """What tune.py wrote on this machine, else what it found on such a CPU; None where it was run on neither.
+        """What tune.py wrote on this machine, else what it found on such a CPU; None where it was run on neither. What
+        is best on a CPU says nothing of a card, where defaults stay.
 
         Raises UsageError for a file that holds something else."""
         own = self.peers / peer / "settings.json"
         if not own.exists():
-            return tuned_settings(peer, cpu_name())
+            return tuned_settings(peer, cpu_name()) if self.device == "cpu" else {}
         try:
             found = json.loads(own.read_text())
         except ValueError:

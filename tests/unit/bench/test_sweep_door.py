@@ -234,6 +234,7 @@ def test_settings_of_peers_are_those_of_the_machine_or_of_its_kind(
 
     assert settings("hf", "AMD EPYC (25/1) with AVX2") == {"max_autotune": 1}
     assert settings("hf", "Intel (6/143) with AMX") is settings("ctranslate2", "AMD EPYC (25/1) with AVX2") is None
+    assert replace(setup, device="cuda").settings("hf") == {}  # what is best on a CPU says nothing of a card
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/settings.json").write_text('{"freezing": 0}\n')  # as tune.py writes it
     assert settings("hf", "AMD EPYC (25/1) with AVX2") == settings("hf", "Intel") == {"freezing": 0}
