@@ -121,7 +121,7 @@ def some_rows(t: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 _THREAD = threading.local()  # is_busy: with a task of `parallel_each`
-_LEAST_PART = 64  # no part is less than this fraction of a thread's share: calls would cost more than waiting does
+_LEAST_PART = 64  # no part is less than a 64th of a thread's share: calls would cost more than waiting does
 _WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves
 
 

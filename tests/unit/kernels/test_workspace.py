@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from llvmlite.binding import parse_bitcode
 from numba.core import config
 
 from flexgen_h2o.kernels.jit import kept_in
-from flexgen_h2o.kernels.workspace import Workspace, cpu_has, parallel_rows, part_end
+from flexgen_h2o.kernels.workspace import Workspace, _parts, cpu_has, parallel_rows
 
 SIZES = {"a": 128, "b": 64, "c": 192}
 
@@ -86,10 +85,9 @@ def test_an_error_comes_out_after_all_have_ended(three_threads) -> None:
 @pytest.mark.parametrize("threads", [2, 3, 16])
 @pytest.mark.parametrize("rows", [1, 5, 32, 128, 50272])
 def test_parts_are_few_and_the_last_ones_small(rows: int, threads: int) -> None:
-    ends = [0]
-    while ends[-1] < rows:
-        ends.append(part_end(ends[-1], rows, threads))
-    sizes = [end - first for first, end in pairwise(ends)]
+    parts = _parts(rows, threads)
+    sizes = [end - first for first, end in parts]
+    assert [row for part in parts for row in range(*part)] == list(range(rows))
     assert sum(sizes) == rows and sizes == sorted(sizes, reverse=True) and sizes[-1] >= 1
     assert sizes[0] <= max(1, rows / threads / 2) and sizes[-1] <= max(1, rows / threads / 64)
     assert len(sizes) <= 12 * threads
