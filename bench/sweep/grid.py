@@ -161,14 +161,15 @@ def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell,
 
 # The signed grid: cells and systems chosen on this day, before any of them was run; all are shown, whatever they say.
 # Rows and blocks are fewer, for everybody, so that no cell takes longer than about three hours of two cores; those of
-# OPT-1.3B 128 + 128 were cut again that evening, before they were run, for a machine half as fast. vLLM joined the
-# systems on 2026-11-25, when it could be installed: rounds that a cell had before are then run again with it.
+# OPT-1.3B 128 + 128 were cut again that evening, those of 64 + 256 on 2026-11-28, both before they were run, for a
+# machine half as fast. vLLM joined the systems on 2026-11-25, when it could be installed: rounds that a cell had before
+# are then run again with it.
 # llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4 bits.
 SIGNED_ON = "2026-11-23"
 LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
 Lengths = dict[tuple[int, int], tuple[str, tuple[int, int]]]  # prompt and new tokens: the cut of the model, rows
 LENGTHS_1_3B: Lengths = {
-    (512, 32): ("", (16, 64)), (128, 128): (":12", (32, 64)), (64, 256): (":12", (32, 128)),
+    (512, 32): ("", (16, 64)), (128, 128): (":12", (32, 64)), (64, 256): (":12", (32, 64)),
     (512, 512): (":12", (8, 32)),
 }  # fmt: skip
 LENGTHS_6_7B: Lengths = {
