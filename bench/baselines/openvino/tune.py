@@ -16,7 +16,7 @@ from tuning import RATES, Tuning, main
 
 TUNING = Tuning(
     run=Path(__file__).with_name("run.py"),
-    knobs={"kv_u8": (1, 0), "group": (32, 0, 128)},
+    knobs={"kv_u8": (1, 0), "group": (32, 0, 128, 512)},
     rate="tokens_per_s",
     columns=RATES,
 )
