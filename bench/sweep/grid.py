@@ -275,7 +275,7 @@ ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
 # What tune.py of a peer found best on such CPUs (docs/lab/throughput.md): what differs from its defaults.
 TUNED: dict[str, dict[str, dict[str, int]]] = {
     ONLY_AVX2: {"hf": {"max_autotune": 1}, "openvino": {"group": 0}, "llamacpp": {"ubatch": 2048}},
-    "with AVX-512": {"hf": {"cpp_wrapper": 1}, "openvino": {"group": 512}},
+    "with AVX-512": {"hf": {"cpp_wrapper": 1}, "openvino": {"group": 512}, "llamacpp": {}},
 }
 
 

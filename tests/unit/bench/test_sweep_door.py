@@ -234,6 +234,7 @@ def test_settings_of_peers_are_those_of_the_machine_or_of_its_kind(
 
     assert settings("hf", "AMD EPYC (25/1) with AVX2") == {"max_autotune": 1}
     assert settings("hf", "AMD EPYC (25/17) with AVX-512") == {"cpp_wrapper": 1}
+    assert setup.settings("llamacpp") == {}  # tuned there, too: its defaults are best
     assert settings("hf", "Intel (6/143) with AMX") is settings("ctranslate2", "AMD EPYC (25/1) with AVX2") is None
     assert replace(setup, device="cuda").settings("hf") == {}  # what is best on a CPU says nothing of a card
     (tmp_path / "hf").mkdir()
