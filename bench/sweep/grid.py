@@ -163,8 +163,7 @@ def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell,
 # Rows and blocks are fewer, for everybody, so that no cell takes longer than about three hours of two cores; those of
 # OPT-1.3B 128 + 128 were cut again that evening, those of 64 + 256 on 2026-11-28, both before they were run, for a
 # machine half as fast. vLLM joined the systems on 2026-11-25, when it could be installed: rounds that a cell had before
-# are then run again with it.
-# llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4 bits.
+# are then run again with it. llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4 bits.
 SIGNED_ON = "2026-11-23"
 LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
 Lengths = dict[tuple[int, int], tuple[str, tuple[int, int]]]  # prompt and new tokens: the cut of the model, rows
@@ -272,10 +271,12 @@ UNSIGNED = ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2
 SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
-# What tune.py of a peer found best on such CPUs (docs/lab/throughput.md): what differs from its defaults.
+AVX512 = "with AVX-512"  # and products in bf16
+# What was found best of a peer, by how the CPU's name ends (docs/lab/throughput.md): what differs from its defaults.
 TUNED: dict[str, dict[str, dict[str, int]]] = {
-    ONLY_AVX2: {"hf": {"max_autotune": 1}, "openvino": {"group": 0}, "llamacpp": {"ubatch": 2048}},
-    "with AVX-512": {"hf": {"cpp_wrapper": 1}, "openvino": {"group": 512}, "llamacpp": {}},
+    "hf": {ONLY_AVX2: {"max_autotune": 1}, AVX512: {"cpp_wrapper": 1}},
+    "openvino": {ONLY_AVX2: {"group": 0}, AVX512: {"group": 512}},
+    "llamacpp": {ONLY_AVX2: {"ubatch": 2048}, AVX512: {}},
 }
 
 
@@ -300,6 +301,6 @@ def system_of(name: str) -> str:
 
 def tuned_settings(peer: str, cpu: str) -> dict[str, int] | None:
     """A peer's best settings on a processor, as far as they are not its defaults; None where nobody looked for them."""
-    if peer not in TUNED[ONLY_AVX2]:
+    if peer not in TUNED:
         return {}
-    return next((found.get(peer) for ends, found in TUNED.items() if cpu.endswith(ends)), None)
+    return next((settings for ends, settings in TUNED[peer].items() if cpu.endswith(ends)), None)
