@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,8 +155,11 @@ def serve() -> None:
 
 def _begin(folder: str, script: str, argv: list[str], file_limit: int) -> None:
     """In a forked process: as if a shell had started it in `folder`."""
+    from tqdm import tqdm
+
     from flexgen_h2o.engine.resources import Engine
 
+    tqdm.set_lock(threading.RLock())  # the server's is a semaphore, which a process that is killed may hold for ever
     Engine._first_process = None  # the server has closed its engines, and computes in one thread: none is missing
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the server
     default_signals()

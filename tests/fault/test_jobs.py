@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.jobs import Job, Jobs, rows_of, tear_the_end, tokens_of, whole_rows_of, write_input
+from tests.forks import Forks
 from tests.parity.cases import thinned
 
 ROWS, MOST_KILLS = 44, 6
@@ -75,6 +76,13 @@ def test_kill_9_loses_nothing(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None
         write_input(folder, ROWS)
         kills, runs = kills + kill_until_done(jobs, folder, whole, generator), runs + 1
         assert tokens_of(rows_of(folder / "out.jsonl")) == whole
+
+
+def test_a_process_that_is_killed_while_it_draws_its_bar_stops_no_other(forks: Forks, tmp_path: Path) -> None:
+    """They are forked off one server, and tqdm's own lock is one for all of them."""
+    killed = forks.run(tmp_path, "import os\nfrom tqdm import tqdm\ntqdm.get_lock().acquire()\nos.kill(os.getpid(), 9)")
+    drawn = forks.run(tmp_path, "from tqdm import tqdm\nfor _ in tqdm([0]): pass")
+    assert (killed.code, drawn.code) == (-signal.SIGKILL, 0)
 
 
 def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill(
