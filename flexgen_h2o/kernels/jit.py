@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 import numba
@@ -207,6 +208,49 @@ def decoded(code, ends):  # type: ignore[no-untyped-def]
     """The number that a code stands for. ends: of its group, the scale in the lower half and the least in the upper."""
     scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
     return np.float32(np.int32(code)) * scale + least
+
+
+# ---- Threads that wait for each other awake: sleeping and being woken takes as long as a small loop
+
+
+def _emit_look(builder: Any, at: Any) -> Any:
+    if machine() in ("x86_64", "AMD64"):  # leaves the core to whoever shares it, for some tens of cycles
+        pause = builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), ()))
+        builder.call(pause, ())
+    return builder.load_atomic(builder.inttoptr(at, _I64.as_pointer()), "acquire", 8)
+
+
+def _tell(_context: Any, at: Any, number: Any) -> Any:
+    """Other threads find the number at the address, and then all that was written before."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, value = arguments
+        builder.store_atomic(value, builder.inttoptr(address, _I64.as_pointer()), "release", 8)
+        return value
+
+    return _types.int64(_types.int64, _types.int64), emit
+
+
+_look = _cast(_types.int64, _types.int64, _emit_look)
+_tell_number: Any = intrinsic(_tell)
+
+
+@jit
+def wait_past(at, number, looks):  # type: ignore[no-untyped-def]
+    """Wait until another number is at the address, as others `tell_and_wait` there; False: it is not after so many
+    looks."""
+    looked = 0
+    while looked < looks and _look(at) == number:
+        looked += 1
+    return looked < looks
+
+
+@jit
+def tell_and_wait(to, at, number, looks):  # type: ignore[no-untyped-def]
+    """Write the number to the address `to`, and `wait_past` it at the other. No lock of the interpreter is held then,
+    for which a thread that finds the number would sleep."""
+    _tell_number(to, number)
+    return wait_past(at, number, looks)
 
 
 def kept_in() -> Path | None:

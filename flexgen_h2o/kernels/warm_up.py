@@ -28,6 +28,7 @@ from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_s
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, empty_sketch, fill_sketch
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, get_last_slots, put_packed, put_slots
+from flexgen_h2o.kernels.workspace import warm_up_helpers
 
 _LONGEST_S = 300.0
 # The process that compiles imports from where this one does, and from nowhere else.
@@ -105,6 +106,7 @@ def warm_up(
 
     A few seconds the first time on a machine, then some tenths of one.
     """
+    warm_up_helpers()
     columns = torch.zeros(1, _ROWS, _SLOTS, _WIDTH, dtype=dtype, device=device)
     whole, single = ((_ROWS, _SLOTS), (_ROWS,))
     positions, oldest, newest, victims = (

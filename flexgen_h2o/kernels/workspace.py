@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -125,12 +126,91 @@ _LEAST_PART = 64  # no part is less than a 64th of a thread's share: calls would
 _WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves
 
 
+class _Helper:
+    """A thread of a pool that takes part in others' loops, one after the other.
+
+    After each it stays awake for a moment, since most are followed by another: to wake a thread, and to be woken by it,
+    takes as long as a small loop. Loops are counted: the number of the last one that it was given, and of the last one
+    that it has done, are on cache lines of their own.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        from flexgen_h2o.kernels.jit import tell_and_wait, wait_past
+
+        self._tell_and_wait, self._wait_past = tell_and_wait, wait_past
+        self._pool, self._lock, self._is_awake = pool, threading.Lock(), False
+        self._work: Callable[[], object] | None = None
+        self._error: BaseException | None = None
+        room = np.zeros(3 * _LINE // 8, dtype=np.int64)
+        first = -room.ctypes.data % _LINE // 8
+        self._given, self._done = (room[i : i + 1] for i in (first, first + _LINE // 8))
+        self._given_at, self._done_at = self._given.ctypes.data, self._done.ctypes.data
+
+    def give(self, work: Callable[[], object]) -> None:
+        """Let it call `work`; what it was given before is done."""
+        with self._lock:
+            done = int(self._given[0])
+            if not self._is_awake:
+                self._pool.submit(self._help, done)
+                self._is_awake = True
+            self._work = work
+            self._given[0] = done + 1
+
+    def wait(self) -> BaseException | None:
+        """Until the work is done; what it has raised."""
+        before = int(self._given[0]) - 1
+        while not self._wait_past(self._done_at, before, _LOOKS):
+            time.sleep(_NAP_S)  # the machine has other things to do
+        error, self._error = self._error, None
+        return error
+
+    def _help(self, done: int) -> None:
+        while True:
+            if not self._tell_and_wait(self._done_at, self._given_at, done, _LOOKS):
+                with self._lock:
+                    if self._given[0] == done:
+                        self._is_awake = False
+                        return
+            work, self._work = self._work, None
+            try:
+                assert work is not None
+                work()
+            except BaseException as error:
+                self._error = error
+            del work  # and what it holds
+            done += 1
+
+
+_LINE = 64  # bytes of a cache line
+_LOOKS = 5_000  # for the next loop: a tenth of a millisecond, or three
+_NAP_S = 5e-5
+_helping = threading.Lock()  # held by the thread in whose loop helpers take part; another one's loop has none then
+
+
 @lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="kernel")
+def _helpers(count: int) -> list[_Helper]:
+    pool = ThreadPoolExecutor(count, thread_name_prefix="kernel")
+    return [_Helper(pool) for _ in range(count)]
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has the pool, but none of its threads
+def _forget_helpers() -> None:
+    """In a forked child, which has none of the threads."""
+    global _helping
+    _helpers.cache_clear()
+    _helping = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_helpers)
+
+
+def warm_up_helpers() -> None:
+    """Compile what threads wait with, or load what was compiled."""
+    from flexgen_h2o.kernels.jit import tell_and_wait, wait_past
+
+    words = np.zeros(2, dtype=np.int64)
+    at = words.ctypes.data
+    tell_and_wait(at, at + 8, 0, 1)
+    wait_past(at, 0, 1)
 
 
 def part_end(first: int, rows: int, threads: int) -> int:
@@ -149,7 +229,8 @@ def _parts(rows: int, threads: int) -> tuple[tuple[int, int], ...]:
 
 
 def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int) -> None:
-    """Call loop(first, end) until all `rows` are done, on as many threads as torch uses, this one among them.
+    """Call loop(first, end) until all `rows` are done, on as many threads as torch uses, this one among them;
+    on this one alone while another thread's loop has the others.
 
     row_bytes: about how much memory a row reads and writes; little work stays on this thread. What a row gets must not
     depend on the split. Raises what a loop raises, after all have ended.
@@ -167,13 +248,19 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
         for first, end in parts:
             loop(first, end)
 
-    with interrupts.held():
-        helpers = [_pool(torch.get_num_threads() - 1).submit(work) for _ in range(threads - 1)]
+    helpers, are_ours = list[_Helper](), False
     try:
+        with interrupts.held():
+            are_ours = _helping.acquire(blocking=False)
+            for helper in _helpers(torch.get_num_threads() - 1)[: threads - 1] if are_ours else ():
+                helper.give(work)
+                helpers.append(helper)
         work()
     finally:
         with interrupts.held():
-            errors = [helper.exception() for helper in helpers]
+            errors = [helper.wait() for helper in helpers]
+            if are_ours:
+                _helping.release()
     for error in errors:
         if error is not None:
             raise error

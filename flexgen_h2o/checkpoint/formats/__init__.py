@@ -398,8 +398,9 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, expert
     from flexgen_h2o.kernels import triton
     from flexgen_h2o.kernels.int8 import BUFFERS
     from flexgen_h2o.kernels.linear import grouped_linear, linear, linear_each
-    from flexgen_h2o.kernels.workspace import Workspace
+    from flexgen_h2o.kernels.workspace import Workspace, warm_up_helpers
 
+    warm_up_helpers()
     sizes = dict.fromkeys(BUFFERS, 2**17)
     workspace = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device), sizes, dtype)
     for rows, columns in product((BLOCK_ROWS, 8), form.sample_columns):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
 import subprocess
 import sys
 import threading
+import time
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,6 +84,46 @@ def test_an_error_comes_out_after_all_have_ended(three_threads) -> None:
     with pytest.raises(ValueError, match="row 0"):
         parallel_rows(loop, 24, 2**30)
     assert sorted(of_first + ended) == list(range(24)) and ended
+
+
+def test_threads_help_again_after_they_have_slept_and_keep_nothing(three_threads) -> None:
+    meet = threading.Barrier(3, timeout=10)
+    held = torch.ones(1)
+    freed = weakref.ref(held)
+    for pause_s in (0.0, 0.0, 0.2, 0.0):
+        time.sleep(pause_s)
+        parallel_rows(partial(lambda _held, _first, _end: meet.wait(), held), 3, 2**30)
+    del held
+    gc.collect()
+    assert freed() is None
+
+
+def test_a_loop_beside_another_threads_loop_is_done_alone(three_threads) -> None:
+    seen, others = list[int](), list[int]()
+
+    def beside() -> None:
+        parallel_rows(lambda first, end: others.extend(range(first, end)), 47, 2**30)
+
+    def loop(first: int, end: int) -> None:
+        if first == 0:
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+        seen.extend(range(first, end))
+
+    parallel_rows(loop, 47, 2**30)
+    assert sorted(seen) == others == list(range(47))
+
+
+def test_many_small_loops_get_each_row_once(three_threads) -> None:
+    rows = torch.zeros(5000, 5, dtype=torch.int64).numpy()
+    for counts in rows:
+
+        def loop(first: int, end: int, counts=counts) -> None:
+            counts[first:end] += 1
+
+        parallel_rows(loop, 5, 2**30)
+    assert (rows == 1).all()
 
 
 @pytest.mark.parametrize("threads", [2, 3, 16])
