@@ -147,20 +147,20 @@ class _Helper:
         self._given_at, self._done_at = self._given.ctypes.data, self._done.ctypes.data
 
     def give(self, work: Callable[[], object]) -> None:
-        """Let it call `work`; what it was given before is done."""
+        """Let it call `work`, after what it is at if a signal has ended an earlier `wait`."""
         with self._lock:
-            done = int(self._given[0])
+            given = int(self._given[0])
             if not self._is_awake:
-                self._pool.submit(self._help, done)
+                self._pool.submit(self._help, given)
                 self._is_awake = True
             self._work = work
-            self._given[0] = done + 1
+            self._given[0] = given + 1
 
     def wait(self) -> BaseException | None:
         """Until the work is done; what it has raised."""
-        before = int(self._given[0]) - 1
-        while not self._wait_past(self._done_at, before, _LOOKS):
-            time.sleep(_NAP_S)  # the machine has other things to do
+        while (done := int(self._done[0])) != self._given[0]:
+            if not self._wait_past(self._done_at, done, _LOOKS):
+                time.sleep(_NAP_S)  # the machine has other things to do
         error, self._error = self._error, None
         return error
 
@@ -173,8 +173,8 @@ class _Helper:
                         return
             work, self._work = self._work, None
             try:
-                assert work is not None
-                work()
+                if work is not None:  # another may have come in its place
+                    work()
             except BaseException as error:
                 self._error = error
             del work  # and what it holds
@@ -184,7 +184,9 @@ class _Helper:
 _LINE = 64  # bytes of a cache line
 _LOOKS = 5_000  # for the next loop: a tenth of a millisecond, or three
 _NAP_S = 5e-5
-_helping = threading.Lock()  # held by the thread in whose loop helpers take part; another one's loop has none then
+# Held by the thread in whose loop helpers take part; another one's loop has none then. A thread that a signal has kept
+# from giving it back has it still.
+_helping = threading.RLock()
 
 
 @lru_cache(maxsize=1)
@@ -197,7 +199,7 @@ def _forget_helpers() -> None:
     """In a forked child, which has none of the threads."""
     global _helping
     _helpers.cache_clear()
-    _helping = threading.Lock()
+    _helping = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_helpers)
@@ -253,8 +255,8 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
         with interrupts.held():
             are_ours = _helping.acquire(blocking=False)
             for helper in _helpers(torch.get_num_threads() - 1)[: threads - 1] if are_ours else ():
-                helper.give(work)
                 helpers.append(helper)
+                helper.give(work)
         work()
     finally:
         with interrupts.held():

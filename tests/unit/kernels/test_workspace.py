@@ -115,6 +115,18 @@ def test_a_loop_beside_another_threads_loop_is_done_alone(three_threads) -> None
     assert sorted(seen) == others == list(range(47))
 
 
+def test_threads_help_after_a_signal_that_ended_a_wait(three_threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_helper: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("flexgen_h2o.kernels.workspace._Helper.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            parallel_rows(lambda _first, _end: None, 9, 2**30)
+    meet = threading.Barrier(3, timeout=10)
+    parallel_rows(lambda _first, _end: meet.wait(), 3, 2**30)
+
+
 def test_many_small_loops_get_each_row_once(three_threads) -> None:
     rows = torch.zeros(5000, 5, dtype=torch.int64).numpy()
     for counts in rows:
