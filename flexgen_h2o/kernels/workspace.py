@@ -141,9 +141,7 @@ class _Helper:
         self._pool, self._lock, self._is_awake = pool, threading.Lock(), False
         self._work: Callable[[], object] | None = None
         self._error: BaseException | None = None
-        room = np.zeros(3 * _LINE // 8, dtype=np.int64)
-        first = -room.ctypes.data % _LINE // 8
-        self._given, self._done = (room[i : i + 1] for i in (first, first + _LINE // 8))
+        self._given, self._done = torch.zeros(2, ALIGN // 8, dtype=torch.int64).numpy()  # torch aligns what it makes
         self._given_at, self._done_at = self._given.ctypes.data, self._done.ctypes.data
 
     def give(self, work: Callable[[], object]) -> None:
@@ -173,6 +171,7 @@ class _Helper:
                         return
             work, self._work = self._work, None
             try:
+                self._error = None  # of a loop that nobody waited for
                 if work is not None:  # another may have come in its place
                     work()
             except BaseException as error:
@@ -181,7 +180,6 @@ class _Helper:
             done += 1
 
 
-_LINE = 64  # bytes of a cache line
 _LOOKS = 5_000  # for the next loop: a tenth of a millisecond, or three
 _NAP_S = 5e-5
 # Held by the thread in whose loop helpers take part; another one's loop has none then. A thread that a signal has kept
@@ -254,8 +252,9 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
     try:
         with interrupts.held():
             are_ours = _helping.acquire(blocking=False)
-            for helper in _helpers(torch.get_num_threads() - 1)[: threads - 1] if are_ours else ():
-                helpers.append(helper)
+            if are_ours:
+                helpers = _helpers(torch.get_num_threads() - 1)[: threads - 1]
+            for helper in helpers:
                 helper.give(work)
         work()
     finally:
