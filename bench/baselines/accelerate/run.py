@@ -41,28 +41,34 @@ OUTSIDE = {
     "gpt_neox": ("embed_in", "emb_dropout", "final_layer_norm", "rotary_emb"),
 }
 HEADS = ("lm_head", "embed_out")
-# Layers that are in memory at a time besides the resident ones: the one computed, and what is being dropped.
-LAYERS_IN_FLIGHT = 1
+ENDS = ("embed_tokens", "embed_in", *HEADS)
+EXPERTS = ".experts."  # transformers joins those of a layer in one module
 
 
-def resident_layers(request: Request, layers: list[list[StoredTensor]], outside: int) -> int:
-    """Layers that stay in RAM: what the budget leaves after embedding, KV cache, activations and a layer in flight.
+def resident_layers(
+    request: Request, layers: list[list[StoredTensor]], outside: list[StoredTensor]
+) -> tuple[int, bool]:
+    """Layers that stay in RAM: what the budget leaves after embedding, head, KV cache, activations and a module in
+    flight; and whether embedding and head stay there.
 
-    outside: bytes of all other weights, which stay in RAM. None stays where the rest alone is more than the budget, and
-    DoesNotFitError where it is more than a run may take.
+    outside: all other weights. No layer stays where the rest alone is more than the budget, and no embedding or head
+    where it is more than a run may take; DoesNotFitError where that is, too.
     """
     if request.budget is None:
-        return 0  # all from disk: how fast it is without help from RAM
-    layer = max(_in_memory(tensors, request) for tensors in layers)
-    needed = outside + sum(kv_and_work_bytes(request)) + LAYERS_IN_FLIGHT * layer
-    free = request.budget - needed
-    if not request.fits(needed):
-        raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the budget with every layer on disk")
-    return min(len(layers), max(free, 0) // layer)
+        return 0, True  # all from disk: how fast it is without help from RAM
+    layer, beside = max(_in_memory(tensors, request) for tensors in layers), sum(kv_and_work_bytes(request))
+    needed = _in_memory(outside, request) + beside + module_bytes(request, layers)
+    if request.fits(needed):
+        return min(len(layers), max(request.budget - needed, 0) // layer), True
+    least = beside + module_bytes(request, [*layers, [tensor for tensor in outside if _is_end(tensor)]])
+    if not request.fits(least):
+        over = least - request.budget
+        raise DoesNotFitError(f"{request.rows} rows need {over} bytes more than the budget with every module on disk")
+    return 0, False
 
 
 def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:
-    """`max_memory`: weights on the card beside KV cache, activations and the layer in flight, and on the host.
+    """`max_memory`: weights on the card beside KV cache, activations and the module in flight, and on the host.
 
     card: bytes that it has. Raises DoesNotFitError where no weight may stay; RefusedError for a budget of RAM.
     """
@@ -71,22 +77,35 @@ def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:
             f"--device cuda: only offload to all of RAM is measured there, not {request.variant} in a budget"
         )
     layers, outside = tensors_by_layer(request)
-    layer = max(_in_memory(tensors, request) for tensors in layers)
     room = min(card, request.device_mem or card)
-    free = room - sum(kv_and_work_bytes(request)) - LAYERS_IN_FLIGHT * layer
+    free = room - sum(kv_and_work_bytes(request)) - module_bytes(request, layers)
     if free < 0:
         raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the card has, with every layer in RAM")
-    return {0: free, "cpu": outside + sum(_in_memory(tensors, request) for tensors in layers)}
+    return {0: free, "cpu": sum(_in_memory(tensors, request) for tensors in (outside, *layers))}
 
 
-def tensors_by_layer(request: Request) -> tuple[list[list[StoredTensor]], int]:
-    """The tensors of each layer, and the bytes in memory of those outside of layers."""
+def module_bytes(request: Request, layers: list[list[StoredTensor]]) -> int:
+    """Of the largest module of a layer. Accelerate's hooks bring one at a time, and drop it once it has run."""
+    modules: dict[str, list[StoredTensor]] = {}
+    for tensor in (tensor for tensors in layers for tensor in tensors):
+        name = tensor.name.partition(EXPERTS)[0] if EXPERTS in tensor.name else tensor.name.rpartition(".")[0]
+        modules.setdefault(name, []).append(tensor)
+    return max(_in_memory(tensors, request) for tensors in modules.values())
+
+
+def tensors_by_layer(request: Request) -> tuple[list[list[StoredTensor]], list[StoredTensor]]:
+    """The tensors of each layer, and those outside of layers."""
     layers: dict[int, list[StoredTensor]] = {}
     outside = []
     for tensor in stored_tensors(request.weight_files):
         found = LAYER.search(tensor.name)
         (layers.setdefault(int(found[1]), []) if found else outside).append(tensor)
-    return [layers[i] for i in range(len(layers))], _in_memory(outside, request)
+    return [layers[i] for i in range(len(layers))], outside
+
+
+def _is_end(tensor: StoredTensor) -> bool:
+    """Is it of the embedding of words, or of the head?"""
+    return any(f"{name}." in tensor.name for name in ENDS)
 
 
 def _in_memory(tensors: list[StoredTensor], request: Request) -> int:
@@ -129,14 +148,20 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         cpu_offload(model, execution_device=torch.device("cpu"))
         return generate(model, request, meter) | {"setting": {"offload": "cpu_offload"}}
     stored, outside = tensors_by_layer(request)
-    kept = resident_layers(request, stored, outside)
+    kept, keeps_ends = resident_layers(request, stored, outside)
     request.offload_dir.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(
-        request.model_dir, device_map=_device_map(request, kept), offload_folder=str(request.offload_dir), **loading
+        request.model_dir,
+        device_map=_device_map(request, kept, keeps_ends),
+        offload_folder=str(request.offload_dir),
+        **loading,
     ).eval()
     inside = model.get_submodule(LAYERS[request.config["model_type"]])
     for layer, tensors in zip(inside[kept:], stored[kept:], strict=True):
         layer.register_forward_hook(lambda *_, tensors=tensors: _forget(tensors))
+    ends = [] if keeps_ends else [tensor for tensor in outside if _is_end(tensor)]
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()) if ends else ():
+        end.register_forward_hook(lambda *_: _forget(ends))
 
     def forget_all() -> None:
         # Experts, which transformers joins when it loads them, have been written again to the offload folder.
@@ -147,19 +172,20 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         "setting": {
             "layers_in_ram": kept,
             "layers": len(stored),
-            "disk_bytes_a_sweep": sum(map(_in_files, stored[kept:])),
+            "embedding_and_head_in_ram": keeps_ends,
+            "disk_bytes_a_sweep": sum(map(_in_files, (ends, *stored[kept:]))),
         }
     }
 
 
-def _device_map(request: Request, kept: int) -> dict[str, str]:
+def _device_map(request: Request, kept: int, keeps_ends: bool = True) -> dict[str, str]:
     family = request.config["model_type"]
     if family not in LAYERS:
         raise RefusedError(f"model_type {family}: measured with {', '.join(LAYERS)} only")
     root, count = LAYERS[family], int(request.config["num_hidden_layers"])
-    outside = [f"{root.removesuffix('.layers')}.{name}" for name in OUTSIDE[family]]
+    outside = {f"{root.removesuffix('.layers')}.{name}": name for name in OUTSIDE[family]} | {n: n for n in HEADS}
     places = {f"{root}.{i}": "cpu" if i < kept else "disk" for i in range(count)}
-    return dict.fromkeys((*outside, *HEADS), "cpu") | places
+    return {path: "cpu" if keeps_ends or name not in ENDS else "disk" for path, name in outside.items()} | places
 
 
 if __name__ == "__main__":

@@ -187,14 +187,20 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
     layers, outside = accelerate.tensors_by_layer(request(tmp_path))
     assert len(layers) == request(tmp_path).config["num_hidden_layers"]
     layer = 2 * sum(t.end - t.start for t in layers[0])  # bf16 in the file, fp32 in memory
-    budget = outside + 2 * layer + sum(kv_and_work_bytes(request(tmp_path)))
+    module = accelerate.module_bytes(request(tmp_path), layers)
+    assert layer / 4 < module < layer / 2  # a matrix of the MLP: a third of the layer, whose vectors are small
+    ends, beside = accelerate._in_memory(outside, request(tmp_path)), sum(kv_and_work_bytes(request(tmp_path)))
+    budget = ends + layer + module + beside
     kept = [accelerate.resident_layers(request(tmp_path, budget=budget, rows=rows), layers, outside) for rows in (4, 3)]
-    assert kept[0] == 1 and kept[1] >= 1
-    little = {"budget": budget - 2 * layer}
-    with pytest.raises(accelerate.DoesNotFitError, match="4 rows"):
-        accelerate.resident_layers(request(tmp_path, **little), layers, outside)
-    assert accelerate.resident_layers(request(tmp_path, room=budget, **little), layers, outside) == 0
-    assert accelerate.tensors_by_layer(request(tmp_path, dtype="bf16"))[1] == outside / 2
+    assert kept[0] == (1, True) and kept[1][0] >= 1
+    little = {"budget": beside + module - 1}
+    assert accelerate.resident_layers(request(tmp_path, room=budget, **little), layers, outside) == (0, True)
+    table = accelerate._in_memory([t for t in outside if "embed_tokens" in t.name], request(tmp_path))
+    least = beside + max(module, table)
+    assert accelerate.resident_layers(request(tmp_path, budget=least), layers, outside) == (0, False)
+    with pytest.raises(accelerate.DoesNotFitError, match="4 rows need 1 bytes more"):
+        accelerate.resident_layers(request(tmp_path, budget=least - 1), layers, outside)
+    assert accelerate._in_memory(outside, request(tmp_path, dtype="bf16")) == ends / 2
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt_neox"])
@@ -213,6 +219,13 @@ def test_accelerate_places_every_module_of_a_family(family: str, tmp_path: Path)
     for name, _ in (*model.named_parameters(), *model.named_buffers()):
         assert any(name.startswith(f"{place}.") for place in places), name
     assert [place for place in places.values() if place == "disk"] == ["disk"] * 2
+    on_disk = {
+        name
+        for name, place in accelerate._device_map(request(tmp_path, model_dir=tmp_path), 0, False).items()
+        if place == "disk"
+    }
+    words = [name for name, _ in model.named_modules() if name.endswith(("embed_tokens", "embed_in"))]
+    assert on_disk >= {*words, "lm_head", "embed_out"} and len(on_disk) == len(words) + 2 + 3
 
 
 def test_kv_of_grouped_heads_is_narrower(tmp_path: Path) -> None:
