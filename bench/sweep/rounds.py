@@ -18,7 +18,7 @@ import torch
 from bench.common import GB, ON_DISK
 from bench.engine.reader import Reader
 from bench.engine.roofline import PeakProbe
-from bench.sweep.grid import IN_RAM, Cell, System, system_of
+from bench.sweep.grid import IN_RAM, WITHDRAWN, Cell, System, system_of
 from bench.sweep.search import best_line
 from bench.sweep.store import MEASURED, REFUSED, Key, Line, Store, cpu_of
 from flexgen_h2o.core.config import Policy
@@ -212,15 +212,21 @@ def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
             by_name.setdefault(name, [line])
     for some in valid_rounds(mine):
         for line in some:
-            if line["status"] in MEASURED:
+            if line["status"] in MEASURED and not _withdrawn(cell, line):
                 entries.setdefault(line["system"], Entry(line["system"], {})).lines[line["repeat"]] = line
     reasons = {
         name: why.replace("|", "/")
         for name in sorted(by_name, key=lambda name: (best_line(by_name[name]) is not None, name))
-        if name not in entries and (why := _reason(name, by_name, entries))
+        if name not in entries and (why := _withdrawn(cell, by_name[name][-1]) or _reason(name, by_name, entries))
     }
     tried = {name: {line["rows"] for line in by_name[name]} for name in entries}
     return Found(cell, entries, reasons, tried)
+
+
+def _withdrawn(cell: Cell, line: Line) -> str:
+    """Why the page leaves this run out; empty where it does not."""
+    why = WITHDRAWN.get((cell.name, line["system"], cpu_of(line), line["rows"]))
+    return f"withdrawn: {why}" if why else ""
 
 
 def _reason(name: str, by_name: dict[str, list[Line]], entries: dict[str, Entry]) -> str:

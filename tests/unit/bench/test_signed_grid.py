@@ -15,8 +15,7 @@ import torch
 from bench import common
 from bench.sweep import __main__ as door
 from bench.sweep import page, quality, rounds, runner
-from bench.sweep.chart import Bar, draw
-from bench.sweep.grid import IN_RAM, OPT, SHORT, SIGNED, Cell, System, system_of, systems_of
+from bench.sweep.grid import IN_RAM, OPT, SHORT, SIGNED, WITHDRAWN, Cell, System, system_of, systems_of
 from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
 from bench.sweep.runner import BASELINES, Setup
 from bench.sweep.store import FAILED, OK, REFUSED, Line, Store
@@ -328,6 +327,14 @@ def test_a_cell_names_its_machine(tmp_path: Path) -> None:
     assert "| not recorded |" in page.machines([page.found_of(CELL, sweep.store.lines)])
 
 
+def test_a_withdrawn_peer_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WITHDRAWN, (CELL.name, PEER.name, "Xeon", 8), "too many rows")
+    for rows, reasons in ((8, {PEER.name: "withdrawn: too many rows"}), (7, {})):  # 7: run again as it should have been
+        sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 4.0})
+        sweep.rounds.run(CELL, [(OURS, 8), (PEER, rows)], 3)
+        assert page.found_of(CELL, sweep.store.lines).reasons == reasons
+
+
 def test_a_cell_is_of_one_machine(tmp_path: Path) -> None:
     """On another one all is measured again, and shown once it has as many rounds."""
     path, speeds = tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0}
@@ -378,13 +385,6 @@ def test_a_system_outside_the_rounds_says_what_it_made(tmp_path: Path) -> None:
     assert found.reasons[PEER.name].endswith("3 with 8 rows; `accelerate-disk-eager` made 2 with 8 rows there")
 
 
-def test_two_cells_are_shown_both_and_three_by_their_median() -> None:
-    cells = (3.0, "b"), (1.0, "a")
-    assert page._middle(cells, " (aim 2)", False) == "**1** (a) and **3** (b) (aim 2)"
-    assert page._middle(cells[:1], " (aim 2)", False) == "**3** (aim 2)" and page._middle([], "", True) == ""
-    assert page._middle([*cells, (2.0, "c")], "", True) == "**2**, worst 1"
-
-
 def test_figures_of_another_dtype_are_not_kept(tmp_path: Path) -> None:
     path, key = tmp_path / "throughput.jsonl", rounds.key_of(CELL, PEER, 8, 0)
     Store(path).add(key, figures(1.0))  # from before a dtype was kept
@@ -404,11 +404,6 @@ def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
     assert written.startswith("a\n") and written.endswith("\nb\n") and "old" not in written and "begun" in written
     with pytest.raises(UsageError, match="no <!--"):
         page.replaced("a", "b")
-
-
-def test_bars_below_one_go_to_the_left() -> None:
-    drawn = draw([("x", [Bar(2, 1.5, 3), Bar(0.5, 0.4, 0.6), None]), ("y", [None] * 3)], ["a", "b", "c"])
-    assert drawn.count("#b5541c") == 2 and drawn.count("no figure") == 1 and drawn.count("<path") == 2
 
 
 def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
