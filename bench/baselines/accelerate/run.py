@@ -160,13 +160,9 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     for layer, tensors in zip(inside[kept:], stored[kept:], strict=True):
         layer.register_forward_hook(lambda *_, tensors=tensors: _forget(tensors))
     ends = [] if keeps_ends else [tensor for tensor in outside if _is_end(tensor)]
-
-    def forget_ends(*_: object) -> None:
-        for tensor in ends:  # one by one: layers may lie between the two
-            _forget([tensor])
-
-    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
-        end.register_forward_hook(forget_ends)
+    for tensor in ends:  # one by one: layers may lie between the two
+        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+            end.register_forward_hook(lambda *_, tensor=tensor: _forget([tensor]))
 
     def forget_all() -> None:
         # Experts, which transformers joins when it loads them, have been written again to the offload folder.
