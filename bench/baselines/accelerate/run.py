@@ -52,7 +52,7 @@ def resident_layers(
     flight; and whether embedding and head stay there.
 
     outside: all other weights. No layer stays where the rest alone is more than the budget, and no embedding or head
-    where it is more than a run may take; DoesNotFitError where that is, too.
+    where it is more than a run may take; DoesNotFitError where what a product of the largest module needs is, too.
     """
     if request.budget is None:
         return 0, True  # all from disk: how fast it is without help from RAM
@@ -60,7 +60,10 @@ def resident_layers(
     needed = _in_memory(outside, request) + beside + module_bytes(request, layers)
     if request.fits(needed):
         return min(len(layers), max(request.budget - needed, 0) // layer), True
-    least = beside + module_bytes(request, [*layers, [tensor for tensor in outside if _is_end(tensor)]])
+    # oneDNN packs a matrix in 16 bits before its product, while all of it is mapped: with room for one of the two the
+    # file is read again and again.
+    copies = 2 if request.itemsize == 2 else 1
+    least = beside + copies * module_bytes(request, [*layers, [tensor for tensor in outside if _is_end(tensor)]])
     if not request.fits(least):
         over = least - request.budget
         raise DoesNotFitError(f"{request.rows} rows need {over} bytes more than the budget with every module on disk")

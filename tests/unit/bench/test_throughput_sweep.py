@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -202,7 +203,12 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
     assert accelerate.resident_layers(request(tmp_path, budget=least), layers, outside) == (0, False)
     with pytest.raises(accelerate.DoesNotFitError, match="4 rows need 1 bytes more"):
         accelerate.resident_layers(request(tmp_path, budget=least - 1), layers, outside)
-    assert accelerate._in_memory(outside, request(tmp_path, dtype="bf16")) == ends / 2
+    in_bf16 = request(tmp_path, dtype="bf16")
+    assert accelerate._in_memory(outside, in_bf16) == ends / 2
+    packed = sum(kv_and_work_bytes(in_bf16)) + max(module, table)  # mapped, and packed for the product
+    assert accelerate.resident_layers(replace(in_bf16, budget=packed), layers, outside)[0] == 0
+    with pytest.raises(accelerate.DoesNotFitError, match="4 rows need 1 bytes more"):
+        accelerate.resident_layers(replace(in_bf16, budget=packed - 1), layers, outside)
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt_neox"])
