@@ -34,6 +34,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 EXIT_FAILED, EXIT_REFUSED, EXIT_DOES_NOT_FIT = 1, 2, 3
 WARM_UP_PROMPT, WARM_UP_TOKENS = 8, 2
 DEVICES = ("cpu", "cuda")
+OUTSIDE_GROUP = "FLEXGEN_OUTSIDE_GROUP"  # names the file in which a process leaves the memory group that holds a run
 CARD_SLACK = 512 * 2**20  # what nobody plans: workspaces of cuBLAS, the allocator's rounding
 
 
@@ -201,11 +202,15 @@ def main(
     return 0
 
 
-def convert_apart(*arguments: str | Path) -> None:
-    """Run a converter in a process of its own, so that its memory is not counted: a script, or `-c` and code, and what
-    it is given. Raises RefusedError with its last line for exit code 2, DoesNotFitError where the kernel has killed it,
-    which had no memory left, RuntimeError for anything else."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+def convert_apart(*arguments: str | Path, makes: Sequence[Path] = ()) -> None:
+    """Run a converter in a process of its own, outside the run's memory group, so that its memory is not counted: a
+    script, or `-c` and code, and what it is given. Of the files that it makes nothing stays in the page cache, which
+    no group would count. Raises RefusedError with its last line for exit code 2, DoesNotFitError where the kernel has
+    killed it, which had no memory left, RuntimeError for anything else."""
+    outside = os.environ.get(OUTSIDE_GROUP)
+    # Where it may not leave, it is held too.
+    leave = ["sh", "-c", f'{{ echo $$ > {outside}; }} 2>/dev/null; exec "$@"', "sh"] if outside else []
+    done = subprocess.run([*leave, sys.executable, *arguments], capture_output=True, text=True, check=False)
     said = done.stderr.strip()
     if done.returncode == EXIT_REFUSED:
         raise RefusedError(said.splitlines()[-1])
@@ -213,6 +218,9 @@ def convert_apart(*arguments: str | Path) -> None:
         raise DoesNotFitError("the converter was killed: no memory left")
     if done.returncode:
         raise RuntimeError(f"the converter ended with exit code {done.returncode}: {said[-500:]}")
+    os.sync()  # the kernel does not forget what it has still to write
+    for path in makes:
+        drop_page_cache(path)
 
 
 def write_scores(given: Path, request: Request, score: Score | None) -> None:

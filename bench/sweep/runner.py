@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.baselines.contract import drop_page_cache
+from bench.baselines.contract import OUTSIDE_GROUP, drop_page_cache
 from bench.sweep.grid import Cell, System, tuned_settings
 from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
 from flexgen_h2o.core.errors import UsageError
@@ -158,7 +158,8 @@ def memory_limit(nbytes: int | None) -> Iterator[list[str]]:
                 group.rmdir()
             continue
         try:
-            yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+            leave = f"export {OUTSIDE_GROUP}={root}/cgroup.procs"
+            yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && {leave} && exec "$@"', "sh"]
         finally:
             group.rmdir()
         return

@@ -68,7 +68,8 @@ def _converted(request: Request) -> Path:
     """The converted folder, made once."""
     folder = request.offload_dir / f"ctranslate2-{request.model_dir.name}-{request.variant}"
     if not (folder / "words.txt").exists():
-        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, folder, request.variant)
+        script, makes = Path(__file__).with_name("convert.py"), [folder / "model.bin"]
+        convert_apart(script, request.model_dir, folder, request.variant, makes=makes)
     return folder
 
 

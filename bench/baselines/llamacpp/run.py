@@ -153,10 +153,10 @@ def _converted(request: Request) -> Path:
     first = kind if kind in ("bf16", "q8_0") else "bf16"
     whole = _gguf(request, first)
     if not whole.exists():
-        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, whole, first)
+        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, whole, first, makes=[whole])
     if whole != path:
         half = path.with_suffix(".part")
-        convert_apart("-c", QUANTISE, whole, half, str(FTYPES[kind]))
+        convert_apart("-c", QUANTISE, whole, half, str(FTYPES[kind]), makes=[whole, half])
         half.rename(path)
     return path
 

@@ -16,8 +16,17 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
-from contract import DoesNotFitError, RefusedError, Request, StoredTensor, convert_apart, stored_tensors
+from contract import (
+    OUTSIDE_GROUP,
+    DoesNotFitError,
+    RefusedError,
+    Request,
+    StoredTensor,
+    convert_apart,
+    stored_tensors,
+)
 
+from bench.sweep.runner import can_limit, memory_limit
 from tests.unit.bench.test_throughput_sweep import load
 
 BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
@@ -90,6 +99,25 @@ def test_a_converter_that_breaks_has_not_refused() -> None:
         convert_apart("-c", "raise SystemExit('no disk')")
     with pytest.raises(DoesNotFitError, match="no memory left"):
         convert_apart("-c", "import os; os.kill(os.getpid(), 9)")
+
+
+@pytest.mark.skipif(not can_limit(), reason="no memory cgroup can be made here")
+def test_a_converter_is_outside_the_group_that_holds_the_run(tmp_path: Path) -> None:
+    took, made = 2**28, tmp_path / "made"
+    convert = f"from pathlib import Path; Path({str(made)!r}).write_bytes(b'x' * {took})"
+    run = (
+        f"import sys; sys.path.insert(0, {str(BASELINES)!r}); from pathlib import Path; from contract import *\n"
+        f"convert_apart('-c', {convert!r}, makes=[Path({str(made)!r})]); b'x' * {took}"
+    )
+    with memory_limit(took // 2) as held:
+        done = subprocess.run([*held, sys.executable, "-c", run], capture_output=True, text=True, check=False)
+    assert done.returncode == -9 and made.stat().st_size == took  # the run itself is held
+
+
+def test_a_converter_that_may_not_leave_runs_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OUTSIDE_GROUP, str(tmp_path / "none" / "cgroup.procs"))
+    with pytest.raises(RefusedError, match="no such format"):
+        convert_apart("-c", "import sys; print('no such format', file=sys.stderr); sys.exit(2)")
 
 
 def test_more_rows_than_a_context_has_sequences_are_refused(tmp_path: Path) -> None:
