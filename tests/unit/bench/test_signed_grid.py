@@ -215,6 +215,8 @@ def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
     assert [line["variant"] for line in found] == ["full-4bit-int8", "h2o-4bit-int8:kv-budget=0.2"]
     assert page.lost(page.H2O_SMALL, CELL, found) == "0.5; 25%" and page.lost(page.H2O, CELL, found).endswith("yet")
     assert page.lost("llamacpp-q8_0", CELL, found).startswith("not measured yet")
+    loaded = quality.of_cell(CELL, "llamacpp-q8_0", "llama") | loss
+    assert page.lost("llamacpp-q8_0-mmap", CELL, [loaded]) == "0.5; 25% (llama)"
     # A second model says what the first cannot.
     monkeypatch.setattr(quality, "_cells", lambda *_: {"h2o": loss | {"flips": {"value": 0.5}}})
     quality.measure(tmp_path, CELL, [systems[1], systems[3]], str(tmp_path / "llama"), SETUP)
