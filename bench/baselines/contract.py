@@ -202,11 +202,11 @@ def main(
     return 0
 
 
-def convert_apart(*arguments: str | Path, makes: Sequence[Path] = ()) -> None:
+def convert_apart(*arguments: str | Path) -> None:
     """Run a converter in a process of its own, outside the run's memory group, so that its memory is not counted: a
-    script, or `-c` and code, and what it is given. Of the files that it makes nothing stays in the page cache, which
-    no group would count. Raises RefusedError with its last line for exit code 2, DoesNotFitError where the kernel has
-    killed it, which had no memory left, RuntimeError for anything else."""
+    script, or `-c` and code, and what it is given. What it makes is written to disk then. Raises RefusedError with its
+    last line for exit code 2, DoesNotFitError where the kernel has killed it, which had no memory left, RuntimeError
+    for anything else."""
     outside = os.environ.get(OUTSIDE_GROUP)
     # Where it may not leave, it is held too.
     leave = ["sh", "-c", f'{{ echo $$ > {outside}; }} 2>/dev/null; exec "$@"', "sh"] if outside else []
@@ -218,9 +218,7 @@ def convert_apart(*arguments: str | Path, makes: Sequence[Path] = ()) -> None:
         raise DoesNotFitError("the converter was killed: no memory left")
     if done.returncode:
         raise RuntimeError(f"the converter ended with exit code {done.returncode}: {said[-500:]}")
-    os.sync()  # the kernel does not forget what it has still to write
-    for path in makes:
-        drop_page_cache(path)
+    os.sync()
 
 
 def write_scores(given: Path, request: Request, score: Score | None) -> None:

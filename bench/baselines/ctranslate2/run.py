@@ -68,8 +68,7 @@ def _converted(request: Request) -> Path:
     """The converted folder, made once."""
     folder = request.offload_dir / f"ctranslate2-{request.model_dir.name}-{request.variant}"
     if not (folder / "words.txt").exists():
-        script, makes = Path(__file__).with_name("convert.py"), [folder / "model.bin"]
-        convert_apart(script, request.model_dir, folder, request.variant, makes=makes)
+        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, folder, request.variant)
     return folder
 
 

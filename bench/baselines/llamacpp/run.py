@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, RefusedError, Request, convert_apart, main
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, RefusedError, Request, convert_apart, drop_page_cache, main
 
 SETTINGS: dict[str, int] = {"flash_attn": 1, "kv_unified": 0, "ubatch": 512}
 FTYPES = {"q4_0": 2, "q4_k": 15}  # LLAMA_FTYPE_MOSTLY_Q4_0, _Q4_K_M
@@ -153,11 +153,12 @@ def _converted(request: Request) -> Path:
     first = kind if kind in ("bf16", "q8_0") else "bf16"
     whole = _gguf(request, first)
     if not whole.exists():
-        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, whole, first, makes=[whole])
+        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, whole, first)
     if whole != path:
         half = path.with_suffix(".part")
-        convert_apart("-c", QUANTISE, whole, half, str(FTYPES[kind]), makes=[whole, half])
+        convert_apart("-c", QUANTISE, whole, half, str(FTYPES[kind]))
         half.rename(path)
+    drop_page_cache(path)  # the converter's pages are outside the group that holds this run, which maps them
     return path
 
 

@@ -84,8 +84,7 @@ def _converted(request: Request) -> Path:
     if not path.exists():
         request.offload_dir.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f"half-{path.name}")
-        script, makes = Path(__file__).with_name("convert.py"), [half.with_suffix(".bin")]
-        convert_apart(script, request.model_dir, half, request.variant, makes=makes)
+        convert_apart(Path(__file__).with_name("convert.py"), request.model_dir, half, request.variant)
         half.with_suffix(".bin").rename(path.with_suffix(".bin"))
         half.rename(path)
     return path
