@@ -345,8 +345,8 @@ def readme(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     if not any(found.entries for found in cells):
         return f"{wrapped(state(cells))}\n"
     words = (
-        "Generated tokens/s over those of others, each at its best batch of those tried. A cell is a model, lengths "
-        "and the memory that all may take; of two cells both, of more median and worst. "
+        "Generated tokens/s over others', each at its best batch of those tried. A cell is a model, lengths and the "
+        "memory that all may take; of two cells both, of more the median and the worst. "
     )
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
     return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, is_short=True)}\n"
