@@ -161,9 +161,9 @@ def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell,
 
 # The signed grid: cells and systems chosen on this day, before any of them was run; all are shown, whatever they say.
 # Rows and blocks are fewer, for everybody, so that no cell takes longer than about three hours of two cores; those of
-# OPT-1.3B 128 + 128 were cut again that evening, those of 64 + 256 on 2026-11-28, both before they were run, for a
-# machine half as fast. vLLM joined the systems on 2026-11-25, when it could be installed: rounds that a cell had before
-# are then run again with it. llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4 bits.
+# OPT-1.3B 128 + 128 were cut again that evening, those of 64 + 256 on 2026-11-28, those of OPT-30B on 2026-11-29, all
+# before they were run, for a machine half as fast. vLLM joined the systems on 2026-11-25, when it could be installed:
+# rounds that a cell had before are then run again with it. llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4 bits.
 SIGNED_ON = "2026-11-23"
 LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
 Lengths = dict[tuple[int, int], tuple[str, tuple[int, int]]]  # prompt and new tokens: the cut of the model, rows
@@ -186,7 +186,7 @@ SIGNED: dict[str, tuple[Cell, ...]] = {
     "signed-opt-6.7b-third": _signed("6.7b", "third", LENGTHS_6_7B),
     "signed-opt-6.7b-none": _signed("6.7b", "none", LENGTHS_6_7B),
     # All blocks for what reads the checkpoint in place; 6 of 48 for all, with those that write a copy.
-    "signed-opt-30b": (Cell(OPT["30b"], 512, 32, "third", (4, 8)), Cell(f"{OPT['30b']}:6", 512, 32, "third", (8, 32))),
+    "signed-opt-30b": (Cell(OPT["30b"], 512, 32, "third", (4, 4)), Cell(f"{OPT['30b']}:6", 512, 32, "third", (8, 32))),
     "signed-llama-3-8b": (
         Cell(LLAMA_8B, 512, 32, "third", (8, 16)), Cell(f"{LLAMA_8B}:16", 128, 128, "third", (8, 32)),
         Cell(f"{LLAMA_8B}:16", 128, 128, "none", (8, 32)),
