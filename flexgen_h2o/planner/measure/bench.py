@@ -102,6 +102,11 @@ def quick(sizes: Sizes) -> Sizes:
     )
 
 
+def undisturbed(timings: Sequence[float]) -> float:
+    """The lower quartile of up to five timings, of two or three the shortest: a neighbour only makes them longer."""
+    return sorted(timings)[len(timings) // 4]
+
+
 @dataclass(frozen=True)
 class Bench:
     """Where and how much is measured."""
@@ -110,8 +115,8 @@ class Bench:
     sizes: Sizes
 
     def seconds_of(self, *calls: Call) -> list[float]:
-        """Median seconds of each call."""
-        return [statistics.median(timings) for timings in self.rounds(*calls)]
+        """Seconds of each call, as `undisturbed` has them."""
+        return [undisturbed(timings) for timings in self.rounds(*calls)]
 
     def rounds(self, *calls: Call) -> list[list[float]]:
         """Seconds of each call in each round.
@@ -180,7 +185,7 @@ def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
     attention, scoring, one_prompt = [], [], []
     for length, plain, scored in zip(lengths, timings[::2], timings[1::2], strict=True):
         pairs = _prompts(bench, length) * length**2 * bench.sizes.prompt_width
-        seconds = statistics.median(plain)
+        seconds = undisturbed(plain)
         # Both ran in the same rounds, so each round has its difference.
         added = statistics.median(b - a for a, b in zip(plain, scored, strict=False))
         attention.append((float(length), 2 * pairs / seconds))

@@ -54,6 +54,12 @@ def test_very_slow_call_is_timed_once(bench: Bench) -> None:
     assert len(made) == 2
 
 
+def test_a_figure_is_of_undisturbed_rounds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour took the cores in half of the rounds."""
+    monkeypatch.setattr(Bench, "rounds", lambda self, *calls: [[3.0, 1.0], [5.0, 9.0, 2.0], [9.0, 1.0, 8.0, 2.0, 7.0]])
+    assert bench.seconds_of(int, int, int) == [1.0, 2.0, 2.0]
+
+
 def test_quick_call_is_made_often() -> None:
     bench, made = Bench(HostDevice(), replace(TINY, figure_s=0.02)), 0
 
