@@ -40,7 +40,7 @@ from bench.sweep import page, quality
 from bench.sweep.cut_model import cut_model
 from bench.sweep.grid import FP32_SYSTEMS, GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
 from bench.sweep.plots import draw_all
-from bench.sweep.rounds import Rates, Rounds, key_of, machine_rates
+from bench.sweep.rounds import FEWEST, Rates, Rounds, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
 from bench.sweep.search import best_rows, search
 from bench.sweep.store import BF16, DOES_NOT_FIT, MEASURED, REFUSED, TIMEOUT, Line, Store, claimed
@@ -53,7 +53,7 @@ from flexgen_h2o.planner.measure.run import cpu_name
 
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
 FULL = {"repeats": 3, "quiet_wait": 60.0, "limit": 1800.0}
-OF_SIGNED = {"repeats": 3, "quiet_wait": 60.0, "limit": 3600.0}
+OF_SIGNED = {"repeats": FEWEST, "quiet_wait": 60.0, "limit": 3600.0}
 SHARES = "ours-h2o:R, ours-h2o:kv-budget=R, ours-mix:kv-bytes=R"
 
 

@@ -3,7 +3,8 @@
     python -m bench.sweep.page [--results FOLDER]
 
 Rewrites what stands between the marks in docs/results.md and README.md, and docs/speed.svg. Ratios are of systems of
-one round, then the median and the range over rounds; a cell without a whole round is shown as not run yet.
+one round, then the median and the range over rounds; a cell without a whole round is shown as not run yet,
+figures of fewer than three rounds are marked.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 from bench import common
 from bench.sweep import quality
 from bench.sweep.chart import Bar, draw
-from bench.sweep.grid import IN_RAM, OFFLOAD, SHORT, SHORT_ON, SIGNED, SIGNED_ON, Cell, systems_of
-from bench.sweep.rounds import DISK, MEMORY, MOVED, PRODUCTS, Found, found_of
+from bench.sweep.grid import IN_RAM, JOINED_LATER, OFFLOAD, SHORT, SHORT_ON, SIGNED, SIGNED_ON, Cell, systems_of
+from bench.sweep.rounds import DISK, FEWEST, MEMORY, MOVED, PRODUCTS, Found, found_of
 from bench.sweep.store import OVER, Line, Store
 from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
@@ -132,6 +133,7 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
     for entry in (*ours, *found.peers):
         lines = list(entry.lines.values())
         mark = "" if all(line["round"]["steady"] for line in lines) else " †"
+        mark += " ‡" * (len(lines) < FEWEST)
         mark += ", over the budget" if any(line["status"] == OVER for line in lines) else ""
         is_ours, each = entry in ours, [(peer.system, entry.over(peer)) for peer in found.peers[1:]]
         yield [
@@ -142,7 +144,7 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
             spread(entry.over(best)) if is_ours and best else "",
             "; ".join(f"{name} {statistics.median(values):.3g}" for name, values in each if values) if is_ours else "",
             lost(entry.system, found.cell, losses), kept(found.cell, lines[-1]),
-            f"{entry.median('read_bytes') / common.GB:.3g}", f"{entry.median('peak_rss_bytes') / common.GB:.3g}",
+            *(_three_figures(entry.median(name) / common.GB) for name in ("read_bytes", "peak_rss_bytes")),
         ]  # fmt: skip
         title = ""
     for why in dict.fromkeys(found.reasons.values()):
@@ -152,6 +154,11 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
     waiting = [f"`{name}`" for name in names if name not in found.entries and not found.has_said_why(name)]
     if waiting:
         yield [title, f"not run yet: {', '.join(waiting)}", *blank]
+
+
+def _three_figures(value: float) -> str:
+    """1440 where Python has 1.44e+03."""
+    return f"{float(f'{value:.3g}'):g}"
 
 
 def lost(system: str, cell: Cell, losses: Sequence[quality.Line]) -> str:
@@ -316,6 +323,8 @@ def runs(cells: Sequence[Found]) -> str:
             f" †: with {counted(len(unsteady), 'round')} in which a rate of the machine's own moved by more "
             f"than {MOVED:.0%}, and none that was steady took their place."
         )
+    if any(len(entry.lines) < FEWEST for found in cells for entry in found.entries.values()):
+        limit += f" ‡: of fewer than {FEWEST} rounds, the others not yet run."
     return f"Runs of {when}, commits {commits}. Medians over rounds, ranges behind. {limit}"
 
 
@@ -332,8 +341,8 @@ def wrapped(text: str) -> str:
 def state(cells: Sequence[Found], chosen_on: str = SIGNED_ON) -> str:
     """How much of the grid has been run, in a sentence."""
     done = sum(bool(found.entries) for found in cells)
-    later = " (vLLM and llama.cpp's q4_0 joined later)" if chosen_on == SIGNED_ON else ""
-    chosen = f"Cells and systems were chosen on {chosen_on}, before any was run{later}; all are shown."
+    later = JOINED_LATER[chosen_on]
+    chosen = f"Cells and systems were chosen on {chosen_on}, before any was run ({later}); all are shown."
     if not done:
         return f"**The signed grid is only begun: none of its {len(cells)} cells has been run yet.** {chosen}"
     rest = len(cells) - done

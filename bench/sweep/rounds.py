@@ -26,6 +26,7 @@ from flexgen_h2o.core.units import GIB, counted
 from flexgen_h2o.models.load import Model
 
 MOVED, MOST_EXTRA = 0.15, 1
+FEWEST = 3  # rounds that a figure is of; of fewer it is marked
 PRODUCTS, MEMORY, DISK = "bf16_flops_per_s", "memory_bytes_per_s", "disk_bytes_per_s"
 PROBES = 5
 READ_BYTES, READ_SWEEPS = 2 * GIB, 64  # of the weights file, whichever ends first

@@ -288,7 +288,7 @@ def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
     of_page, of_readme, drawn = page.made(tmp_path)
     assert "| `accelerate-disk` (best peer) | 8, no others tried | 4" in of_page and "failed: a / b" in of_page
     assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "ran in a memory cgroup" in of_page
-    assert " (aim 3)" in of_readme and "1 of " in of_readme
+    assert " (aim 3)" in of_readme and "1 of " in of_readme and "‡" not in of_page
     assert "OPT-1.3B" not in of_readme and drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1
 
 
@@ -296,12 +296,13 @@ def test_short_cells_have_a_part_of_their_own(tmp_path: Path) -> None:
     (cell, *others), fp32 = SIGNED[SHORT], System("accelerate", "disk", ("offload",), dtype="fp32")
     assert fp32 in systems_of(SHORT, cell, "EPYC with AVX2") and system_of(fp32.name) == system_of(PEER.name)
     sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0, fp32.name: 4.0}, cpu="EPYC with AVX2")
-    sweep.rounds.run(cell, [(system, 8) for system in (OURS, PEER, fp32)], 3)
+    sweep.rounds.run(cell, [(system, 8) for system in (OURS, PEER, fp32)], 2)
     of_page, of_readme, drawn = page.made(tmp_path)
     main, _, short = " ".join(of_page.split()).partition("### Short cells")
     assert "only begun" in main and "only begun" in of_readme and drawn == ""
     assert f"1 of {1 + len(others)} cells have been run" in short and "chosen on 2026-11-27, before" in short
     assert "| `accelerate-disk-fp32` (best peer) | 8, no others tried | 4" in short and "| EPYC with AVX2 |" in short
+    assert ") ‡ |" in short and "‡: of fewer than 3 rounds" in short
     assert "`deepspeed-nvme-fp32`" in short  # not run yet
     assert re.search(r"`ours-full` 0\.5\S* \(\S+ - \S+\) of `accelerate-disk-fp32`", short)
 
