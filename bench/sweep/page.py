@@ -147,11 +147,12 @@ def _rows(found: Found, losses: Sequence[quality.Line]) -> Iterator[list[str]]:
             *(_three_figures(entry.median(name) / common.GB) for name in ("read_bytes", "peak_rss_bytes")),
         ]  # fmt: skip
         title = ""
-    for why in dict.fromkeys(found.reasons.values()):
-        alike = [f"`{name}`" for name, other in found.reasons.items() if other == why]
+    whys = found.whys(names)
+    for why in dict.fromkeys(whys.values()):
+        alike = [f"`{name}`" for name, other in whys.items() if other == why]
         yield [title, ", ".join(alike), "", why, *blank[2:]]
         title = ""
-    waiting = [f"`{name}`" for name in names if name not in found.entries and not found.has_said_why(name)]
+    waiting = [f"`{name}`" for name in names if name not in found.entries and name not in whys]
     if waiting:
         yield [title, f"not run yet: {', '.join(waiting)}", *blank]
 

@@ -7,6 +7,7 @@ counts and is marked as unsteady. Ratios are of systems of one round. `found_of`
 
 from __future__ import annotations
 
+import functools
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from bench.sweep.search import best_line
 from bench.sweep.store import MEASURED, REFUSED, Key, Line, Store, cpu_of
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import GIB, counted
+from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.models.load import Model
 
 MOVED, MOST_EXTRA = 0.15, 1
@@ -158,12 +160,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """What is there of a cell. reasons: of systems that were tried and have no figure. tried: rows, also of the
-    search, of those that have one."""
+    """What is there of a cell. reasons: of systems that were tried and have no figure. refusals: of peers that refuse
+    the model's family. tried: rows, also of the search, of systems that have a figure."""
 
     cell: Cell
     entries: dict[str, Entry]
     reasons: dict[str, str]
+    refusals: dict[str, str]
     tried: dict[str, set[int]]
 
     @property
@@ -185,11 +188,10 @@ class Found:
         """The processor that it was run on; empty where it was not."""
         return next((cpu_of(line) for entry in self.entries.values() for line in entry.lines.values()), "")
 
-    def has_said_why(self, system: str) -> bool:
-        """Has it a reason, or have all settings of its peer that were tried been refused?"""
-        peer = system.partition("-")[0] + "-"
-        mine = [self.reasons.get(name, "") for name in (*self.entries, *self.reasons) if name.startswith(peer)]
-        return system in self.reasons or (bool(mine) and all(why.startswith(REFUSED) for why in mine))
+    def whys(self, systems: Sequence[str]) -> dict[str, str]:
+        """Why systems have no figure: those that were tried, and of `systems` those whose peer refuses the family."""
+        named = {name: self.refusals.get(name.partition("-")[0], "") for name in systems}
+        return {name: why for name, why in named.items() if why and name not in self.entries} | self.reasons
 
     @property
     def title(self) -> str:
@@ -216,12 +218,33 @@ def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
             if line["status"] in MEASURED and not _withdrawn(cell, line):
                 entries.setdefault(line["system"], Entry(line["system"], {})).lines[line["repeat"]] = line
     reasons = {
-        name: why.replace("|", "/")
+        name: why
         for name in sorted(by_name, key=lambda name: (best_line(by_name[name]) is not None, name))
         if name not in entries and (why := _withdrawn(cell, by_name[name][-1]) or _reason(name, by_name, entries))
     }
     tried = {name: {line["rows"] for line in by_name[name]} for name in entries}
-    return Found(cell, entries, reasons, tried)
+    return Found(cell, entries, reasons, _refusals(cell, lines), tried)
+
+
+def _refusals(cell: Cell, lines: Sequence[Line]) -> dict[str, str]:
+    """By peer why it refuses the model's family, as it said last; not of peers that ran any of it."""
+    of_peers: dict[str, list[Line]] = {}
+    for line in lines:
+        if _family(line["model"]) == _family(cell.model):
+            of_peers.setdefault(line["system"].partition("-")[0], []).append(line)
+    never_ran = {peer: some for peer, some in of_peers.items() if all(x["status"] not in MEASURED for x in some)}
+    return {peer: _reason_of(some[-1]) for peer, some in never_ran.items() if some[-1]["status"] == REFUSED}
+
+
+@functools.cache
+def _family(model: str) -> str:
+    """Of a built-in shape, cut or whole; another model is its own."""
+    built_in = built_in_spec(model.partition(":")[0])
+    return built_in[0].family if built_in else model
+
+
+def _reason_of(line: Line) -> str:
+    return f"{line['status']}: {line.get('reason', '')}".replace("|", "/")
 
 
 def _withdrawn(cell: Cell, line: Line) -> str:
@@ -234,7 +257,7 @@ def _reason(name: str, by_name: dict[str, list[Line]], entries: dict[str, Entry]
     """Why a system that was tried has no figure; empty where its rounds have still to come."""
     last, best, of_search = by_name[name][-1], best_line(by_name[name]), _searched(by_name[name])
     if best is None:
-        return f"{last['status']}: {last.get('reason', '')}"
+        return _reason_of(last)
     alone = f"in the search only: {_speed(of_search)}" if of_search else f"in replaced rounds: {_speed(best)}"
     in_rounds = [line for line in by_name[name] if "round" in line]
     if in_rounds and in_rounds[-1]["status"] not in MEASURED:
