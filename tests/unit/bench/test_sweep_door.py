@@ -15,14 +15,35 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
+from bench.baselines.contract import drop_page_cache
 from bench.sweep import __main__ as door
 from bench.sweep import plots
 from bench.sweep.grid import SYSTEMS, Cell, System
-from bench.sweep.runner import Setup, command_of, environment_of, measure
+from bench.sweep.runner import Setup, command_of, environment_of, load_libraries, measure
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, REFUSED, TIMEOUT, Line, Store
 from bench.sweep.summary import rows_of
 from flexgen_h2o.core.errors import UsageError
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, figures, key
+
+
+def test_libraries_of_an_environment_are_read_outside_a_group(tmp_path: Path) -> None:
+    """Once they are in the page cache a read of them does not wait."""
+    library = tmp_path / "lib" / "python3" / "site-packages" / "a.so.1"
+    library.parent.mkdir(parents=True)
+    with library.open("wb") as file:
+        file.write(bytes(2**23))
+        os.fsync(file.fileno())
+    drop_page_cache(library)
+    with library.open("rb") as file:
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 2**22, os.RWF_NOWAIT)
+            pytest.skip("this file system does not drop a page that it is told to")
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            pytest.skip(f"no reads without waiting here: {error}")
+        load_libraries(tmp_path / "bin" / "python")
+        assert os.preadv(file.fileno(), [bytearray(1)], 2**22, os.RWF_NOWAIT) == 1
 
 
 class _Timed:
