@@ -106,10 +106,12 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     # A peer's own copies too: what an earlier run has left cached would not count in this one's group.
     for path in (*weights, *(path for path in setup.offload_dir.glob("*") if path.is_file())):
         drop_page_cache(path)
-    load_libraries(setup.python(system))
-    busy = common.wait_for_quiet(setup.quiet_wait)
     ram = setup.ram(budget)
-    with memory_limit(ram + BESIDE_BUDGET if setup.cgroup and ram else None) as held, common.BackgroundLoad() as seen:
+    limit = ram + BESIDE_BUDGET if setup.cgroup and ram else None
+    if limit is not None and not system.ours:
+        load_libraries(setup.python(system))
+    busy = common.wait_for_quiet(setup.quiet_wait)
+    with memory_limit(limit) as held, common.BackgroundLoad() as seen:
         code, out, said = common.run_limited([*held, *command], environment, setup.limit_s)
     here = common.machine_facts()
     facts: Line = {name: here[name] for name in ("date", "commit", "cpu")} | {
