@@ -280,10 +280,11 @@ SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk",
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
 AVX512 = "with AVX-512"  # and products in bf16
+AMX = "with AMX"
 # What was found best of a peer, by how the CPU's name ends (docs/lab/throughput.md): what differs from its defaults.
 TUNED: dict[str, dict[str, dict[str, int]]] = {
-    "hf": {ONLY_AVX2: {"max_autotune": 1}, AVX512: {"cpp_wrapper": 1}},
-    "openvino": {ONLY_AVX2: {"group": 0}, AVX512: {"group": 512}},
+    "hf": {ONLY_AVX2: {"max_autotune": 1}, AVX512: {"cpp_wrapper": 1}, AMX: {}},
+    "openvino": {ONLY_AVX2: {"group": 0}, AVX512: {"group": 512}, AMX: {"group": 0}},
     "llamacpp": {ONLY_AVX2: {"ubatch": 2048}, AVX512: {}},
 }
 

@@ -256,7 +256,8 @@ def test_settings_of_peers_are_those_of_the_machine_or_of_its_kind(
     assert settings("hf", "AMD EPYC (25/1) with AVX2") == {"max_autotune": 1}
     assert settings("hf", "AMD EPYC (25/17) with AVX-512") == {"cpp_wrapper": 1}
     assert setup.settings("llamacpp") == {}  # tuned there, too: its defaults are best
-    assert settings("hf", "Intel (6/143) with AMX") is settings("ctranslate2", "AMD EPYC (25/1) with AVX2") is None
+    assert settings("openvino", "Intel (6/207) with AMX") == {"group": 0}
+    assert settings("hf", "Intel (6/63)") is settings("ctranslate2", "AMD EPYC (25/1) with AVX2") is None
     assert replace(setup, device="cuda").settings("hf") == {}  # what is best on a CPU says nothing of a card
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/settings.json").write_text('{"freezing": 0}\n')  # as tune.py writes it
@@ -281,11 +282,11 @@ def test_a_peer_that_was_not_tuned_is_named(
         assert sweep.cell(cell, systems) == 0
         return [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if "not tuned" in line]
 
-    assert named("Intel (6/143) with AMX") == ["hf", "openvino"]
+    assert named("Intel (6/63)") == ["hf", "openvino"]
     assert named("AMD EPYC (25/1) with AVX2") == []
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/settings.json").write_text('{"freezing": 0}')
-    assert named("Intel (6/143) with AMX") == ["openvino"]
+    assert named("Intel (6/63)") == ["openvino"]
 
 
 def test_a_dtype_is_that_of_weights_commands_and_files(tmp_path: Path) -> None:
