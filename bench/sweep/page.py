@@ -73,6 +73,7 @@ SAID = (
     "Seconds predicted before the run, by a profile of the machine, over seconds measured: median and range over "
     "rounds. Below 1 the planner was too hopeful."
 )
+STAND_IN = "short cells, of fewer blocks and rows for everybody, stand in for them"
 SHORT_WORDS = (
     "Blocks and rows are fewer for everybody, so that a cell takes about an hour; which processor ran it is below. "
     "CPUs with AVX2 alone, as most desktop CPUs are, have no products in bf16: [what that "
@@ -181,34 +182,42 @@ def kept(cell: Cell, line: Line) -> str:
     return f"{columns:.0%}; {kv['bytes'] / kv['full_bytes']:.0%}"
 
 
-def summary(cells: Sequence[Found], losses: Sequence[quality.Line], is_short: bool = False) -> str:
-    """Ours over each peer: the median of the cells' medians, the aim, of several cells the worst; short: no cell is
-    named."""
+def summary(
+    cells: Sequence[Found], losses: Sequence[quality.Line], short: Sequence[Found] = (), *, named: bool = False
+) -> str:
+    """Ours over each peer: the median of the cells' medians, the aim, of several cells the worst; behind it the same of
+    short cells. named: with the titles of the cells."""
     columns, rows = (FULL, H2O, H2O_SMALL, FULL_INT8), []
     for begins, words, kind, aims in AIMS:
-        row, count = list[str](), 0
+        row, counts = list[str](), [0, 0]
         for ours in columns:
-            medians = [
-                (statistics.median(values), found.title)
-                for found in cells
-                if ours in aims and found.cell.kind == kind and (values := found.ratios(ours, begins))
-            ]
+            first, then = (_medians(of, ours, begins, kind) if ours in aims else [] for of in (cells, short))
+            counts = [max(counts[0], len(first)), max(counts[1], len(then))]
             aim = f" (aim {aims[ours]:g})" if aims.get(ours) else ""
-            count = max(count, len(medians))
-            row.append(_middle(medians, aim, is_short))
-        if count:
-            rows.append([words, str(count), *row])
-    shown = [
-        [x for cell in cells if name in cell.entries and (x := _loss(name, cell.cell, losses)) is not None]
+            row.append(_and_short(_middle(first, aim, named), _middle(then, "" if first else aim, named)))
+        if any(counts):
+            rows.append([words, _and_short(*(str(count or "") for count in counts)), *row])
+    lost = [
+        [x for cell in [*cells, *short] if name in cell.entries and (x := _loss(name, cell.cell, losses)) is not None]
         for name in columns
     ]
-    rows.append(["**what answers lose**: KL, nats; flips", "", *map(_losses, shown)])
+    rows.append(["**what answers lose**: KL, nats; flips", "", *map(_losses, lost)])
     return "\n".join(markdown_table(["ours over", "cells", *(WORDS[name] for name in columns)], rows))
 
 
-def _middle(medians: Sequence[tuple[float, str]], aim: str, is_short: bool) -> str:
+def _medians(cells: Sequence[Found], ours: str, begins: str, kind: str) -> list[tuple[float, str]]:
+    """Of each cell of the kind that has both: the median ratio over the rounds, and the cell's title."""
+    of_kind = (found for found in cells if found.cell.kind == kind)
+    return [(statistics.median(over), found.title) for found in of_kind if (over := found.ratios(ours, begins))]
+
+
+def _and_short(of_cells: str, of_short: str) -> str:
+    return "; ".join(filter(None, (of_cells, of_short and f"short {of_short}")))
+
+
+def _middle(medians: Sequence[tuple[float, str]], aim: str, named: bool) -> str:
     """Of several cells the median and the worst, of two both, of which no median is."""
-    shown = [(value, "" if is_short else f" ({title})") for value, title in sorted(medians)]
+    shown = [(value, f" ({title})" if named else "") for value, title in sorted(medians)]
     if len(shown) == 2:
         return " and ".join(f"**{value:.3g}**{where}" for value, where in shown) + aim
     if not shown:
@@ -276,7 +285,7 @@ def page(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     if any(found.entries for found in cells):
         chart = "![Generated tokens/s over the best peer of each cell](speed.svg)"
         parts += [
-            chart, wrapped(runs(cells)), "### Ours over each peer", summary(cells, losses),
+            chart, wrapped(runs(cells)), "### Ours over each peer", summary(cells, losses, named=True),
             wrapped(SAID_OF_PEERS), "### Where we lose",
             "\n".join(where_we_lose(cells)) or NO_LOSS, "### Every cell",
         ]  # fmt: skip
@@ -299,7 +308,7 @@ def page_of_short(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str
         return ""
     parts = [
         "### Short cells", wrapped(f"{SHORT_WORDS} {state(cells, SHORT_ON)} {runs(cells)}"),
-        summary(cells, losses, is_short=True), "**Where we lose** in these:",
+        summary(cells, losses), "**Where we lose** in these:",
         "\n".join(where_we_lose(cells)) or NO_LOSS, "**Every cell** of these:", table(cells, losses),
         "**The machines** of these:", machines(cells), "**What the planner said** of these:", predictions(cells),
     ]  # fmt: skip
@@ -348,19 +357,21 @@ def state(cells: Sequence[Found], chosen_on: str = SIGNED_ON) -> str:
     if not done:
         return f"**The signed grid is only begun: none of its {len(cells)} cells has been run yet.** {chosen}"
     rest = len(cells) - done
-    return f"{done} of {len(cells)} cells have been run" + (f", **{rest} not yet**. " if rest else ". ") + chosen
+    if not rest:
+        return f"All {done} cells have been run. {chosen}"
+    instead = f": {STAND_IN}" if chosen_on == SIGNED_ON else ""
+    return f"{done} of {len(cells)} cells have been run, **{rest} not yet**{instead}. {chosen}"
 
 
-def readme(cells: Sequence[Found], losses: Sequence[quality.Line]) -> str:
+def readme(cells: Sequence[Found], short: Sequence[Found], losses: Sequence[quality.Line]) -> str:
     """What README.md has between its marks."""
     if not any(found.entries for found in cells):
         return f"{wrapped(state(cells))}\n"
     words = (
-        "Generated tokens/s over others', each at its best batch of those tried. A cell is a model, lengths and the "
-        "memory that all may take; of two cells both, of more the median and the worst. "
+        "Generated tokens/s over others', all at their best batch: of two cells both, else the median and the worst. "
     )
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
-    return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, is_short=True)}\n"
+    return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, short)}\n"
 
 
 def replaced(text: str, made: str) -> str:
@@ -379,7 +390,7 @@ def made(results: Path, name: str = NAME, cells: Sequence[Cell] = SIGNED[NAME]) 
     short = [found_of(cell, lines) for cell in SIGNED[SHORT]] if cells is SIGNED[NAME] else []
     drawn = picture([*shown, *short]) if any(found.entries for found in shown) else ""
     parts = [page(shown, losses), page_of_short(short, losses)]
-    return "\n".join(filter(None, parts)), readme(shown, losses), drawn
+    return "\n".join(filter(None, parts)), readme(shown, short, losses), drawn
 
 
 def write(results: Path, root: Path = common.ROOT) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +14,10 @@ import torch
 from bench import common
 from bench.sweep import __main__ as door
 from bench.sweep import page, quality, rounds, runner
-from bench.sweep.grid import IN_RAM, OPT, SHORT, SIGNED, WITHDRAWN, Cell, System, system_of, systems_of
+from bench.sweep.grid import IN_RAM, OPT, SHORT, SIGNED, Cell, System, systems_of
 from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
 from bench.sweep.runner import BASELINES, Setup
-from bench.sweep.store import FAILED, OK, REFUSED, Line, Store
-from flexgen_h2o.core.errors import UsageError
+from bench.sweep.store import OK, REFUSED, Line, Store
 from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import mix_of
 from flexgen_h2o.models.load import find_model
@@ -264,151 +262,12 @@ def test_quality_of_a_peer_with_bits_of_its_own(
     assert said.count("stub-int8: KL") == 1 and said.count("not measured, --score: scoring is not implemented") == 2
 
 
-def test_the_page_of_no_lines_says_so(tmp_path: Path) -> None:
-    of_page, of_readme, drawn = page.made(tmp_path)
-    assert "only begun" in of_page and "only begun" in of_readme and drawn == ""
-    assert "Not run yet: OPT-1.3B" in of_page and of_page.count("OPT-6.7B") == 8 and "What the planner" not in of_page
-    assert "\n+" not in of_page
-
-
-def test_ratios_are_of_one_round_and_losses_are_shown(tmp_path: Path) -> None:
-    path = tmp_path / "signed.jsonl"
-    sweep = Sweep(path, {OURS.name: 2.0, PEER.name: 4.0, "ours-mix:kv-bytes=0.2": 8.0})
-    mix = next(system for system in systems_of("signed", CELL) if system.name == page.MIX)
-    sweep.run(OURS, PEER, mix)
-    lines = list(sweep.store.lines)
-    for line in lines[:3]:
-        line["tokens_per_s"] *= 10  # a fast hour: of this round alone
-    found = page.found_of(CELL, lines)
-    assert found.ratios(page.FULL) == pytest.approx([0.5] * 3, rel=0.01)
-    assert found.ratios(page.MIX, "accelerate") == pytest.approx([2.0] * 3, rel=0.01) and not found.ratios(page.H2O)
-    assert len(page.where_we_lose([found])) == 1 and "`accelerate-disk`" in page.where_we_lose([found])[0]
-    failed = {"status": FAILED, "reason": "a | b", "cpu": "Xeon"}
-    sweep.store.add(rounds.key_of(CELL, System("deepspeed", "nvme", ()), 16, 0), failed)
-    of_page, of_readme, drawn = page.made(tmp_path)
-    assert "| `accelerate-disk` (best peer) | 8, no others tried | 4" in of_page and "failed: a / b" in of_page
-    assert "not run yet: `ours-h2o:kv-budget=0.2`" in of_page and "ran in a memory cgroup" in of_page
-    assert " (aim 3)" in of_readme and "1 of " in of_readme and "‡" not in of_page
-    assert "OPT-1.3B" not in of_readme and drawn.count("<rect") == 1 + 1 + len(page.BARS) + 1
-
-
-def test_short_cells_have_a_part_of_their_own(tmp_path: Path) -> None:
-    (cell, *others), fp32 = SIGNED[SHORT], System("accelerate", "disk", ("offload",), dtype="fp32")
-    assert fp32 in systems_of(SHORT, cell, "EPYC with AVX2") and system_of(fp32.name) == system_of(PEER.name)
-    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0, fp32.name: 4.0}, cpu="EPYC with AVX2")
-    sweep.rounds.run(cell, [(system, 8) for system in (OURS, PEER, fp32)], 2)
-    of_page, of_readme, drawn = page.made(tmp_path)
-    main, _, short = " ".join(of_page.split()).partition("### Short cells")
-    assert "only begun" in main and "only begun" in of_readme and drawn == ""
-    assert f"1 of {1 + len(others)} cells have been run" in short and "chosen on 2026-11-27, before" in short
-    assert "| `accelerate-disk-fp32` (best peer) | 8, no others tried | 4" in short and "| EPYC with AVX2 |" in short
-    assert ") ‡ |" in short and "‡: of fewer than 3 rounds" in short
-    assert "`deepspeed-nvme-fp32`" in short  # not run yet
-    assert re.search(r"`ours-full` 0\.5\S* \(\S+ - \S+\) of `accelerate-disk-fp32`", short)
-
-
-def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 4.0})
-    sweep.run(OURS, PEER, count=3)
-    for line, share in zip((line for line in sweep.store.lines if line["system"] == OURS.name), (1, 2, 4), strict=True):
-        line["setting"] = {"predicted": {"prefill_s": line["prefill_s"] * share, "decode_s": line["decode_s"] / 2}}
-    found = page.found_of(CELL, sweep.store.lines)
-    head, _, row = page.predictions([found]).splitlines()
-    assert head.count("|") == row.count("|") and "| `ours-full` | 2 (1 - 4) | 0.5 (0.5 - 0.5) |" in row
-    assert PEER.name not in row and "What the planner said" in page.page([found], [])
-
-
-def test_a_cell_names_its_machine(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0}, [STEADY, STEADY | {DISK: 2.2e9}] * 3)
-    sweep.run(OURS, count=3)
-    found = page.found_of(CELL, sweep.store.lines)
-    head, _, row = page.machines([found]).splitlines()
-    assert head.count("|") == row.count("|") and f"| {found.title} | Xeon | 1 (1 - 1) |" in row
-    assert "| 2.1 (2 - 2.2) |" in row and "### The machines" in page.page([found], [])
-    for line in sweep.store.lines:  # from before the name was kept
-        del line["cpu"]
-    assert "| not recorded |" in page.machines([page.found_of(CELL, sweep.store.lines)])
-
-
-def test_a_withdrawn_peer_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 4.0})
-    sweep.run(OURS, PEER)
-    for rows, reasons in ((7, {}), (8, {PEER.name: "withdrawn: too many rows"})):
-        monkeypatch.setitem(WITHDRAWN, (CELL.name, PEER.name, "Xeon", rows), "too many rows")
-        found = page.found_of(CELL, sweep.store.lines)
-        assert found.reasons == reasons and (PEER.name in found.entries) != bool(reasons)
-
-
-def test_a_cell_is_of_one_machine(tmp_path: Path) -> None:
-    """On another one all is measured again, and shown once it has as many rounds."""
-    path, speeds = tmp_path / "signed.jsonl", {OURS.name: 2.0, PEER.name: 1.0}
-    sweep, key = Sweep(path, speeds), rounds.key_of(CELL, PEER, 8, 0)
-    sweep.store.add(key, figures(1.0) | {"cpu": "Xeon"})
-    sweep.run(OURS, PEER, count=2)
-    for count, shown in ((1, 2.0), (2, 6.0)):
-        other = Sweep(path, {OURS.name: 6.0, PEER.name: 1.0}, cpu="EPYC")
-        assert other.store.find(key) is None and len(other.run(OURS, PEER, count=count)) == 2
-        found = page.found_of(CELL, Store(path).lines)
-        assert found.entries[OURS.name].median("tokens_per_s") == pytest.approx(shown, rel=0.01)
-        assert ("Xeon" in page.machines([found])) != ("EPYC" in page.machines([found]))
-    assert Sweep(path, speeds).store.find(key) is not None and not Sweep(path, {}).run(OURS, PEER, count=2)
-
-
-def test_a_refusal_of_another_machine_is_shown(tmp_path: Path) -> None:
-    path, other = tmp_path / "signed.jsonl", System("llamacpp", "bf16-mmap", ("offload",))
-    Sweep(path, {OURS.name: 2.0, PEER.name: 1.0}).run(OURS, PEER)
-    refusal = {"status": REFUSED, "reason": "no OPT", "cpu": "EPYC"}
-    Store(path).add_all([vars(rounds.key_of(CELL, system, 8, 0)) | refusal for system in (other, PEER)])
-    found = page.found_of(CELL, Store(path).lines)
-    assert found.reasons == {other.name: "refused: no OPT"} and PEER.name in found.entries
-    opt, llama = (page.found_of(SIGNED[f"signed-{x}"][0], Store(path).lines) for x in ("opt-30b", "llama-3-8b"))
-    assert opt.whys([q4 := "llamacpp-q4_0", f"{PEER.name}-eager"]) == {q4: "refused: no OPT"} and not llama.refusals
-    Store(path).add_all([vars(rounds.key_of(CELL, other, 8, 0)) | figures(1.0) | {"cpu": "EPYC"}])  # it does run now
-    assert page.found_of(CELL, Store(path).lines).whys([other.name]) == {}
-
-
-def test_a_system_outside_the_rounds_says_what_it_made(tmp_path: Path) -> None:
-    """Slower in the search than another setting; failed in the rounds; rows that no others were tried beside."""
-    path, slower = tmp_path / "signed.jsonl", System("accelerate", "disk-eager", ("offload",))
-    failing = System("deepspeed", "nvme", ("offload",))
-    sweep = Sweep(path, {OURS.name: 2.0, PEER.name: 4.0, slower.name: 3.0})
-    for system, rows, speed in ((PEER, 8, 3.0), (PEER, 4, 1.0), (slower, 8, 2.0), (failing, 8, 1.0)):
-        sweep.store.add(rounds.key_of(CELL, system, rows, 0), figures(speed) | {"cpu": "Xeon", "rows": rows})
-    sweep.run(OURS, PEER)
-    of_round = {"status": FAILED, "cpu": "Xeon", "round": sweep.store.lines[-1]["round"]}
-    sweep.store.add(rounds.key_of(CELL, failing, 8, 9), of_round)
-    found = page.found_of(CELL, sweep.store.lines)
-    assert found.reasons == {
-        slower.name: "in the search only: 2 with 8 rows; `accelerate-disk` made 3 with 8 rows there",
-        failing.name: "failed in the rounds; in the search only: 1 with 8 rows",
-    }
-    assert "no others tried" not in page.table([found], [])
-    found = page.found_of(CELL, [line for line in sweep.store.lines if line["rows"] == 8])
-    assert "| 8, no others tried |" in page.table([found], [])
-    sweep.run(OURS, slower)  # takes the place of these rounds
-    found = page.found_of(CELL, sweep.store.lines)
-    assert found.reasons[PEER.name].endswith("3 with 8 rows; `accelerate-disk-eager` made 2 with 8 rows there")
-
-
 def test_figures_of_another_dtype_are_not_kept(tmp_path: Path) -> None:
     path, key = tmp_path / "throughput.jsonl", rounds.key_of(CELL, PEER, 8, 0)
     Store(path).add(key, figures(1.0))  # from before a dtype was kept
     assert Store(path, dtype="bf16").find(key) is not None and Store(path, dtype="fp16").find(key) is None
     Store(path, dtype="fp16").add(key, figures(2.0) | {"dtype": "fp16"})
     assert [Store(path, dtype=one).find(key)["tokens_per_s"] for one in ("bf16", "fp16")] == [1.0, 2.0]  # type: ignore[index]
-
-
-def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    text = f"a\n{page.START}\nold\n{page.END}\nb\n"
-    for name in ("README.md", "docs/results.md"):
-        (tmp_path / name).write_text(text)
-    for _ in range(2):
-        page.write(tmp_path, tmp_path)
-    written = (tmp_path / "README.md").read_text()
-    assert written.startswith("a\n") and written.endswith("\nb\n") and "old" not in written and "begun" in written
-    with pytest.raises(UsageError, match="no <!--"):
-        page.replaced("a", "b")
 
 
 def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(

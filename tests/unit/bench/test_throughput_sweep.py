@@ -405,6 +405,6 @@ def test_bars_below_one_go_to_the_left() -> None:
 
 def test_two_cells_are_shown_both_and_three_by_their_median() -> None:
     cells = (3.0, "b"), (1.0, "a")
-    assert page._middle(cells, " (aim 2)", False) == "**1** (a) and **3** (b) (aim 2)"
-    assert page._middle(cells[:1], " (aim 2)", False) == "**3** (aim 2)" and page._middle([], "", True) == ""
-    assert page._middle([*cells, (2.0, "c")], "", True) == "**2**, worst 1"
+    assert page._middle(cells, " (aim 2)", True) == "**1** (a) and **3** (b) (aim 2)"
+    assert page._middle(cells[:1], " (aim 2)", True) == "**3** (aim 2)" and page._middle([], "", False) == ""
+    assert page._middle([*cells, (2.0, "c")], "", False) == "**2**, worst 1"
