@@ -189,14 +189,14 @@ def summary(
     short cells. named: with the titles of the cells."""
     columns, rows = (FULL, H2O, H2O_SMALL, FULL_INT8), []
     for begins, words, kind, aims in AIMS:
-        row, counts = list[str](), [0, 0]
-        for ours in columns:
-            first, then = (_medians(of, ours, begins, kind) if ours in aims else [] for of in (cells, short))
-            counts = [max(counts[0], len(first)), max(counts[1], len(then))]
-            aim = f" (aim {aims[ours]:g})" if aims.get(ours) else ""
-            row.append(_and_short(_middle(first, aim, named), _middle(then, "" if first else aim, named)))
+        over = {ours: [_medians(of, ours, begins, kind) for of in (cells, short)] for ours in aims}
+        counts = [max(map(len, medians)) for medians in zip(*over.values(), strict=True)]
+        row = dict.fromkeys(columns, "")
+        for ours, (first, then) in over.items():
+            aim = f" (aim {aims[ours]:g})" if aims[ours] else ""
+            row[ours] = _and_short(_middle(first, aim, named), _middle(then, "" if first else aim, named))
         if any(counts):
-            rows.append([words, _and_short(*(str(count or "") for count in counts)), *row])
+            rows.append([words, _and_short(*(str(count or "") for count in counts)), *row.values()])
     lost = [
         [x for cell in [*cells, *short] if name in cell.entries and (x := _loss(name, cell.cell, losses)) is not None]
         for name in columns
@@ -368,7 +368,8 @@ def readme(cells: Sequence[Found], short: Sequence[Found], losses: Sequence[qual
     if not any(found.entries for found in cells):
         return f"{wrapped(state(cells))}\n"
     words = (
-        "Generated tokens/s over others', all at their best batch: of two cells both, else the median and the worst. "
+        "Generated tokens/s over others', each at its best batch tried: of two cells both, else the median and the "
+        "worst. "
     )
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
     return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, short)}\n"
