@@ -5,7 +5,7 @@ machine's profile is measured (`--profile quick`, some seconds a case; or `full`
 prediction and the run see the same neighbours. Reported: predicted / measured of prefill, decode and both; the median
 and worst error |ratio - 1|; predicted and measured peak bytes; how far the profiles of the run are from each other.
 
-    python -m bench.planner.planner_accuracy                       all cases, about 16 minutes
+    python -m bench.planner.planner_accuracy                       all cases, about 24 minutes with --every 2
     python -m bench.planner.planner_accuracy --cases 125m 350m     those whose name has one of these in it
     python -m bench.planner.planner_accuracy --cases llama neox    the shapes that are not OPT's
 """
