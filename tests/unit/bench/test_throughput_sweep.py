@@ -278,20 +278,6 @@ def test_prompts_are_where_the_model_computes(tmp_path: Path) -> None:
     assert seen == ["cpu", "cpu"] and found["rows"] == 4
 
 
-def test_deepspeed_takes_as_many_buffers_as_fit(tmp_path: Path) -> None:
-    deepspeed = load("deepspeed/run.py")
-    beside = sum(kv_and_work_bytes(request(tmp_path)))
-
-    def buffers(free: int, room: int = 0) -> int:
-        asked = request(tmp_path, variant="nvme", budget=beside + free, room=room)
-        return int(deepspeed.choose_settings(asked, largest=1000)["buffers"])
-
-    assert [buffers(12_000), buffers(40_000)] == [3, deepspeed.SETTINGS["buffers"]]
-    with pytest.raises(deepspeed.DoesNotFitError, match="4 rows"):
-        buffers(7_999)
-    assert buffers(7_999, beside + 8_000) == buffers(-beside, beside + 8_000) == deepspeed.FEWEST_BUFFERS
-
-
 def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     flexgen = load("flexgen/run.py")
     flags = flexgen.published_flags(request(tmp_path, rows=144), 30e9)
