@@ -14,6 +14,7 @@ project's package: a peer's environment has neither, or its own.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import json
 import os
@@ -329,6 +330,15 @@ def drop_page_cache(path: Path, start: int = 0, end: int = 0) -> None:
         os.posix_fadvise(fd, start, max(0, end - start), os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
+
+
+def release_freed() -> None:
+    """Give the kernel back what malloc has kept of freed memory: loading, which packs or converts, frees more than a
+    generation takes, and a memory cgroup counts it."""
+    process = ctypes.CDLL(None)
+    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):  # tcmalloc's, glibc's
+        with suppress(AttributeError):
+            getattr(process, name)(*arguments)
 
 
 def kv_and_work_bytes(request: Request) -> tuple[int, int]:

@@ -22,7 +22,17 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import DTYPES, DoesNotFitError, Meter, RefusedError, Request, kv_and_work_bytes, main, stored_tensors
+from contract import (
+    DTYPES,
+    DoesNotFitError,
+    Meter,
+    RefusedError,
+    Request,
+    kv_and_work_bytes,
+    main,
+    release_freed,
+    stored_tensors,
+)
 
 # aio: of one read; threads of one aio handle. buffers: matrices in flight. prefetch_matrices: largest matrices read
 # ahead and kept alive at most, besides the one in use.
@@ -38,8 +48,8 @@ ENVIRONMENT = {
 
 
 def largest_parameter(request: Request) -> tuple[int, int]:
-    """Elements of the largest matrix as it is stored, which a buffer holds, and of what unpacking one makes in the
-    dtype and in bytes, counted in elements; 0 without weight quantization.
+    """Elements of the largest matrix as it is stored, which a buffer holds, and of two copies of it, unpacked and as
+    oneDNN packs it for a product; 0 without weight quantization.
 
     Raises RefusedError for matrices that DeepSpeed does not pack.
     """
@@ -59,7 +69,7 @@ def largest_parameter(request: Request) -> tuple[int, int]:
     unpacked = max(packed)
     # Two numbers a byte, and in each group a scale and a minimum in the dtype.
     stored.append(unpacked // 2 // request.itemsize + 2 * unpacked // group)
-    return max(stored), unpacked + unpacked // request.itemsize
+    return max(stored), 2 * unpacked
 
 
 def choose_settings(request: Request, largest: int, unpacked: int = 0) -> dict[str, Any]:
@@ -159,6 +169,7 @@ def _load(request: Request, config: dict[str, Any]) -> Any:
     ).eval()
     engine = deepspeed.initialize(model=model, config=config)[0]
     del keep
+    release_freed()
     return engine.module.eval()
 
 

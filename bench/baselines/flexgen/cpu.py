@@ -4,8 +4,8 @@ One device, RAM, is both the card and the host of FlexGen, so that nothing is co
 only this is replaced: streams, which do nothing; its 16-bit type, which is the request's dtype (bf16, whose bits lie in
 int16 files, or fp32); the copy threads, which go from file to RAM without a pinned buffer between; and `cuda` and
 `half` of tensors. Attention over the cache runs in fp32, as FlexGen's own branch for a processor has it.
-Variants that end in -4bit have its `--compress-weight --compress-cache`, in groups of 64, quantized in fp32 as by its
-own branch for a processor. They are unpacked by its branch for a card: that for a processor can do KV alone.
+Variants that end in -4bit have its `--compress-weight --compress-cache`, in groups of 64, packed and unpacked in the
+dtype by its code for a card: that for a processor packs in fp32, and unpacks KV alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from contract import (
     Request,
     drop_page_cache,
     kv_and_work_bytes,
+    release_freed,
 )
 
 GROUP = 64  # of 4-bit numbers with a scale and a minimum in the dtype, as in its flex_opt.py
@@ -167,7 +168,7 @@ def _without_cuda(dtype: str) -> Any:
     backend.torch = flex_opt.torch = stand_in
     backend.copy_worker_func = _copy_worker
     packing: Any = _Torch(torch, number == torch.bfloat16)
-    packing.float16 = number
+    packing.empty = lambda shape, dtype, device: torch.empty(shape, dtype=number, device=device)
     compression.torch = packing
     compression.DeviceType = SimpleNamespace(CPU=None, COMPRESSED=backend.DeviceType.COMPRESSED)
     tensor: Any = torch.Tensor
@@ -224,6 +225,8 @@ def load(request: Request, setting: dict[str, Any], scratch: Path) -> Any:
     env = ExecutionEnv(gpu=ram, cpu=ram, disk=disk, mixed=TorchMixedDevice([ram, ram, disk]))
     model = OptLM(config, env, str(scratch), policy)
     shutil.rmtree(scratch / "model-np")
+    disk.synchronize()
+    release_freed()
     return model
 
 

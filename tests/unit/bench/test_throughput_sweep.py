@@ -394,3 +394,27 @@ def test_two_cells_are_shown_both_and_three_by_their_median() -> None:
     assert page._middle(cells, " (aim 2)", True) == "**1** (a) and **3** (b) (aim 2)"
     assert page._middle(cells[:1], " (aim 2)", True) == "**3** (aim 2)" and page._middle([], "", False) == ""
     assert page._middle([*cells, (2.0, "c")], "", False) == "**2**, worst 1"
+
+
+def test_what_malloc_has_kept_goes_back_to_the_kernel() -> None:
+    """In a process of its own, under glibc: the last block keeps the heap from shrinking by itself."""
+    code = f"""
+import ctypes, sys
+from pathlib import Path
+sys.path.append({str(ROOT / "bench/baselines")!r})
+from contract import release_freed
+held = lambda: next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in x)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = [libc.malloc(50_000) for _ in range(2_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 50_000)
+for block in blocks[:-1]:
+    libc.free(block)
+kept = held()
+release_freed()
+print(kept - held())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 80_000  # KiB of 97,656
