@@ -158,9 +158,18 @@ def _loaded(request: Request) -> Iterator[tuple[Any, dict[str, Any]]]:
 def _load(request: Request, config: dict[str, Any]) -> Any:
     import deepspeed
     import torch
+    from deepspeed.inference.quantization.utils import Quantizer
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
+    quantize = Quantizer.quantize
+
+    def quantize_leanly(*args: Any) -> Any:  # else a small group ends while it loads
+        found = quantize(*args)
+        release_freed()
+        return found
+
+    Quantizer.quantize = quantize_leanly
     torch.set_num_threads(request.threads)
     deepspeed.init_distributed("nccl" if request.device == "cuda" else "gloo", verbose=False)
     keep = HfDeepSpeedConfig(config)  # alive while from_pretrained partitions what it loads
