@@ -38,6 +38,7 @@ from contract import (
 # ahead and kept alive at most, besides the one in use.
 SETTINGS = {"block_mib": 8, "queue_depth": 8, "aio_threads": 2, "buffers": 5, "prefetch_matrices": 2}
 FEWEST_BUFFERS = 2
+PACKED_BLOCK_MIB = 2  # nvme-4bit: OPT-1.3B's smallest packed matrix has 2.4 MB
 PERSISTENT = 10**5  # elements: vectors stay in RAM, as in DeepSpeed's own example
 # As its authors' example for ZeRO-Inference has it. Of two kinds the one that a processor can run: in "post_init_quant"
 # 0.19.8 wants fp16, which its own CUDA kernel unpacks.
@@ -79,6 +80,8 @@ def choose_settings(request: Request, largest: int, unpacked: int = 0) -> dict[s
     than a run may take.
     """
     setting = SETTINGS | request.settings
+    if request.variant == "nvme-4bit":  # it keeps in RAM what is less than a block, or than 1 MiB
+        setting["block_mib"] = PACKED_BLOCK_MIB
     if request.variant == "cpu" or request.budget is None:
         return setting
     buffer = largest * request.itemsize

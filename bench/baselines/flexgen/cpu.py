@@ -90,9 +90,9 @@ def work_bytes(request: Request, micro_batches: int) -> int:
     a_row = max(scores + 8 * length * width, 7 * length * width, length * (int(config["vocab_size"]) + 2 * width))
     decode = 2 * (length + request.gen_len) * width * (size + 4)  # K and V of a layer, in rows of heads and in fp32
     unpacked = 0
-    if is_packed(request):  # the numbers in bytes go over into the dtype
-        decode += 2 * (length + request.gen_len) * width * (size + 1)
-        unpacked = max(map(sum, layer_sizes(config))) * (size + 1)
+    if is_packed(request):  # bytes, of half of the numbers at a time, go over into the dtype
+        decode += (length + request.gen_len) * width * (2 * size + 1)
+        unpacked = max(map(sum, layer_sizes(config))) * (2 * size + 1) // 2
     return request.rows * length * width * size + rows * max(a_row * size, decode) + unpacked
 
 
