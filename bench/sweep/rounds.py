@@ -227,10 +227,11 @@ def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
 
 
 def _refusals(cell: Cell, lines: Sequence[Line]) -> dict[str, str]:
-    """By peer why it refuses the model's family, as it said last; not of peers that ran any of it."""
+    """By peer why it refuses the model's family, as it said last; not of peers that ran any of it, nor what their own 4
+    bits alone refuse."""
     of_peers: dict[str, list[Line]] = {}
     for line in lines:
-        if _family(line["model"]) == _family(cell.model):
+        if _family(line["model"]) == _family(cell.model) and "-4bit" not in line["system"]:
             of_peers.setdefault(line["system"].partition("-")[0], []).append(line)
     never_ran = {peer: some for peer, some in of_peers.items() if all(x["status"] not in MEASURED for x in some)}
     return {peer: _reason_of(some[-1]) for peer, some in never_ran.items() if some[-1]["status"] == REFUSED}

@@ -59,13 +59,17 @@ def largest_parameter(request: Request) -> tuple[int, int]:
         return max(math.prod(t.shape) for t in tensors), 0
     if any(name in request.config for name in ("num_experts", "num_local_experts")):
         raise RefusedError("DeepSpeed 0.19.8 packs the weights of Linear and Embedding only, which experts are not")
-    if request.dtype != "bf16":
-        raise RefusedError(f"--dtype {request.dtype}: DeepSpeed 0.19.8 packs in the checkpoint's dtype, bf16, only")
+    stored_in = {t.dtype for t in tensors}
+    if request.dtype != "bf16" or stored_in != {"BF16"}:
+        raise RefusedError(
+            f"--variant nvme-4bit --dtype {request.dtype}: DeepSpeed 0.19.8 packs in the dtype of the checkpoint, "
+            f"which is {', '.join(sorted(stored_in))}; measured in bf16 only"
+        )
     group, packed, stored = WEIGHT_QUANTIZATION["group_size"], [], []
     for tensor in tensors:
         matrix = len(tensor.shape) == 2 and "embed_positions" not in tensor.name  # OPT's is no plain Embedding
         if matrix and tensor.shape[1] % group:
-            raise RefusedError(f"{tensor.name}: DeepSpeed 0.19.8 packs groups of {group} columns only")
+            raise RefusedError(f"--model-dir: {tensor.name}: DeepSpeed 0.19.8 packs groups of {group} columns only")
         (packed if matrix else stored).append(math.prod(tensor.shape))
     unpacked = max(packed)
     # Two numbers a byte, and in each group a scale and a minimum in the dtype.

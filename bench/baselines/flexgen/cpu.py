@@ -100,8 +100,13 @@ def choose(request: Request) -> dict[str, Any]:
     """SETTINGS and --settings, with the weights' share in RAM that the budget allows, as `weights_in_ram` percent.
 
     More micro-batches than asked, or KV on disk, only where nothing fits otherwise. Where nothing does at all, all on
-    disk and a row a micro-batch; DoesNotFitError where that is more than a run may take.
+    disk and a row a micro-batch; DoesNotFitError where that is more than a run may take. RefusedError for a dtype that
+    is not measured.
     """
+    if request.dtype == "fp16":
+        raise RefusedError("--dtype fp16: FlexGen on a processor is measured in bf16 and fp32 only")
+    if request.dtype == "fp32" and request.variant == "disk-4bit":
+        raise RefusedError("--variant disk-4bit --dtype fp32: its files have scales in 16 bits; measured in bf16 only")
     setting, layers = SETTINGS | request.settings, layer_sizes(request.config)
     size, kv = request.itemsize * packed_share(request), int(kv_and_work_bytes(request)[0] * packed_share(request))
     least = 0 if request.budget is None and request.variant.startswith("disk") else 100
@@ -281,8 +286,6 @@ def score(request: Request, prompts: list[list[int]], continuations: list[list[i
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
-    if request.dtype == "fp16":
-        raise RefusedError("--dtype fp16: FlexGen on a processor is measured in bf16 and fp32 only")
     setting = choose(request)
     generate(request, meter, setting)
     return meter.result(request.rows, request.gen_len) | {"setting": setting}

@@ -39,13 +39,14 @@ def test_in_4_bits_a_buffer_holds_a_packed_matrix(tmp_path: Path) -> None:
     assert deepspeed.largest_parameter(asked) == (1026 * 256, 2 * 2048 * 256)
     assert deepspeed.largest_parameter(request(tmp_path, variant="nvme")) == (2048 * 256, 0)
     asked = request(tmp_path, variant="nvme-4bit", dtype="bf16", model_dir=tmp_path, budget=1)
-    save_file({"matrix": torch.zeros(4096, 128)}, tmp_path / "model.safetensors")
+    save_file({"matrix": torch.zeros(4096, 128, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((OPT_TINY / "config.json").read_text())
     largest, unpacked = deepspeed.largest_parameter(asked)
     assert largest == matrix // 4 + 2 * matrix // 64  # half a byte a number, two numbers of the dtype for each group
     beside = sum(kv_and_work_bytes(asked)) + 2 * unpacked
     asked = replace(asked, budget=beside + 3 * 2 * largest)
     assert deepspeed.choose_settings(asked, largest, unpacked)["buffers"] == 3
+    assert deepspeed.choose_settings(asked, largest, unpacked)["block_mib"] < deepspeed.SETTINGS["block_mib"]
     config = deepspeed.zero_config(asked, deepspeed.SETTINGS, largest, tmp_path)
     assert config["weight_quantization"] == {"quantized_initialization": deepspeed.WEIGHT_QUANTIZATION}
     assert config["zero_optimization"]["offload_param"]["device"] == "nvme"
@@ -54,13 +55,17 @@ def test_in_4_bits_a_buffer_holds_a_packed_matrix(tmp_path: Path) -> None:
 
 def test_what_deepspeed_does_not_pack_is_refused(tmp_path: Path) -> None:
     deepspeed = load("deepspeed/run.py")
-    save_file({"odd": torch.zeros(2, 65)}, tmp_path / "model.safetensors")
+    save_file({"odd": torch.zeros(2, 65, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     for config, said in (({}, "odd: DeepSpeed 0.19.8 packs groups of 64"), ({"num_experts": 4}, "which experts are")):
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(deepspeed.RefusedError, match=said):
             deepspeed.largest_parameter(request(tmp_path, variant="nvme-4bit", dtype="bf16", model_dir=tmp_path))
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(deepspeed.RefusedError, match="--dtype fp32: "):
         deepspeed.largest_parameter(request(tmp_path, variant="nvme-4bit"))
+    save_file({"wide": torch.zeros(2, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(deepspeed.RefusedError, match="which is F32"):
+        deepspeed.largest_parameter(request(tmp_path, variant="nvme-4bit", dtype="bf16", model_dir=tmp_path))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,16 +127,17 @@ def test_the_budget_decides_what_stays_in_ram(tmp_path: Path) -> None:
 
 def test_4_bits_take_less_and_are_unpacked_a_layer_at_a_time(tmp_path: Path) -> None:
     cpu = load("flexgen/cpu.py")
-    plain, small = request(tmp_path, variant="disk", rows=4), request(tmp_path, variant="disk-4bit", rows=4)
-    assert (cpu.packed_share(plain), cpu.packed_share(small)) == (1, 0.5 / 4 + 2 / 64)  # in fp32
+    plain, small = (request(tmp_path, variant=name, rows=4, dtype="bf16") for name in ("disk", "disk-4bit"))
+    assert (cpu.packed_share(plain), cpu.packed_share(small)) == (1, 0.5 / 2 + 2 / 64)
     layer = max(map(sum, cpu.layer_sizes(small.config)))
-    assert cpu.work_bytes(small, 4) - cpu.work_bytes(plain, 4) == pytest.approx(layer * 4.5, rel=0.05)
+    assert cpu.work_bytes(small, 4) - cpu.work_bytes(plain, 4) == pytest.approx(layer * 2.5, rel=0.05)
     kv = cpu.kv_and_work_bytes(small)[0]
-    whole = 4 * cpu.weight_elements(cpu.layer_sizes(small.config), 100)
+    whole = 2 * cpu.weight_elements(cpu.layer_sizes(small.config), 100)
     budget = cpu.work_bytes(small, 1) + int((kv + whole) * cpu.packed_share(small)) + 1
-    held = request(tmp_path, variant="disk-4bit", rows=4, budget=budget)
-    assert cpu.choose(held)["weights_in_ram"] == 100
-    assert cpu.choose(request(tmp_path, variant="disk", rows=4, budget=budget))["weights_in_ram"] < 100
+    assert cpu.choose(replace(small, budget=budget))["weights_in_ram"] == 100
+    assert cpu.choose(replace(plain, budget=budget))["weights_in_ram"] < 100
+    with pytest.raises(cpu.RefusedError, match="--variant disk-4bit --dtype fp32: "):
+        cpu.choose(replace(small, dtype="fp32"))
 
 
 def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from flexgen_h2o.core.errors import UsageError
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
-from contract import DoesNotFitError, Meter, RefusedError, Request, kv_and_work_bytes, phases
+from contract import DoesNotFitError, Meter, RefusedError, Request, check_length, kv_and_work_bytes, phases, read_rows
 
 from bench.sweep import page
 from bench.sweep.chart import Bar, draw
@@ -418,3 +418,30 @@ print(kept - held())
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 80_000  # KiB of 97,656
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "not prompts and continuations"), ("[", "not prompts and continuations"),
+        ({"prompts": [[5]]}, "KeyError"), ({"prompts": 5, "continuations": 5}, "TypeError"),
+        ({"prompts": [[5], [5, 6]], "continuations": [[5], [5]]}, "each as long"),
+        ({"prompts": [[5], [6]], "continuations": [[5]]}, "as many"), ({"prompts": [], "continuations": []}, "each as"),
+        ({"prompts": [[]], "continuations": [[5]]}, "each"), ({"prompts": [["5"]], "continuations": [[5]]}, "numbers"),
+        ({"prompts": [[9999]], "continuations": [[5]]}, "from 0 to 2047"),
+        ({"prompts": [[5] * 1000], "continuations": [[5] * 26]}, "1026 tokens a row, and the model has 1024"),
+    ],
+)  # fmt: skip
+def test_rows_to_score_are_checked(given: object, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    if given is not None:
+        path.write_text(given if isinstance(given, str) else json.dumps(given))
+    with pytest.raises(RefusedError, match=f"--score .*{said}"):
+        read_rows(path, request(tmp_path).config)
+
+
+def test_rows_beyond_the_positions_are_refused(tmp_path: Path) -> None:
+    config = request(tmp_path).config
+    check_length("--gen-len 25", 1025, config)  # the last token is not fed
+    with pytest.raises(RefusedError, match="--gen-len 26: 1026 tokens a row, and the model has 1024 positions"):
+        check_length("--gen-len 26", 1026, config)
