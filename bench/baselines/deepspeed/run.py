@@ -1,11 +1,11 @@
 """DeepSpeed ZeRO-Inference: ZeRO stage 3 around Hugging Face generate. Variants: nvme, nvme-4bit, cpu.
 
-nvme: every matrix comes through DeepSpeed's own aio (O_DIRECT) from its copy in the offload dir, for every sweep. It
-keeps no share of them in RAM, so that a budget goes to its buffers, the KV cache and activations: told to keep matrices
-(stage3_param_ and stage3_model_persistence_threshold), 0.19.8 ends with "Not enough buffers 0 for swapping 1".
-nvme-4bit: with its own weight quantization, WEIGHT_QUANTIZATION, in which the copy is written and read; torch unpacks a
-matrix each time it is used. cpu: weights in RAM, as DeepSpeed's own home for them; on a card (--device cuda) they are
-pinned and come over its link.
+nvme: every matrix of a block of aio or more comes through it (O_DIRECT) from its copy in the offload dir, for every
+sweep. It keeps no share of these in RAM, so that a budget goes to its buffers, the KV cache and activations: told to
+keep matrices (stage3_param_ and stage3_model_persistence_threshold), 0.19.8 ends with "Not enough buffers 0 for
+swapping 1". nvme-4bit: with its own weight quantization, WEIGHT_QUANTIZATION, in which the copy is written and read;
+torch unpacks a matrix each time it is used. cpu: weights in RAM, as DeepSpeed's own home for them; on a card (--device
+cuda) they are pinned and come over its link.
 Settings (--settings JSON): those of SETTINGS, which tune.py found best on two cores; it chooses others.
 """
 
@@ -38,7 +38,8 @@ from contract import (
 # ahead and kept alive at most, besides the one in use.
 SETTINGS = {"block_mib": 8, "queue_depth": 8, "aio_threads": 2, "buffers": 5, "prefetch_matrices": 2}
 FEWEST_BUFFERS = 2
-PACKED_BLOCK_MIB = 2  # nvme-4bit: OPT-1.3B's smallest packed matrix has 2.4 MB
+# nvme-4bit: what is less than a block, or than 1 MiB, stays in RAM; OPT-1.3B's smallest packed matrix has 2.4 MB.
+PACKED_BLOCK_MIB = 2
 PERSISTENT = 10**5  # elements: vectors stay in RAM, as in DeepSpeed's own example
 # As its authors' example for ZeRO-Inference has it. Of two kinds the one that a processor can run: in "post_init_quant"
 # 0.19.8 wants fp16, which its own CUDA kernel unpacks.
@@ -84,8 +85,8 @@ def choose_settings(request: Request, largest: int, unpacked: int = 0) -> dict[s
     than a run may take.
     """
     setting = SETTINGS | request.settings
-    if request.variant == "nvme-4bit":  # it keeps in RAM what is less than a block, or than 1 MiB
-        setting["block_mib"] = PACKED_BLOCK_MIB
+    if request.variant == "nvme-4bit":
+        setting["block_mib"] = min(setting["block_mib"], PACKED_BLOCK_MIB)
     if request.variant == "cpu" or request.budget is None:
         return setting
     buffer = largest * request.itemsize

@@ -47,6 +47,8 @@ def test_in_4_bits_a_buffer_holds_a_packed_matrix(tmp_path: Path) -> None:
     asked = replace(asked, budget=beside + 3 * 2 * largest)
     assert deepspeed.choose_settings(asked, largest, unpacked)["buffers"] == 3
     assert deepspeed.choose_settings(asked, largest, unpacked)["block_mib"] < deepspeed.SETTINGS["block_mib"]
+    smaller = replace(asked, settings={"block_mib": 1})
+    assert deepspeed.choose_settings(smaller, largest, unpacked)["block_mib"] == 1
     config = deepspeed.zero_config(asked, deepspeed.SETTINGS, largest, tmp_path)
     assert config["weight_quantization"] == {"quantized_initialization": deepspeed.WEIGHT_QUANTIZATION}
     assert config["zero_optimization"]["offload_param"]["device"] == "nvme"
