@@ -79,6 +79,12 @@ class Request:
         allowed = [most for most in (self.budget, self.room) if most is not None]
         return not allowed or nbytes <= max(allowed)
 
+    def chosen(self, defaults: dict[str, int]) -> dict[str, Any]:
+        """A system's settings: its defaults, and --settings over them. RefusedError for a name that it has not."""
+        if unknown := sorted(self.settings.keys() - defaults):
+            raise RefusedError(f"--settings: no {', '.join(unknown)}; the names are {', '.join(defaults)}")
+        return defaults | self.settings
+
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the dtype that is computed in."""
@@ -295,7 +301,7 @@ def _parse(variants: Sequence[str]) -> Request:
     add("--dtype", choices=sorted(DTYPES), default="bf16")
     add("--offload-dir", type=Path, required=True, help="where the system may write")
     add("--threads", type=int, default=os.cpu_count())
-    add("--settings", type=json.loads, default={}, metavar="JSON", help="the system's own knobs, by name")
+    add("--settings", type=_settings, default={}, metavar="JSON", help="the system's own knobs, by name")
     add("--score", type=Path, metavar="FILE", help="token rows (JSON): write their logits beside it, as .npy")
     add("--json", action="store_true", help="print one JSON object (the only form there is)")
     args = vars(parser.parse_args())
@@ -306,6 +312,17 @@ def _parse(variants: Sequence[str]) -> Request:
     if min(args["prompt_len"], args["rows"]) < 1 or args["gen_len"] < 2:
         parser.error("--prompt-len and --rows are at least 1, --gen-len at least 2")
     return Request(**args)
+
+
+def _settings(text: str) -> dict[str, int]:
+    """--settings: a JSON object of whole numbers from 0; a knob that is on or off is 1 or 0."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(type(value) is int and value >= 0 for value in found.values()):
+        raise argparse.ArgumentTypeError(f"{text}: not a JSON object of names and whole numbers from 0")
+    return found
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

@@ -84,7 +84,7 @@ def choose_settings(request: Request, largest: int, unpacked: int = 0) -> dict[s
     largest, unpacked: as `largest_parameter` has them. FEWEST_BUFFERS at least; DoesNotFitError where these are more
     than a run may take.
     """
-    setting = SETTINGS | request.settings
+    setting = request.chosen(SETTINGS)
     if request.variant == "nvme-4bit":
         setting["block_mib"] = min(setting["block_mib"], PACKED_BLOCK_MIB)
     if request.variant == "cpu" or request.budget is None:

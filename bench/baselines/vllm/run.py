@@ -32,7 +32,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm import EngineArgs, LLMEngine
 
-    settings = SETTINGS | request.settings
+    settings = request.chosen(SETTINGS)
     columns = request.prompt_len + request.gen_len
     # In whole GiB, and a block of columns more a row than there are.
     kv = kv_and_work_bytes(request)[0] * (columns + 128) // columns

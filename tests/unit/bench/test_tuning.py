@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.bench.test_throughput_sweep import load
+from bench.baselines import contract
+from tests.unit.bench.test_throughput_sweep import OPT_TINY, load
 
 BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
 # A peer whose rate is small * 10 + large, and which does not run with small = 3.
@@ -65,3 +66,25 @@ def test_each_peer_has_the_command(peer: str) -> None:
     tuning, run = load(f"{peer}/tune.py").TUNING, load(f"{peer}/run.py")
     assert tuning.run == BASELINES / peer / "run.py"
     assert {name: values[0] for name, values in tuning.knobs.items()} == run.SETTINGS  # tuning starts from them
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "said"),
+    [
+        ('{"small": 2}', 0, ""), ('{"smal": 2}', 2, "--settings: no smal; the names are small, large"),
+        ("[1]", 2, "--settings: [1]: not a JSON object"), ('{"small": -1}', 2, "whole numbers from 0"),
+        ('{"small": "2"}', 2, "whole numbers from 0"), ("{small: 2}", 2, "not a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_a_peer_has_not_is_refused(
+    settings: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model-dir", str(OPT_TINY), "--prompt-len", "4", "--gen-len", "2", "--rows", "1", "--offload-dir", "x"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *flags, "--settings", settings])
+    try:
+        got = contract.main(lambda request, meter: request.chosen({"small": 1, "large": 5}), ["only"], [], "json")
+    except SystemExit as stop:
+        got = int(str(stop.code))
+    out, err = capsys.readouterr()
+    assert got == code and said in err
+    assert got or json.loads(out) == {"small": 2, "large": 5, "versions": {}}
