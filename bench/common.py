@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -402,16 +403,21 @@ def as_flags(args: argparse.Namespace, *names: str) -> list[str]:
     return [text for n in names for text in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
 
 
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
 def run_limited(
     command: Sequence[str], environment: dict[str, str], limit_s: float, graces: Graces = (), show: bool = False
 ) -> tuple[int | None, str, str]:
     """(exit code, stdout, stderr); code None when the limit ended it, with all that it had started.
 
-    graces: before SIGKILL, in turn, while it has not ended. show: stdout goes where this process's goes.
+    graces: before SIGKILL, in turn, while it has not ended. show: stdout goes where this process's goes. It ends with
+    the thread that called this, also where that is killed.
     """
+    prctl = ctypes.CDLL(None).prctl  # found before the fork
     with subprocess.Popen(
         command, env=environment, stdout=None if show else subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        errors="replace", start_new_session=True,
+        errors="replace", start_new_session=True, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     ) as process:  # fmt: skip
         try:
             out, said = process.communicate(timeout=limit_s)

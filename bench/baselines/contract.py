@@ -24,7 +24,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -79,10 +79,19 @@ class Request:
         allowed = [most for most in (self.budget, self.room) if most is not None]
         return not allowed or nbytes <= max(allowed)
 
-    def chosen(self, defaults: dict[str, int]) -> dict[str, Any]:
-        """A system's settings: its defaults, and --settings over them. RefusedError for a name that it has not."""
+    def chosen(
+        self, defaults: dict[str, int], switches: Container[str] = (), may_be_0: Container[str] = ()
+    ) -> dict[str, Any]:
+        """A system's settings: its defaults, and --settings over them. switches: those that are 0 or 1.
+
+        RefusedError for a name that it has not, and a value that cannot be.
+        """
         if unknown := sorted(self.settings.keys() - defaults):
             raise RefusedError(f"--settings: no {', '.join(unknown)}; the names are {', '.join(defaults)}")
+        for name, value in self.settings.items():
+            least, most = (0, 1) if name in switches else (0 if name in may_be_0 else 1, 2**20)
+            if not least <= value <= most:
+                raise RefusedError(f"--settings: {name} is from {least} to {most}, not {value}")
         return defaults | self.settings
 
     @property
@@ -309,8 +318,11 @@ def _parse(variants: Sequence[str]) -> Request:
     known = {v.split(":")[0] for v in variants}
     if args["variant"].split(":")[0] not in known:
         parser.error(f"--variant {args['variant']}: not one of {', '.join(sorted(known))}")
-    if min(args["prompt_len"], args["rows"]) < 1 or args["gen_len"] < 2:
-        parser.error("--prompt-len and --rows are at least 1, --gen-len at least 2")
+    if min(args["prompt_len"], args["rows"], args["threads"]) < 1 or args["gen_len"] < 2:
+        parser.error("--prompt-len, --rows and --threads are at least 1, --gen-len at least 2")
+    for name in ("budget", "room", "device_mem"):
+        if args[name] is not None and args[name] < 1:
+            parser.error(f"--{name.replace('_', '-')} {args[name]}: is a number of bytes, at least 1")
     return Request(**args)
 
 

