@@ -230,8 +230,9 @@ JOINED_LATER = {
         "joined later"
     ),
     SHORT_ON: (
-        "64 + 256 and 512 + 512 of OPT-6.7B on 2026-11-29, after the others and before they were run; the 4 bits of "
-        "DeepSpeed and FlexGen on 2026-11-30"
+        "OPT-1.3B, 512 + 32, a third, was cut to 18 blocks that day, before it was run; 64 + 256 and 512 + 512 of "
+        "OPT-6.7B joined on 2026-11-29, after the others and before they were run; the 4 bits of DeepSpeed and FlexGen "
+        "on 2026-11-30"
     ),
 }
 
