@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench.common import writing
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import try_lock, write_whole
+from flexgen_h2o.core.files import try_lock
 
 # ok; over_budget: it ran, and took more memory than the budget; the rest did not give a figure.
 OK, OVER, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED = "ok", "over_budget", "does_not_fit", "timeout", "failed", "refused"
@@ -62,7 +61,6 @@ class Store:
         self.path = path
         self.lines: list[Line] = _read(path)
         others = (again or cpu not in (None, cpu_of(x)) or dtype not in (None, dtype_of(x)) for x in self.lines)
-        self._is_whole = not path.exists() or _ends_a_line(path)
         self._redo = [line for line, is_other in zip(self.lines, others, strict=True) if is_other]
 
     def find(self, key: Key) -> Line | None:
@@ -83,13 +81,11 @@ class Store:
     def add_all(self, lines: list[Line]) -> list[Line]:
         """Append in one write: of lines that belong together none is there without the others, but for a full disk.
 
-        A last line that was cut off when a sweep was killed is removed from the file before.
+        A last line that was cut off when a sweep was killed is removed before, in place: the claim is of this file.
         """
-        if not self._is_whole:
-            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
-            self._is_whole = True
-        with self.path.open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        with self.path.open("a+b") as file:
+            _end_last_line(file)
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         self.lines += lines
         return lines
 
@@ -140,14 +136,16 @@ def _read(path: Path) -> list[Line]:
     return lines
 
 
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 1))
-        return file.read() in (b"", b"\n")
+def _end_last_line(file: IO[bytes]) -> None:
+    file.seek(0)
+    last = file.read().rpartition(b"\n")[2]
+    if last and _line_of(last):
+        file.write(b"\n")
+    elif last:
+        file.truncate(file.tell() - len(last))
 
 
-def _line_of(text: str) -> Line | None:
+def _line_of(text: str | bytes) -> Line | None:
     try:
         line = json.loads(text)
     except ValueError:

@@ -104,7 +104,10 @@ def test_a_sweep_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert then.find(key()) == first.lines[0] and path.read_text().endswith("half a li")  # who reads leaves it
     assert then.find(key(repeat=1)) is None
     assert then.find(key(rows=16)) is None  # another version may run it
-    then.add(key(rows=32), figures(6.0))
+    with claimed(path):
+        then.add(key(rows=32), figures(6.0))
+        with pytest.raises(UsageError, match="another sweep"), claimed(path):  # of the file that was cut
+            pass
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 3
 
 
