@@ -310,7 +310,7 @@ def _parse(variants: Sequence[str]) -> Request:
     add("--dtype", choices=sorted(DTYPES), default="bf16")
     add("--offload-dir", type=Path, required=True, help="where the system may write")
     add("--threads", type=int, default=os.cpu_count())
-    add("--settings", type=_settings, default={}, metavar="JSON", help="the system's own knobs, by name")
+    add("--settings", type=_settings_flag, default={}, metavar="JSON", help="the system's own knobs, by name")
     add("--score", type=Path, metavar="FILE", help="token rows (JSON): write their logits beside it, as .npy")
     add("--json", action="store_true", help="print one JSON object (the only form there is)")
     args = vars(parser.parse_args())
@@ -326,15 +326,20 @@ def _parse(variants: Sequence[str]) -> Request:
     return Request(**args)
 
 
-def _settings(text: str) -> dict[str, int]:
-    """--settings: a JSON object of whole numbers from 0; a knob that is on or off is 1 or 0."""
+def _settings_flag(text: str) -> dict[str, int]:
     try:
+        return read_settings(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
+def read_settings(text: str) -> dict[str, int]:
+    """A system's settings in JSON, by name; one that is on or off is 1 or 0. ValueError says what they are not."""
+    with suppress(ValueError):
         found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(type(value) is int and value >= 0 for value in found.values()):
-        raise argparse.ArgumentTypeError(f"{text}: not a JSON object of names and whole numbers from 0")
-    return found
+        if isinstance(found, dict) and all(type(value) is int and value >= 0 for value in found.values()):
+            return found
+    raise ValueError("not a JSON object of names and whole numbers from 0")
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

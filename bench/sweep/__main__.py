@@ -198,15 +198,17 @@ def _run(argv: list[str] | None) -> int:
         try:
             codes = [sweep.cell(cell, systems) for cell, systems in cells]
         finally:
-            if args.signed and (store.lines or quality.read(results)):
-                _show_signed(results, args, [cell for cell, _ in cells])
-            elif not args.signed:
+            if args.signed:
+                _show_signed(store, results, args, [cell for cell, _ in cells])
+            else:
                 _show(store, results, args.name)
     return next((code for code in (EXIT_FAILED, EXIT_DOES_NOT_FIT) if code in codes), EXIT_DONE)
 
 
-def _show_signed(results: Path, args: argparse.Namespace, cells: list[Cell]) -> None:
+def _show_signed(store: Store, results: Path, args: argparse.Namespace, cells: list[Cell]) -> None:
     """The page: in docs and of the whole grid, but for lines that have a folder or a name of their own."""
+    if not store.lines and not quality.read(results):
+        return
     if args.results is None and args.name == page.NAME:
         page.write(results)
         print(f"\nwritten: {results}, docs/results.md, docs/speed.svg, README.md", flush=True)
@@ -312,9 +314,9 @@ def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
     if args.systems is None:
         return cells
     chosen = tuple(_read_system(name) for name in args.systems)
-    whys = {system.name: system.misfit(cell.kind) for cell, _ in cells for system in chosen}
-    if all(system.misfit(cell.kind) for cell, _ in cells for system in chosen):
-        raise UsageError("--systems: " + "; ".join(f"{name}: {why}" for name, why in whys.items()))
+    whys = {(system.name, system.misfit(cell.kind)): None for cell, _ in cells for system in chosen}
+    if all(why for _, why in whys):
+        raise UsageError("--systems: " + "; ".join(f"{name}: {why}" for name, why in whys))
     return [(cell, chosen) for cell, _ in cells]
 
 
@@ -334,12 +336,12 @@ def _read_cell(text: str) -> Cell:
     more, rest = divmod(cell.rows[1], cell.rows[0])
     if rest or more.bit_count() != 1:  # ours may run LAST rows: peers must be able to
         raise UsageError(f"--cell {text}: rows double from FIRST on; give a LAST that is reached: {8 * cell.rows[0]}")
+    name, blocks = _cut(cell.model)
     try:
         cell.budget_bytes(1)
-        spec = _model(_cut(cell.model)[0]).spec
+        spec = _model(name).spec
     except UsageError as error:
         raise UsageError(f"--cell {text}: {str(error).removeprefix('--model ')}") from error
-    name, blocks = _cut(cell.model)
     if blocks is not None and (built_in_spec(name) is None or not 1 <= blocks <= spec.num_blocks):
         raise UsageError(f"--cell {text}: :N is the first 1 to {spec.num_blocks} blocks, of a built-in shape only")
     if cell.prompt_len + cell.gen_len - 1 > spec.max_positions:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.baselines.contract import OUTSIDE_GROUP, drop_page_cache
+from bench.baselines.contract import OUTSIDE_GROUP, drop_page_cache, read_settings
 from bench.sweep.grid import Cell, System, tuned_settings
 from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
 from flexgen_h2o.core.errors import UsageError
@@ -77,13 +77,10 @@ class Setup:
         if not own.exists():
             return tuned_settings(peer, cpu_name()) if self.device == "cpu" else {}
         try:
-            found = json.loads(own.read_text())
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or not all(type(n) is int and n >= 0 for n in found.values()):
-            why = "not a JSON object of names and whole numbers from 0"
-            raise UsageError(f"{own}: {why}; remove it, or write it with bench/baselines/{peer}/tune.py")
-        return found
+            return read_settings(own.read_text())
+        except ValueError as error:
+            how = f"remove it, or write it with bench/baselines/{peer}/tune.py"
+            raise UsageError(f"{own}: {error}; {how}") from error
 
     def missing(self, system: System) -> str | None:
         """What to do before a peer can run; None when it is installed."""

@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, RefusedError, Request, convert_apart, drop_page_cache, main
 
 SETTINGS: dict[str, int] = {"flash_attn": 1, "kv_unified": 0, "ubatch": 512}
+SWITCHES = ("flash_attn", "kv_unified")
 FTYPES = {"q4_0": 2, "q4_k": 15}  # LLAMA_FTYPE_MOSTLY_Q4_0, _Q4_K_M
 QUANTISE = """
 import sys, llama_cpp
@@ -35,7 +36,7 @@ MOST_ROWS = 256  # sequences of a context: LLAMA_MAX_SEQ
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     if request.rows > MOST_ROWS:
         raise RefusedError(f"llama.cpp: {request.rows} rows are more than the {MOST_ROWS} sequences of a context")
-    settings = request.chosen(SETTINGS, ("flash_attn", "kv_unified"))
+    settings = request.chosen(SETTINGS, SWITCHES)
     path = _converted(request)
     with _context(path, request, settings) as session:
         session.generate(request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, lambda: None)
@@ -48,7 +49,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
 def score(request: Request, prompts: list[list[int]], continuations: list[list[int]]) -> Any:
     import numpy as np
 
-    with _context(_converted(request), request, request.chosen(SETTINGS, ("flash_attn", "kv_unified"))) as session:
+    with _context(_converted(request), request, request.chosen(SETTINGS, SWITCHES)) as session:
         found = [session.begin(prompts).copy()]
         found += [session.follow(tokens).copy() for tokens in list(zip(*continuations, strict=True))[:-1]]
     return np.stack(found, 1)
