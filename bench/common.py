@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
-from flexgen_h2o.cli_common import OneLineParser, run_cli
+from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_whole
@@ -36,6 +36,7 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner.measure.run import cpu_name
 from flexgen_h2o.tiers.stream import tier_shares
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.cli_common import OneLineParser, run_cli
+from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, MARK, read_json, read_mark, usable_path, user_cache_dir
 from flexgen_h2o.core.units import aligned, format_bytes
+from flexgen_h2o.parser import OneLineParser
 
 HEADS = ("name", "kind", "model", "size", "last used", "")
 _WEIGHTS = ("random", "imported", "packed")
@@ -45,8 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    # Flags that remove things must be spelt out.
-    parser = OneLineParser(prog="cache", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="flexgen-h2o cache", description=__doc__)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--list", action="store_true", help="show names, sizes, last uses, and what is in use (the default)")
     add("--remove", nargs="+", metavar="NAME", help="remove these, by the names that --list shows")

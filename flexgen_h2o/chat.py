@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli_common import OneLineParser, check_files, own_name, positive, run_cli, say
+from flexgen_h2o.cli_common import check_files, own_name, positive, run_cli, say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, DoesNotFitError, FlexgenError, UsageError
@@ -23,8 +23,11 @@ from flexgen_h2o.core.settings import ORIGINAL, EvictionSettings
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
+    SHOWN_OF_ENGINE,
+    SHOWN_OF_SAMPLING,
     add_engine_flags,
     add_eviction_flags,
+    add_max_tokens_flag,
     add_sampling_flags,
     compression_flags,
     eviction_of,
@@ -35,6 +38,7 @@ from flexgen_h2o.flags import (
     value_of,
 )
 from flexgen_h2o.kvcache.eviction.policy import is_rolling, most_new_tokens
+from flexgen_h2o.parser import FILES, OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
@@ -46,7 +50,13 @@ if TYPE_CHECKING:
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
 
-GEN_LEN = 256
+MAX_TOKENS = 256
+SHOWN = (*SHOWN_OF_ENGINE, *SHOWN_OF_SAMPLING, "--system", "--max-len", "--eviction", "--dry-run")
+EXAMPLES = (
+    "flexgen-h2o chat smollm2-135m",
+    'flexgen-h2o chat Qwen/Qwen3-8B --ram 8GiB --system "You answer in one sentence."',
+    "flexgen-h2o chat smollm2-135m --eviction h2o --positions rolling < turns.txt",
+)
 SIZE = 128  # heavy columns where an eviction policy is asked for without a size: as `evaluate streaming` has it
 # The engine opens for a first turn of so many tokens; a longer one opens it again.
 FIRST_TURN = 512
@@ -69,21 +79,25 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=own_name("chat"), description=__doc__)
+    prog = f"flexgen-h2o {own_name('chat')}"
+    parser = OneLineParser(prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES)
     add_engine_flags(parser)
     add_eviction_flags(parser)
     add_sampling_flags(parser)
-    add = parser.add_argument
+    add_max_tokens_flag(parser, MAX_TOKENS, "most tokens of an answer")
+    add = parser.section(FILES).add_argument
     add("--system", metavar="TEXT", help="what the conversation begins with, before the first turn")
     add(
-        "--turn-format", metavar="TEXT",
+        "--turn-format",
+        metavar="TEXT",
         help=r"what a turn becomes, at {turn} (the model's chat template; without one '\n{turn}\n'); \n is a newline",
-    )  # fmt: skip
-    add("--gen-len", type=positive, default=GEN_LEN, help=f"most tokens of an answer ({GEN_LEN})")
+    )
     add(
-        "--max-len", type=positive, metavar="N",
+        "--max-len",
+        type=positive,
+        metavar="N",
         help="most tokens of a conversation (the model's positions; with --positions rolling no limit)",
-    )  # fmt: skip
+    )
     return parser
 
 

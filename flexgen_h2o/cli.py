@@ -8,23 +8,28 @@ import signal
 import sys
 
 import flexgen_h2o
+from flexgen_h2o import synonyms
 from flexgen_h2o.cli_common import called_as
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, SIGNAL_BASE
 from flexgen_h2o.core.units import aligned
 
 # verb -> (module with `main(argv) -> int`, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
-    "flex-opt": ("flexgen_h2o.flex_opt", "generate text for prompts, or run the fixed-length benchmark"),
-    "complete": ("flexgen_h2o.complete", "complete one's own prompts"),
-    "chat": ("flexgen_h2o.chat", "talk to a model, its KV cache kept from turn to turn"),
-    "plan": ("flexgen_h2o.policy_search", "find the fastest policy and say what it costs, before a run"),
-    "hardware": ("flexgen_h2o.hardware", "measure this machine's hardware profile"),
-    "doctor": ("flexgen_h2o.doctor", "say what of this machine and installation would hurt a run"),
-    "batch": ("flexgen_h2o.batch", "run a JSONL file of requests durably: it may be killed, and goes on"),
+    "generate": ("flexgen_h2o.generate", "answer prompts: print the answers, or write them to a file, resumably"),
+    "chat": ("flexgen_h2o.chat", "talk to a model"),
+    "serve": ("flexgen_h2o.serve", "answer OpenAI's clients, and run their batches"),
+    "plan": ("flexgen_h2o.policy_search", "say what fits, what limits the speed and how long it takes, before a run"),
+    "doctor": ("flexgen_h2o.doctor", "list what would slow down or stop a run on this machine"),
+    "hardware": ("flexgen_h2o.hardware", "measure this machine, so that plans can be relied on"),
+    "cache": ("flexgen_h2o.cache", "list and remove weights and files that are kept for later runs"),
+    "evaluate": ("flexgen_h2o.evaluate", "measure what a smaller KV cache costs; repeat the papers' experiments"),
+    "bench": ("flexgen_h2o.flex_opt", "run FlexGen's benchmark: prompts and answers of fixed lengths"),
+    "run": ("flexgen_h2o.generate", "another name of generate"),
+    "eval": ("flexgen_h2o.evaluate", "another name of evaluate"),
+    "batch": ("flexgen_h2o.batch", "generate -i FILE -o OUT, as older scripts call it"),
     "run-batch": ("flexgen_h2o.batch", "the same, as vLLM calls it"),
-    "serve": ("flexgen_h2o.serve", "answer OpenAI's clients, and run their batches, in one block"),
-    "cache": ("flexgen_h2o.cache", "list and remove the weights and files that are kept for later runs"),
-    "evaluate": ("flexgen_h2o.evaluate", "measure what eviction costs: fidelity, own prompts, streams"),
+    "complete": ("flexgen_h2o.complete", "generate -p TEXT with raw text, as older scripts call it"),
+    "flex-opt": ("flexgen_h2o.flex_opt", "bench, as FlexGen calls it; also answers --prompts FILE"),
 }
 
 
@@ -58,15 +63,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _nearest(word: str) -> str:
-    """The verb that somebody may mean, by its name or its module's."""
-    by_name = {module.rpartition(".")[2]: verb for verb, (module, _) in reversed(VERBS.items())} | {v: v for v in VERBS}
-    near = difflib.get_close_matches(word.replace("-", "_"), by_name, n=1)
-    return f"did you mean {by_name[near[0]]}? " if near else ""
+    """Return a hint: the verb that somebody may mean, by its name, its module's or another program's."""
+    by_name = {module.rpartition(".")[2]: verb for verb, (module, _) in reversed(VERBS.items())}
+    by_name |= {verb: verb for verb in VERBS}
+    same = synonyms.VERBS.get(word)
+    if same is None:
+        same = next((by_name[near] for near in difflib.get_close_matches(word.replace("-", "_"), by_name, n=1)), None)
+    return f"did you mean {same}? " if same else ""
 
 
 def _usage() -> str:
     verbs = "\n".join(f"  {line}" for line in aligned([(verb, text) for verb, (_, text) in VERBS.items()]))
-    return f"usage: flexgen-h2o VERB ... | --help | --version\n\n{verbs}\n\nflexgen-h2o VERB --help lists its flags."
+    return (
+        f"usage: flexgen-h2o VERB ... | --help | --version\n\n{verbs}\n\n"
+        'flexgen-h2o VERB --help lists the flags of a verb. To begin: flexgen-h2o generate smollm2-135m -p "Hello!"'
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import errno
 import os
 import re
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any, TextIO, cast
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import (
@@ -29,103 +28,10 @@ from flexgen_h2o.core.errors import (
     UsageError,
 )
 from flexgen_h2o.core.files import check_writable, usable_path, write_result
-from flexgen_h2o.core.units import shortened
+from flexgen_h2o.parser import as_typed, forget_spellings
 
 PICTURES = (".png", ".svg", ".pdf")
-
-
-_H2O = "give --hh-ratio R, or --eviction h2o"
-_PIPELINE = "torchrun and --pipeline do that here (docs/how-to/several-processes.md)"
-# Flags of FlexGen's and H2O's scripts that are not taken here, with hyphens: what to do instead.
-REPLACED = {
-    "--hh-long-seq": "prompts of any length are taken without it; leave it out",
-    "--sample-num": "give a file with as many prompts",
-    "--input-path": "give --prompts FILE to flex_opt, or --input FILE to batch",
-    "--output-path": "give --output FILE",
-    "--dry-run": "only commands that run a model have it; leave it out",
-    "--input-file": "give --input FILE, or -i",
-    "--output-file": "give --output FILE, or -o",
-    "--model-name": "give --model",
-    "--model-name-or-path": "give --model",
-    "--model-arch": "the model's config says it; leave it out",
-    "--model-type": "the model's config says it; leave it out",
-    "--cache-dir": "give --path",
-    "--enable-small-cache": _H2O,
-    "--enable-h2o-cache": _H2O,
-    "--enable-h2o-generation": _H2O,
-    "--enable-position-rolling": "give --positions rolling",
-    "--heavy-ratio": "give --hh-ratio",
-    "--heavy-hitter-size": "give --hh-size",
-    "--num-heavy-hitter-tokens": "give --hh-size",
-    "--num-window-length": "give --recent-size, which the heavy columns are not in",
-    "--start-size": "give --eviction local:sinks=N",
-    "--length": "give --gen-len",
-    "--no-cuda": "give --device cpu",
-    "--fp16": "give --dtype float16",
-    "--gbs": "give --gpu-batch-size",
-    "--num-gb": "give --num-gpu-batches",
-    "--gpu-mem": "give --device-mem",
-    "--cpu-mem": "give --host-mem",
-    "--nvme-mem": "give --disk-mem",
-    "--pad-to-seq-len": "nothing is padded; leave it out",
-    **dict.fromkeys(
-        ("--head-ip", "--port", "--rank", "--local-rank", "--world-size", "--use-mpi", "--comm-device", "--async-comm"),
-        _PIPELINE,
-    ),
-}
-
-
-_MOST_QUOTED = 60  # characters of a word of the command line
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Wrong flags end with one line on stderr and exit code 2.
-
-    The namespace also has `given`: which flags were on the command line, by field.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._given: dict[str, str] = {}
-        self._words: set[str] = set()  # of the command line, too long to be quoted whole
-        self._negative_number_matcher = re.compile(r"-\.?\d")  # -5GiB is a wrong value, not a flag
-
-    def error(self, message: str) -> NoReturn:
-        for word in sorted(self._words, key=len, reverse=True):
-            for quoted in (word, repr(word)[1:-1]):
-                message = message.replace(quoted, shortened(quoted, _MOST_QUOTED))
-        raise UsageError(message)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
-        given = [part for word in (sys.argv[1:] if args is None else args) for part in (word, word.partition("=")[2])]
-        self._words = {part for part in given if len(part) > _MOST_QUOTED}
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
-        found.given = {**getattr(found, "given", {}), **self._given}
-        return found, unknown
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Some Pythons take the `--` of `--flag=--` for the end of the flags, and the flag gets an empty list."""
-        if not action.option_strings:
-            return super()._get_values(action, arg_strings)
-        self._given[action.dest] = action.option_strings[0]
-        if arg_strings == [""] and action.const == "":  # a shell variable that is not set, not a flag without a value
-            raise argparse.ArgumentError(action, "'' is empty; leave it out")
-        if arg_strings != ["--"]:
-            return super()._get_values(action, arg_strings)
-        value = self._get_value(action, "--")
-        self._check_value(action, value)
-        return value if action.nargs in (None, argparse.OPTIONAL) else [value]
-
-    def _advice(self, word: str) -> str:
-        """What to do about a word that is no flag of this command."""
-        flag = word.partition("=")[0].replace("_", "-")
-        if flag in REPLACED:
-            return f"{word}: is not a flag here; {REPLACED[flag]}"
-        known = [o for a in self._actions if a.help != argparse.SUPPRESS for o in a.option_strings]
-        near = difflib.get_close_matches(flag, known, n=1)
-        return f"unrecognized arguments: {word}; {f'did you mean {near[0]}?' if near else 'see --help'}"
+_PERCENTAGE = re.compile(r"\d+(\.\d+)?%")
 
 
 _verb = ""  # of `flexgen-h2o VERB`, while it runs
@@ -213,10 +119,10 @@ def _print_notes() -> None:
 
 
 def _print_on_stderr(lines: Iterable[str]) -> None:
-    """Each line in one write, so that lines of several processes do not mix. The terminal may be gone."""
+    """Print each line in one write, so that lines of several processes do not mix. The terminal may be gone."""
     with contextlib.suppress(OSError):
         for line in lines:
-            print(line + "\n", end="", file=sys.stderr, flush=True)
+            print(as_typed(line) + "\n", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -246,7 +152,8 @@ def _patient_streams() -> Iterator[_PatientStream]:
 def run_cli(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     """Run a command's body; every failure becomes its exit code and one line on stderr (our own bugs: a traceback)."""
     name = own_name(name)
-    with interrupts.as_exceptions(), _patient_streams() as out:
+    forget_spellings()
+    with interrupts.as_exceptions(), _patient_streams() as out, called_as(name):
         try:
             code = _exit_code(name, body, argv)
         except Exception:
@@ -417,8 +324,18 @@ def number(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        advice = f"; write {float(text[:-1]) / 100:g}" if re.fullmatch(r"\d+(\.\d+)?%", text) else ""
+        advice = f"; write {float(text[:-1]) / 100:g}" if _PERCENTAGE.fullmatch(text) else ""
         raise argparse.ArgumentTypeError(f"{text!r} is not a number{advice}") from error
+
+
+def share(text: str) -> float:
+    """Return the share that a flag gives: `20%` or `0.2`."""
+    if _PERCENTAGE.fullmatch(text):
+        return float(text[:-1]) / 100
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 20% or 0.2") from error
 
 
 def positive(text: str) -> int:

@@ -1,28 +1,20 @@
-"""`python -m flexgen_h2o.complete`: one's own prompts, each with what the model writes after it."""
+"""Print prompts, each with what the model writes after it: an older name of `generate`, with raw text by default."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flexgen_h2o.cli_common import (
-    OneLineParser,
-    check_files,
-    file_name,
-    own_name,
-    positive,
-    results_are_in,
-    run_cli,
-    say,
-)
+from flexgen_h2o.cli_common import check_files, file_name, own_name, results_are_in, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
-from flexgen_h2o.core.files import MOST_LINE_BYTES, write_result
-from flexgen_h2o.engine.prompts import Completion, Prompt, output_row
+from flexgen_h2o.core.files import write_result
+from flexgen_h2o.engine.prompts import output_row
 from flexgen_h2o.flags import (
+    SHOWN_OF_ENGINE,
+    SHOWN_OF_SAMPLING,
     add_engine_flags,
     add_eviction_flags,
+    add_max_tokens_flag,
     add_prompt_flags,
     add_sampling_flags,
     eviction_of,
@@ -33,17 +25,16 @@ from flexgen_h2o.flags import (
     sampling_of,
     say_notes,
 )
-from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
+from flexgen_h2o.generate import print_completions, standard_input
+from flexgen_h2o.parser import FILES, OneLineParser
 
-if TYPE_CHECKING:
-    import torch
-
-    from flexgen_h2o.core.settings import SamplingParams
-    from flexgen_h2o.engine.conversation import AnswerText
-    from flexgen_h2o.llm import LLM
-
-RULE = "-" * 70
-GEN_LEN = 64
+MAX_TOKENS = 64
+SHOWN = (*SHOWN_OF_ENGINE, *SHOWN_OF_SAMPLING, "--prompt", "--prompts", "--chat", "--report", "--dry-run")
+EXAMPLES = (
+    'flexgen-h2o complete -m smollm2-135m "The capital of France is"',
+    'flexgen-h2o complete -m smollm2-135m --chat "What is the capital of France?"',
+    "flexgen-h2o complete -m smollm2-135m --prompts prompts.txt --max-tokens 32",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,15 +43,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=own_name("complete"), description=__doc__)
-    add = parser.add_argument
+    prog = f"flexgen-h2o {own_name('complete')}"
+    synopsis = "-m MODEL [PROMPT ...] [flags]"
+    parser = OneLineParser(prog=prog, synopsis=synopsis, description=__doc__, shown=SHOWN, examples=EXAMPLES)
+    add = parser.section(FILES).add_argument
     add("texts", nargs="*", metavar="PROMPT", help="a prompt; without any, all of standard input is one")
     add_prompt_flags(parser, "as PROMPT")
     add("--chat", action="store_true", help="each prompt is a user's message, put into the model's chat template")
-    add("--gen-len", type=positive, default=GEN_LEN, help=f"most new tokens of a prompt ({GEN_LEN})")
-    add("--json", type=file_name, help="write prompts, texts and tokens")
+    report = add("--report", dest="json", type=file_name, metavar="FILE", help="write prompts, texts and tokens")
+    parser.also(report, "--json")
+    add_max_tokens_flag(parser, MAX_TOKENS, "most new tokens of an answer")
     add_sampling_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, positional=False)
     add_eviction_flags(parser)
     return parser
 
@@ -73,95 +67,21 @@ def _run(argv: list[str] | None) -> int:
     check_files(args, ("prompts",), ("json",))
     results_are_in(args.json)
     policy, is_auto = policy_of(args)
-    params, eviction = sampling_of(args), eviction_of(args, policy)
+    params = sampling_of(args)
+    eviction = eviction_of(args, policy)
     if not texts and args.prompts is None:
-        texts = [_standard_input()]
+        texts = [standard_input("give PROMPT, or --prompts FILE")]
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.check_plan()
         prompts = prompts_of(args, llm.model, texts)
         say_notes("complete", args, llm)
+        titles = [f"prompt {one.index}" for one in prompts]
         with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):  # longer than the positions
-            llm.prepare(prompts, [params] * len(prompts))
-            done = (_one if len(prompts) == 1 else _several)(llm, prompts, params)
+            done = print_completions(llm, prompts, [params] * len(prompts), titles, echo=True)
         facts: dict[str, Any] = {"model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json()}
     if args.json is not None:
         write_result(args.json, {**facts, "rows": [output_row(one) for one in done]}, "--json")
     return EXIT_DONE
-
-
-def _standard_input() -> str:
-    if sys.stdin is None:
-        raise UsageError("PROMPT: is missing, and standard input is closed; give one")
-    if sys.stdin.isatty():
-        say("complete", "reads a prompt from standard input, up to Ctrl-D")
-    data = sys.stdin.buffer.read(MOST_LINE_BYTES + 1)
-    if len(data) > MOST_LINE_BYTES:
-        raise UsageError(f"standard input: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it")
-    try:
-        text = data.decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UsageError("standard input: not UTF-8 text") from error
-    if not text:
-        raise UsageError("standard input: is empty; give a prompt there, as PROMPT, or in --prompts FILE")
-    return text
-
-
-class _Printed:
-    """An audience that prints the answer as it comes. reason: why it ended."""
-
-    def __init__(self, text: AnswerText) -> None:
-        self.token_ids: list[int] = []
-        self.reason: str | None = None
-        self._text = text
-
-    def given(self, token: int, logits: torch.Tensor) -> None:
-        pass
-
-    def said(self, token: int, reason: str | None) -> None:
-        self.token_ids.append(token)
-        self.reason = reason
-        print(self._text.more(self.token_ids, reason is not None), end="", flush=True)
-
-
-def _one(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-    """The completion of the one prompt, printed behind it as it comes: a conversation of one turn."""
-    from flexgen_h2o.engine.conversation import AnswerText, Conversation
-    from flexgen_h2o.engine.decoding import StopCriteria
-    from flexgen_h2o.engine.generation import Callbacks, Silent
-
-    [prompt], model = prompts, llm.model
-    ends = StopCriteria(params.stop, () if params.ignore_eos else model.spec.eos_token_ids, model.tokenizer)
-    printed = _Printed(AnswerText(model.tokenizer, params.stop))
-    room = most_new_tokens(llm.eviction, model.spec, len(prompt.token_ids), params.max_tokens)
-    asked = replace(params, max_tokens=room)
-    talk = Conversation(prompt.token_ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1)
-    print(_text_of(prompt.text, prompt.token_ids), end="", flush=True)
-    llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
-    print()
-    text, reason = ends.text(printed.token_ids), printed.reason or "length"
-    return [Completion(0, prompt.text, text, printed.token_ids, reason)]
-
-
-def _several(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-    """All completions in the order of the prompts, each printed behind its own as soon as those before it are."""
-    done: dict[int, Completion] = {}
-    shown: list[Completion] = []
-
-    def show(found: list[Completion]) -> None:
-        done.update({one.index: one for one in found})
-        while len(shown) in done:
-            one, prompt = done[len(shown)], prompts[len(shown)]
-            head = f"prompt {one.index}: {len(prompt.token_ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
-            text = _text_of(prompt.text, prompt.token_ids) + _text_of(one.text, one.token_ids)
-            print(f"{RULE}\n{head}\n{RULE}\n{text}", flush=True)
-            shown.append(one)
-
-    llm.run(prompts, params, show, refill=True)
-    return shown
-
-
-def _text_of(text: str | None, token_ids: Sequence[int]) -> str:
-    return "".join(f"{token} " for token in token_ids) if text is None else text
 
 
 if __name__ == "__main__":

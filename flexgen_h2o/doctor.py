@@ -14,10 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli_common import OneLineParser, not_empty, run_cli
+from flexgen_h2o.cli_common import not_empty, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_FAILED, FlexgenError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
 from flexgen_h2o.core.units import GIB, MIB, aligned, format_bytes
+from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="doctor", description=__doc__)
+    parser = OneLineParser(prog="flexgen-h2o doctor", description=__doc__)
     where = f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})"
     parser.add_argument("--offload-dir", type=not_empty, default=DEFAULT_OFFLOAD_DIR, help=where)
     return parser

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.cli_common import (
-    OneLineParser,
     check_files,
     check_picture,
     count,
     file_name,
     flag_of,
-    own_name,
     positive,
     results_are_in,
     run_cli,
@@ -36,6 +34,7 @@ from flexgen_h2o.flags import (
     policy_of,
 )
 from flexgen_h2o.kvcache.eviction import POLICIES, says_budget
+from flexgen_h2o.parser import OneLineParser
 
 # Workflows with flags of their own: name -> (module of `evaluation/` with `add_flags(parser)`, one line of help). The
 # module may import no torch; add_flags sets `run`, a function of the parsed arguments that returns the exit code.
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=own_name("evaluate"), description=__doc__)
+    parser = OneLineParser(prog="flexgen-h2o evaluate", description=__doc__)
     names = "|".join(("fidelity", "text", "streaming", *WORKFLOWS))
     measures = parser.add_subparsers(dest="measure", required=True, metavar=names)
     for name, add_flags, text in (
@@ -82,7 +81,7 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
+def _add_fidelity_flags(parser: OneLineParser) -> None:
     # Differences of 1e-4 nats are looked for; --dtype auto takes the checkpoint's own.
     parser.set_defaults(dtype="float32", check=_check_fidelity)
     add, names = parser.add_argument, list(POLICIES[1:])
@@ -113,7 +112,7 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
 
 
-def _add_text_flags(parser: argparse.ArgumentParser) -> None:
+def _add_text_flags(parser: OneLineParser) -> None:
     parser.set_defaults(check=_check_text)
     add_eviction_flags(parser)
     add_sampling_flags(parser)
@@ -131,7 +130,7 @@ def _add_text_flags(parser: argparse.ArgumentParser) -> None:
     add("--model_arch", **ALIAS)
 
 
-def _add_streaming_flags(parser: argparse.ArgumentParser) -> None:
+def _add_streaming_flags(parser: OneLineParser) -> None:
     parser.set_defaults(check=_check_streaming)
     add_sampling_flags(parser)
     add = parser.add_argument

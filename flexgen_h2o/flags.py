@@ -15,7 +15,7 @@ from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
-from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, number, positive
+from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, number, positive, share
 from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
@@ -24,6 +24,7 @@ from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, UNIFORM, EvictionS
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction, mix_of
+from flexgen_h2o.parser import EVICTION, FILES, KV, MEMORY, MODEL, PLACEMENT_FLAGS, SAMPLING, OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -35,6 +36,29 @@ EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in field
 PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
 _FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for kind in (Policy, EvictionSettings) for f in fields(kind)}
 _FIELDS = re.compile("|".join(name for name in _FLAGS if "_" in name))
+# Flags whose name in help and docs is another than in messages, files and older scripts, which is taken as well.
+SHOWN_AS = {
+    "--host-mem": "--ram",
+    "--device-mem": "--gpu-mem",
+    "--policy": "--plan",
+    "--kv-bytes": "--kv-size",
+    "--cache-bits": "--kv-bits",
+    "--attn-sparsity": "--kv-read",
+    "--gen-len": "--max-tokens",
+}
+# Further names of a flag.
+ALSO = {"--gpu-batch-size": "--micro-batch", "--num-gpu-batches": "--micro-batches"}
+# Sections of settings that are not in their dataclass's.
+SECTION_OF = {
+    "weight_bits": MEMORY,
+    "cache_bits": KV,
+    "cache_window": KV,
+    "attn_sparsity": KV,
+    "kv_bytes": KV,
+}
+# Flags of the engine and of sampling that `--help` shows; the others are under `--help-all`.
+SHOWN_OF_ENGINE = ("--model", "--ram", "--gpu-mem", "--weight-bits", "--plan", "--kv-size", "--kv-bits")
+SHOWN_OF_SAMPLING = ("--max-tokens", "--temperature", "--top-p", "--seed", "--stop")
 
 
 @contextlib.contextmanager
@@ -53,8 +77,23 @@ def naming_flags(**flags: str) -> Iterator[None]:
         raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
 
 
-def add_flags_of(parser: argparse.ArgumentParser, settings: type, only_given: bool = True) -> None:
-    """A flag for each `setting` of a dataclass that has a help text.
+def add_flag(parser: OneLineParser, section: str, flag: str, *short: str, **arguments: Any) -> argparse.Action:
+    """Add a flag under the name that help shows (SHOWN_AS); its own name and ALSO are taken too.
+
+    Its field is that of its own name: `--host-mem` sets `host_mem`.
+    """
+    shown = SHOWN_AS.get(flag, flag)
+    field = flag.removeprefix("--").replace("-", "_")
+    action = parser.section(section).add_argument(*short, shown, **{"dest": field, **arguments})
+    if shown != flag:
+        parser.also(action, flag)
+    if flag in ALSO:
+        parser.also(action, ALSO[flag])
+    return action
+
+
+def add_flags_of(parser: OneLineParser, section: str, settings: type, only_given: bool = True) -> None:
+    """Add a flag for each `setting` of a dataclass that has a help text.
 
     only_given: every flag's default is None, which tells what was given from what was not.
     """
@@ -62,57 +101,84 @@ def add_flags_of(parser: argparse.ArgumentParser, settings: type, only_given: bo
         if f.metadata.get("help"):
             default = None if only_given else list(f.default) if isinstance(f.default, tuple) else f.default
             flag = f.metadata.get("flag", flag_of(f.name))
-            parser.add_argument(flag, default=default, help=_help_of(f), **_arguments_of(f))
+            where = SECTION_OF.get(f.name, section)
+            add_flag(parser, where, flag, default=default, help=_help_of(f), **_arguments_of(f))
 
 
 def _arguments_of(f: Field[Any]) -> dict[str, Any]:
-    """What argparse must know of a field, by its type."""
+    """Return what argparse must know of a field, by its type."""
     kind = re.findall("bool|int|float|str", str(f.type))[0]
-    if kind == "bool":
-        return {"type": boolean, "nargs": "?", "const": True} if f.default else {"action": "store_true"}
-    whole = positive if f.metadata.get("low") == 1 and f.default is not None else int
+    if kind == "bool" and not f.default:
+        return {"action": "store_true"}
     more = {name: f.metadata[name] for name in ("action", "choices", "metavar", "nargs") if name in f.metadata}
-    return {"type": {"int": whole, "float": number, "str": str}[kind], **more}
+    if kind == "bool":
+        return {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
+    if kind == "int":
+        is_count = f.metadata.get("low") == 1 and f.default is not None
+        return {"type": positive if is_count else int, "metavar": "N", **more}
+    if kind == "float":
+        return {"type": share if f.metadata.get("share") else number, "metavar": "SHARE", **more}
+    return {"type": str, **more}
 
 
 def _help_of(f: Field[Any]) -> str:
-    """With the default, where there is one to be shown."""
+    """Return the help of a setting's flag, with the default if there is one to be shown."""
     text: str = f.metadata["help"]
-    return text if f.default in (None, False) or isinstance(f.default, tuple) else f"{text} ({_as_text(f.default)})"
+    if "usual" in f.metadata:
+        text += f" ({f.metadata['usual']})"
+    elif f.default not in (None, False) and not isinstance(f.default, tuple):
+        text += f" ({_as_text(f.default)})"
+    return text.replace("%", "%%")
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, dry_run: bool = True) -> None:
-    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names.
+def add_engine_flags(
+    parser: OneLineParser, dry_run: bool = True, positional: bool = True, unless: Sequence[str] = ()
+) -> None:
+    """Add model, tiers and plan: the flags of every command that runs the engine. FlexGen's keep their names.
 
-    dry_run: also --dry-run, which `open_llm` sees to.
+    dry_run: also --dry-run, which `open_llm` sees to. positional: MODEL stands without a flag as well. unless: fields
+    of flags with which no model is needed.
     """
-    add = parser.add_argument
-    if dry_run:
-        add("--dry-run", action="store_true", help="print the plan and end: no weights are read, nothing is written")
-    add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
-    add("--path", type=not_empty, help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
-    add("--revision", type=not_empty, help="branch, tag or commit of a hub id")
-    where = "disk tier, imported and random weights (default ~/flexgen_h2o_offload_dir)"
-    add("--offload-dir", type=not_empty, help=where)
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)}")
+    model = parser.section(MODEL).add_argument
+    what = "model folder, hub id, or smollm2-135m"
+    model("-m", "--model", metavar="MODEL", help=f"{what}; -m may be left out" if positional else what)
+    parser.take_model(positional, unless)
+    model("--path", type=not_empty, help="folder with checkpoints")
+    random_weights = "random weights at the model's true shape, to measure speed"
+    model("--random-weights", dest="path", action="store_const", const=DUMMY, help=random_weights)
+    model("--revision", type=not_empty, help="branch, tag or commit of a hub id")
+    model("--device", default="auto", help="auto, cpu or cuda (auto)")
+    model("--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)} (auto: the checkpoint's)")
     for f in fields(MemoryBudget):
-        add(f"--{f.name}-mem", help=f.metadata["help"])
-    add("--policy", help="a policy file, or auto (the default when no placement flag is given)")
-    profile = "the profile that plans are made with, or a shipped one by its name (default: this machine, measured)"
-    add("--hardware", metavar="FILE", help=profile)
-    add_flags_of(parser, Policy)
+        add_flag(parser, MEMORY, f"--{f.name}-mem", metavar="SIZE", help=f.metadata["help"])
+    where = "folder for what does not fit in memory, and for converted weights (~/flexgen_h2o_offload_dir)"
+    add_flag(parser, MEMORY, "--offload-dir", type=not_empty, metavar="DIR", help=where)
+    plan = "a file that `plan --save-plan` wrote, or auto (auto)"
+    add_flag(parser, MEMORY, "--policy", metavar="FILE", help=plan)
+    if dry_run:
+        dry = "print the plan and end; no weights are read"
+        add_flag(parser, MEMORY, "--dry-run", action="store_true", help=dry)
+    profile = "measurements that the plan uses: a profile file or a shipped one's name (this machine's)"
+    add_flag(parser, PLACEMENT_FLAGS, "--hardware", metavar="FILE", help=profile)
+    add_flags_of(parser, PLACEMENT_FLAGS, Policy)
 
 
-def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
-    """Which KV columns are kept."""
-    add_flags_of(parser, EvictionSettings)
-    which = f"which columns stay: {', '.join(POLICIES)}; h2o where one of these flags is given, else full"
-    parser.add_argument("--eviction", metavar="NAME", help=which)
+def add_eviction_flags(parser: OneLineParser) -> None:
+    """Add which KV entries are kept."""
+    add_flags_of(parser, EVICTION, EvictionSettings)
+    which = f"which KV entries stay: {', '.join(POLICIES)} (full; h2o if a flag of this section is given)"
+    add_flag(parser, EVICTION, "--eviction", metavar="NAME", help=which)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags_of(parser, SamplingParams, only_given=False)
+def add_sampling_flags(parser: OneLineParser) -> None:
+    """Add how tokens are chosen and where an answer ends."""
+    add_flags_of(parser, SAMPLING, SamplingParams, only_given=False)
+
+
+def add_max_tokens_flag(parser: OneLineParser, default: int | None, help: str) -> None:
+    """Add --max-tokens. help: what it is a limit of."""
+    shown = "" if default is None else f" ({default})"
+    add_flag(parser, SAMPLING, "--gen-len", type=positive, default=default, metavar="N", help=f"{help}{shown}")
 
 
 def budget_of(args: argparse.Namespace) -> MemoryBudget:
@@ -147,11 +213,16 @@ def _end_with(answer: Answer) -> NoReturn:
     raise SystemExit(EXIT_DONE)
 
 
-def add_prompt_flags(parser: argparse.ArgumentParser, without: str) -> None:
-    """One's own prompts. without: what the command takes where none is given."""
-    add = parser.add_argument
-    add("--prompt", action="append", metavar="TEXT", help=f"a prompt; may be repeated ({without})")
-    add("--prompts", type=file_name, help=".txt (a prompt a line) or .jsonl (prompt or prompt_token_ids)")
+def add_prompt_flags(parser: OneLineParser, without: str) -> None:
+    """Add one's own prompts. without: what the command takes if none is given."""
+    add = parser.section(FILES).add_argument
+    add("-p", "--prompt", action="append", metavar="TEXT", help=f"a prompt; may be repeated ({without})")
+    add(
+        "--prompts",
+        type=file_name,
+        metavar="FILE",
+        help=".txt (one prompt per line) or .jsonl (prompt or prompt_token_ids)",
+    )
 
 
 def prompts_of(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> list[Prompt]:
@@ -234,9 +305,11 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
         if given:
             raise UsageError(f"--policy {args.policy} and {flag_of(next(iter(given)))}: give one of them")
         return read_policy(usable_path(args.policy, "--policy")).policy, False
-    for bits, switch in COMPRESSION_OF.items():
-        if bits in given and switch not in given:
-            raise UsageError(f"{flag_of(bits)} {given[bits]}: goes with {flag_of(switch)}; give both")
+    for bits in ("weight_bits", "cache_bits"):
+        if bits in given:
+            given[COMPRESSION_OF[bits]] = True
+    if "cache_window" in given and "compress_cache" not in given:
+        raise UsageError(f"--cache-window {given['cache_window']}: goes with --kv-bits; give both")
     if args.policy == "auto" and placed:
         raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
     with naming_flags():
@@ -408,6 +481,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         ),
     },
     "chat": {**_ENGINE, **_SAMPLING, "max_len": _beyond_positions},
+    "generate": {**_ENGINE, **_SAMPLING},
     "batch": _ENGINE,
     "serve": _ENGINE,
     "batch --status": {

@@ -1,4 +1,4 @@
-"""`python -m flexgen_h2o.flex_opt`: generate for a prompt file, or run FlexGen's fixed-length benchmark."""
+"""Run FlexGen's benchmark: prompts and answers of fixed lengths; with --prompts, answer the prompts of a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import (
-    OneLineParser,
     check_files,
     count,
     file_name,
@@ -49,6 +48,7 @@ from flexgen_h2o.engine.report import (
     sparsity_line,
 )
 from flexgen_h2o.flags import (
+    SHOWN_OF_ENGINE,
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
@@ -63,6 +63,7 @@ from flexgen_h2o.flags import (
     say_notes,
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS
+from flexgen_h2o.parser import BENCHMARK, FILES, JOB, OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.distributed import Pipeline
@@ -71,6 +72,15 @@ if TYPE_CHECKING:
 
 
 RULE = "-" * 70
+SHOWN = (
+    *SHOWN_OF_ENGINE, "--random-weights", "--prompt-len", "--gen-len", "--cut-gen-len", "--percent",
+    "--gpu-batch-size", "--num-gpu-batches", "--report",
+)  # fmt: skip
+EXAMPLES = (
+    "flexgen-h2o bench facebook/opt-1.3b --random-weights --ram 1GiB --prompt-len 64 --gen-len 4",
+    "flexgen-h2o bench smollm2-135m --percent 50 0 50 0 100 0 --gpu-batch-size 8 --num-gpu-batches 2",
+    "flexgen-h2o bench facebook/opt-6.7b --random-weights --hh-ratio 0.1 --hh-all --gen-len 8",
+)
 DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
 AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing else says how many
 
@@ -87,38 +97,51 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=own_name("flex_opt"), description=__doc__)
+    prog = f"flexgen-h2o {own_name('bench')}"
+    parser = OneLineParser(prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES)
     add_engine_flags(parser)
     add_eviction_flags(parser)
-    add = parser.add_argument
-    add(
-        "--prompts", type=file_name,
-        help=".txt (a prompt a line) or .jsonl (prompt or prompt_token_ids); every prompt keeps its length",
-    )  # fmt: skip
-    add("--chat", action="store_true", help="each text prompt is a user's message, put into the model's chat template")
-    add("--output", type=file_name, help=".jsonl in input order: index, prompt, text, token_ids, finish_reason")
-    add("--prompt-len", type=positive, default=512, help="tokens of the benchmark prompt (512)")
-    add("--gen-len", type=positive, default=32, help="most new tokens of a row (32)")
-    add("--cut-gen-len", type=positive, help="run only so many tokens and project the decode time")
-    add(
-        "--debug-mode", choices=("fewer_batch", "breakdown"),
-        help="fewer_batch: 20 decode layers, projected; breakdown: serial, seconds by kind",
-    )  # fmt: skip
-    add(
-        "--pipeline", action="store_true",
+    files = parser.section(FILES).add_argument
+    files(
+        "--prompts",
+        type=file_name,
+        metavar="FILE",
+        help="answer these instead: .txt (one prompt per line) or .jsonl (prompt or prompt_token_ids)",
+    )
+    files("--chat", action="store_true", help="each text of --prompts is a user's message in the chat template")
+    output = "with --prompts: .jsonl in input order: index, prompt, text, token_ids, finish_reason"
+    files("--output", type=file_name, metavar="FILE", help=output)
+    report = files("--report", dest="json", type=file_name, metavar="FILE", help="write the run report (JSON)")
+    parser.also(report, "--json")
+    files("--trace", type=file_name, metavar="FILE", help="write a Chrome trace (opens in Perfetto)")
+    files("--log-file", metavar="FILE", help="append FlexGen's log lines here; auto: FlexGen's name (no log)")
+    files("--no-log", action="store_true", help="write no log, whatever --log-file says")
+    files("--verbose", type=count, default=2, help="0: nothing, 1: log lines, 2: also the first and last text (2)")
+    bench = parser.section(BENCHMARK).add_argument
+    bench("--prompt-len", type=positive, default=512, metavar="N", help="tokens of every prompt (512)")
+    length = bench("--gen-len", type=positive, default=32, metavar="N", help="new tokens of every prompt (32)")
+    parser.also(length, "--max-tokens")
+    bench("--cut-gen-len", type=positive, metavar="N", help="run only N of the new tokens, and project the decode time")
+    bench(
+        "--debug-mode",
+        choices=("fewer_batch", "breakdown"),
+        help="fewer_batch: 20 decode layers, projected; breakdown: without overlap, seconds by kind of step",
+    )
+    job = parser.section(JOB).add_argument
+    job(
+        "--pipeline",
+        action="store_true",
         help="one of several processes, started by torchrun, that share the layers; budgets are of each process",
-    )  # fmt: skip
-    add(
-        "--num-inner-iterations", type=positive, metavar="N",
-        help="with --pipeline: blocks that are on their way at a time (as many as processes)",
-    )  # fmt: skip
+    )
+    job(
+        "--num-inner-iterations",
+        type=positive,
+        metavar="N",
+        help="with --pipeline: batches that are on their way at a time (as many as processes)",
+    )
+    share = "compute a common beginning once (auto; benchmark: off)"
+    job("--share-prefix", choices=tuple(SHARINGS), help=share)
     add_sampling_flags(parser)
-    add("--share-prefix", choices=tuple(SHARINGS), help="compute once what prompts begin with (auto; benchmark: off)")
-    add("--json", type=file_name, help="write the run report")
-    add("--trace", type=file_name, help="write a Chrome trace (opens in Perfetto)")
-    add("--log-file", default="auto", help="append FlexGen's log lines here (auto: FlexGen's name)")
-    add("--no-log", action="store_true", help="write no log file")
-    add("--verbose", type=count, default=2, help="0: nothing, 1: log lines, 2: also the first and last text (2)")
     return parser
 
 
@@ -187,7 +210,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--chat: is for the prompts of a file; give one with --prompts")
     if args.output is not None:
         check_output_path(usable_path(args.output, "--output"))
-    written = ("json", "trace") if args.no_log or args.log_file == "auto" else ("json", "trace", "log_file")
+    written = ("json", "trace") if args.no_log or args.log_file in (None, "auto") else ("json", "trace", "log_file")
     check_files(args, ("prompts",), written, rows="output")
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.pipeline:
@@ -263,7 +286,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         write_result(args.json, report.to_json(), "--json")
     if args.trace is not None:
         llm.timeline.write_chrome_trace(args.trace)
-    if not args.no_log:
+    if args.log_file is not None and not args.no_log:
         name = log_file_name(args.model, report.policy, report.prompt_len, report.gen_len)
         append_log(Path(name if args.log_file == "auto" else args.log_file), report)
 

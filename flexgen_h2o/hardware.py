@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_cli, say
+from flexgen_h2o.cli_common import file_name, not_empty, results_are_in, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
 from flexgen_h2o.flags import say_idle_flags
+from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner.profile import (
     ComputeRates,
     Curve,
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="hardware", description=__doc__)
+    parser = OneLineParser(prog="flexgen-h2o hardware", description=__doc__)
     add = parser.add_argument
     kept = "also write the profile here (JSON); it is kept for later anyway"
     add("--output", type=file_name, metavar="FILE", help=kept)

@@ -74,7 +74,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path = "opt-tiny", policy: Policy | AutoPolicy | str | Path = "auto",
+        self, model: str | Path, policy: Policy | AutoPolicy | str | Path = "auto",
         eviction: object = None, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
         offload_dir: str | Path | None = None, path: str | Path | None = None, revision: str | None = None,
         hardware: HardwareProfile | str | Path | None = None, on_plan: Callable[[Answer], NoReturn] | None = None,
@@ -339,12 +339,12 @@ class LLM:
         return self._ready(self._table(prompts, params).rows).policy
 
     def foresee(self, prompts: Sequence[Prompt], params: Params) -> Prediction | None:
-        """The cost of these rows on the open engine, if none joins another's block. None where no engine is open, and
-        as of `Planner.predict`."""
+        """The cost of these rows on the open engine, if none joins another's block and none ends early. None where no
+        engine is open, and as of `Planner.foresee`."""
         engine = self._engine
         if engine is None:
             return None
-        return self._planner.predict(self._table(prompts, params).rows, engine.policy, engine.plan)
+        return self._planner.foresee(self._table(prompts, params).rows, engine.policy, engine.plan)
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
         """What `prepare` would return; DoesNotFitError where it would raise it. Opens nothing, closes what is open."""
@@ -355,6 +355,16 @@ class LLM:
         """Can these rows join the running block, as the engine is open for others?"""
         engine, rows = self._engine, self._table(prompts, params).rows
         return engine is not None and self._planner.has_room(engine.plan, rows, self._common)
+
+    @property
+    def profile(self) -> HardwareProfile:
+        """The measurements that plans and predictions are made with."""
+        return self._planner.profile
+
+    @property
+    def device_is_host(self) -> bool:
+        """Whether RAM is the device's memory: there is no GPU, and no budget for a device tier."""
+        return self._device.is_host
 
     @property
     def peak_bytes(self) -> dict[str, int]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import (
-    OneLineParser,
     check_picture,
     check_separate,
     file_name,
@@ -36,6 +35,7 @@ from flexgen_h2o.core.settings import ORIGINAL
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     PLACEMENT,
+    SHOWN_OF_ENGINE,
     Place,
     add_engine_flags,
     add_eviction_flags,
@@ -50,6 +50,7 @@ from flexgen_h2o.flags import (
     value_of,
 )
 from flexgen_h2o.kvcache.eviction import SMALL_LOSSES
+from flexgen_h2o.parser import FILES, KV, WORKLOAD, OneLineParser
 from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.report import Answer, to_json, to_text
 
@@ -61,6 +62,15 @@ if TYPE_CHECKING:
 SEARCHED_PROMPTS = 1024
 COMPRESSION = ("compress_weight", "compress_cache")
 OUTPUTS = ("output", "trace", "plot")
+SHOWN = (
+    *SHOWN_OF_ENGINE, "--num-prompts", "--prompt-len", "--max-tokens", "--hardware", "--kv-loss", "--save-plan",
+    "--json",
+)  # fmt: skip
+EXAMPLES = (
+    "flexgen-h2o plan smollm2-135m --num-prompts 1000",
+    "flexgen-h2o plan Qwen/Qwen3-30B-A3B --ram 12GiB --num-prompts 10000 --prompt-len 512 --max-tokens 128",
+    "flexgen-h2o plan facebook/opt-30b --hardware t4 --num-prompts 1000 --save-plan plan.json",
+)
 USUAL_DTYPES = ("float16", "bfloat16")  # of OPT checkpoints, and what a CPU computes them in
 # Flags of flex_opt besides the policy, which the command that runs the plan repeats where they were given.
 REPEATED = (
@@ -76,22 +86,34 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog=own_name("policy_search"), description=__doc__)
+    prog = f"flexgen-h2o {own_name('plan')}"
+    parser = OneLineParser(prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES)
     add_engine_flags(parser, dry_run=False)
     add_eviction_flags(parser)
-    add = parser.add_argument
-    add("--prompt-len", type=positive, default=512, help="tokens of a prompt (512)")
-    add("--gen-len", type=positive, default=32, help="new tokens of a row (32)")
-    add("--num-prompts", type=positive, help=f"prompts in all ({SEARCHED_PROMPTS}; of a given policy one block)")
+    add = parser.section(WORKLOAD).add_argument
     add(
-        "--kv-loss", choices=("none", "small"),
-        help="small: keep all KV columns, and take the fastest compression or sparse reading that was measured to lose "
-        "little",
-    )  # fmt: skip
-    add("--output", type=file_name, metavar="FILE", help="write the policy, for flex_opt --policy")
-    add("--json", action="store_true", help="print one JSON object instead of the tables")
-    add("--trace", type=file_name, help="write a Chrome trace of the first block as it is simulated")
-    add("--plot", type=file_name, help="write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)")
+        "--num-prompts",
+        type=positive,
+        metavar="N",
+        help=f"prompts in all ({SEARCHED_PROMPTS}; with a given plan one batch)",
+    )
+    add("--prompt-len", type=positive, default=512, metavar="N", help="tokens of a prompt (512)")
+    length = add(
+        "--max-tokens", dest="gen_len", type=positive, default=32, metavar="N", help="new tokens of a prompt (32)"
+    )
+    parser.also(length, "--gen-len")
+    parser.section(KV).add_argument(
+        "--kv-loss",
+        choices=("none", "small"),
+        help="small: keep all KV entries, and take the fastest compression that was measured to lose little",
+    )
+    files = parser.section(FILES).add_argument
+    output = files("--save-plan", dest="output", type=file_name, metavar="FILE", help="write the plan, for --plan FILE")
+    parser.also(output, "-o", "--output")
+    files("--json", action="store_true", help="print one JSON object instead of the tables")
+    files("--trace", type=file_name, metavar="FILE", help="write a Chrome trace of the first batch as it is simulated")
+    picture = "write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)"
+    files("--plot", type=file_name, metavar="FILE", help=picture)
     parser.set_defaults(profile=None, check=interrupts.check)  # of `ask`
     return parser
 

@@ -14,14 +14,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli_common import OneLineParser, count, file_name, positive, run_cli
+from flexgen_h2o.cli_common import count, file_name, own_name, positive, run_cli
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_folder, usable_path
 from flexgen_h2o.core.units import check_number, parse_bytes
 from flexgen_h2o.flags import (
+    SHOWN_OF_ENGINE,
     add_engine_flags,
     add_eviction_flags,
+    add_max_tokens_flag,
     add_sampling_flags,
     budget_of,
     eviction_of,
@@ -31,6 +33,7 @@ from flexgen_h2o.flags import (
     sampling_of,
     say_notes,
 )
+from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
@@ -45,6 +48,22 @@ MOST_LENGTH = 2048  # tokens of a row, without --max-len
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 STATE_DIR = "~/flexgen_h2o_server"
 COMPARED_ROWS, COMPARED_QUEUE = 2, 16  # of the engine for comparisons
+SHOWN = (
+    *SHOWN_OF_ENGINE,
+    "--max-tokens",
+    "--host",
+    "--port",
+    "--api-key",
+    "--state-dir",
+    "--rows",
+    "--max-len",
+    "--plan-only",
+)
+EXAMPLES = (
+    "flexgen-h2o serve smollm2-135m",
+    "flexgen-h2o serve Qwen/Qwen3-8B --ram 8GiB --rows 32 --max-len 1024",
+    "flexgen-h2o serve --plan-only",
+)
 # Flags that are allowed with --plan-only.
 OF_PLAN_ONLY = (
     "plan_only", "host", "port", "api_key", "max_body", "max_connections", "timeout", "model", "path", "revision",
@@ -58,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="serve", description=__doc__)
+    prog = f"flexgen-h2o {own_name('serve')}"
+    parser = OneLineParser(prog=prog, synopsis="MODEL [flags]", description=__doc__, shown=SHOWN, examples=EXAMPLES)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this machine only)")
     add("--port", type=count, default=8000, help="0 takes a free one (8000)")
@@ -78,9 +98,9 @@ def _parser() -> OneLineParser:
     add("--compare", metavar="NAME", help="eviction policy of a second, small engine for comparisons")
     add("--compare-share", type=float, default=0.25, metavar="SHARE", help="of the memory budgets, for it (0.25)")
     add("--plan-only", action="store_true", help="the planner's page alone: no model is loaded")
-    add("--gen-len", type=positive, default=32, help="most new tokens of a row that does not say (32)")
+    add_max_tokens_flag(parser, 32, "most new tokens of a request that does not say how many")
     add_sampling_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, unless=("plan_only",))
     add_eviction_flags(parser)
     return parser
 

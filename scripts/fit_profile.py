@@ -25,8 +25,9 @@ import numpy as np
 from card_model import CARDS, PARAMETERS, profile_of, source_of
 from recorded_runs import QUANTITIES, Run, errors_of, predicted, predicted_quickly, read_runs
 
-from flexgen_h2o.cli_common import OneLineParser, run_cli
+from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner.profile import HardwareProfile, read_profile, write_profile
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,9 +26,10 @@ from bench import common
 from bench.gpu.report import write_report
 from bench.gpu.runner import FAILED, TIMEOUT, Suite
 from bench.gpu.steps import CALLS, Setting, Step, all_steps, tiny_setting
-from flexgen_h2o.cli_common import OneLineParser, run_cli
+from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIB, less_margin, parse_bytes
+from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.tiers.device import open_device
 
 

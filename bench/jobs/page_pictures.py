@@ -26,9 +26,9 @@ import httpx2
 
 from bench import common
 from bench.jobs.server_load import Server
-from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_folder
+from flexgen_h2o.parser import OneLineParser
 
 PATIENCE_S = 120.0  # a busy machine fails nothing
 FLAGS = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.model import ModelSpec
@@ -27,6 +27,7 @@ from flexgen_h2o.core.units import less_margin
 from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models.load import find_spec
+from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.profile import find_profile, read_profile

@@ -27,10 +27,10 @@ from typing import Any
 from bench import common
 from bench.reproduce.rows import ROWS, Row, write_inputs
 from flexgen_h2o import policy_search
-from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_result
 from flexgen_h2o.core.units import markdown_table
+from flexgen_h2o.parser import OneLineParser
 
 MACHINES = ("t4", "a100-80", "build-2core")
 LIMIT_S, MOST_LINES = 300.0, 24

@@ -45,11 +45,12 @@ from bench.sweep.runner import Setup, can_limit, describe, measure, measure_prof
 from bench.sweep.search import best_rows, search
 from bench.sweep.store import BF16, DOES_NOT_FIT, MEASURED, REFUSED, TIMEOUT, Line, Store, claimed
 from bench.sweep.summary import markdown
-from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
+from flexgen_h2o.cli_common import count, positive, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, UsageError
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.models.load import Model, find_checkpoint, find_model
+from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner.measure.run import cpu_name
 
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}

@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 from bench.common import door, writing
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.parser import OneLineParser
 
 
 def main() -> None:

@@ -33,11 +33,12 @@ from bench.sweep.__main__ import _read_system
 from bench.sweep.grid import Cell, System
 from bench.sweep.runner import Setup, describe, measure
 from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, MEASURED, REFUSED, Key, Line, Store, claimed
-from flexgen_h2o.cli_common import OneLineParser, check_picture, positive
+from flexgen_h2o.cli_common import check_picture, positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_picture, write_result
 from flexgen_h2o.core.units import GIB, parse_bytes
 from flexgen_h2o.models.load import find_checkpoint, find_model
+from flexgen_h2o.parser import OneLineParser
 
 Shape = tuple[int, int, int]  # batch, prompt, output
 POLICIES = ("full", "h2o:0.25", "h2o-4bit:0.25")

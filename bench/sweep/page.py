@@ -21,10 +21,10 @@ from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import IN_RAM, JOINED_LATER, OFFLOAD, SHORT, SHORT_ON, SIGNED, SIGNED_ON, Cell, systems_of
 from bench.sweep.rounds import DISK, FEWEST, MEMORY, MOVED, PRODUCTS, Found, found_of
 from bench.sweep.store import OVER, Line, Store
-from flexgen_h2o.cli_common import OneLineParser
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_whole
 from flexgen_h2o.core.units import counted, markdown_table
+from flexgen_h2o.parser import OneLineParser
 
 NAME = "signed"  # of the file of lines
 RESULTS = common.ROOT / "bench" / "results" / "build-2core"

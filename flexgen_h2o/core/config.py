@@ -40,39 +40,37 @@ class Policy:
     bits they are held and moved so, and become int8 once a block.
     """
 
-    gpu_batch_size: int = setting(4, "rows of a micro-batch", low=1, high=2**20)
-    num_gpu_batches: int = setting(1, "micro-batches of a block", low=1, high=2**20)
+    gpu_batch_size: int = setting(4, "sequences of a micro-batch", low=1, high=2**20)
+    num_gpu_batches: int = setting(1, "micro-batches that share each read of a layer", low=1, high=2**20)
     percent: tuple[int, int, int, int, int, int] = setting(
         (100, 0, 100, 0, 100, 0),
         "weights, KV cache, hidden states on device and host; the rest is on disk",
         nargs=6,
         metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
     )
-    compress_weight: bool = setting(False, "hold weights in --weight-bits; a search may then do so")
-    compress_cache: bool = setting(False, "hold the KV cache in --cache-bits; a search may then do so")
-    weight_bits: int = setting(4, "of a compressed weight", low=4, choices=BITS)
-    cache_bits: str | int = setting(4, "of a compressed KV value; 4/2: keys in 4, values in 2", metavar="N[/N]")
+    compress_weight: bool = setting(False, "hold weights in --weight-bits")
+    compress_cache: bool = setting(False, "hold the KV cache in --kv-bits")
+    weight_bits: int = setting(4, "weights in 8 or 4 bits", usual="as stored", low=4, choices=BITS, metavar="N")
+    cache_bits: str | int = setting(
+        4, "KV cache in 8, 4, 3 or 2 bits; 4/2: keys in 4, values in 2", usual=16, metavar="N[/N]"
+    )
     cache_window: int = setting(
-        16, "newest columns of a row that a compressed KV cache holds whole, a multiple of 4", low=0, high=2**20
+        16, "newest KV entries that --kv-bits leaves as they are, a multiple of 4", low=0, high=2**20
     )
-    int8_compute: bool = setting(
-        False, "products in int8, of weights held in int8 or, with --compress-weight, in 4 bits"
-    )
-    cpu_cache_compute: bool = setting(False, "attend on the host to KV that lives there")
+    int8_compute: bool = setting(False, "multiply matrices in int8; weights are held in 8 bits, or in --weight-bits 4")
+    cpu_cache_compute: bool = setting(False, "attend on the CPU to the KV cache that is in RAM")
     overlap: bool = setting(True, "move and compute at the same time")
-    sep_layer: bool = setting(True, "attention and MLP are two schedule steps")
+    sep_layer: bool = setting(True, "attention and MLP are two steps of the schedule")
     expert_group: int = setting(
         0,
-        "experts of a mixture that move as one piece; 0: all of a block where none moves, else as many as are worth a "
-        "read, one where few rows decode",
+        "experts of a mixture that move as one piece; 0: chosen by the plan",
         low=0,
         high=2**16,
     )
-    pin_weight: bool = setting(True, "pin what the host holds, with a card")
+    pin_weight: bool = setting(True, "pin what RAM holds, with a GPU")
     attn_sparsity: float = setting(
         1.0,
-        "share of a row's columns that a decode step reads, chosen by its query and keys in 2 bits; the others count "
-        "through sums. For KV where attention runs: from another tier it moves whole all the same",
+        "share of the KV entries that each step reads: 10% reads the tenth that matters most and approximates the rest",
         share=True,
     )
 
@@ -156,10 +154,10 @@ class MemoryBudget:
     """
 
     device: int | None = setting(
-        None, "budget of the device tier, for example 15GiB; on a CPU it makes a device tier of RAM"
+        None, "most GPU memory to use, such as 15GiB (what is free)"
     )
-    host: int | None = setting(None, "budget of RAM, for example 12GiB (default: what is free, less a margin)")
-    disk: int | None = setting(None, "budget of the offload dir (default: what is free, less a margin)")
+    host: int | None = setting(None, "most RAM for weights, KV cache and buffers (what is free)")
+    disk: int | None = setting(None, "most disk space in --offload-dir (what is free)")
 
     def __init__(
         self, device: str | int | None = None, host: str | int | None = None, disk: str | int | None = None

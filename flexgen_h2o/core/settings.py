@@ -22,8 +22,9 @@ ORIGINAL, ROLLING = "original", "rolling"
 def setting(default: Any, help: str = "", **rules: Any) -> Any:
     """A field that `check_settings` checks and, where it has a help text, `flags.add_flags_of` makes a flag for.
 
-    rules: `low` and `high` of a whole number, or of a number from 0; `share`: a number in (0, 1]; `choices`; and for
-    the flag `flag` (its name, where it is not the field's), `metavar`, `nargs` and `action`, as argparse has them.
+    rules: `low` and `high` of a whole number, or of a number from 0; `share`: a number in (0, 1]; `choices`. For the
+    flag: `flag` (its name, if it is not the field's), `usual` (what help says of the default), and `metavar`, `nargs`
+    and `action`, as argparse has them.
     """
     return field(default=default, metadata={"help": help, **rules})
 
@@ -67,13 +68,13 @@ class SamplingParams:
     """
 
     max_tokens: int = setting(32, low=0)
-    temperature: float = setting(0.0, "0 is greedy")
+    temperature: float = setting(0.0, "0: the likeliest token; above 0: drawn at random", metavar="T")
     top_p: float = setting(
-        1.0, "draw from the likeliest tokens that have this probability together; 1 is off", high=1.0
+        1.0, "draw from the likeliest tokens with this probability in sum", high=1.0, metavar="P"
     )
-    top_k: int = setting(0, "draw from so many of the likeliest tokens; 0 is off", low=0)
-    seed: int = setting(0, "of what is drawn", low=0, high=2**63 - 1)
-    stop: tuple[str, ...] = setting((), "end a row at this text; may be repeated", metavar="TEXT", action="append")
+    top_k: int = setting(0, "draw from the K likeliest tokens; 0 is off", low=0, metavar="K")
+    seed: int = setting(0, "seed of the draws", metavar="N", low=0, high=2**63 - 1)
+    stop: tuple[str, ...] = setting((), "end an answer at this text; may be repeated", metavar="TEXT", action="append")
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
     prompt_logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
@@ -157,49 +158,49 @@ class EvictionSettings:
 
     heavy_ratio: float | None = setting(
         None,
-        "heavy-hitter KV columns a row: int(R x prompt), R in (0, 1] (0.1)",
+        "heavy-hitter KV entries: 0.2 is 20% of the prompt's tokens, and as many recent ones (0.1)",
         flag="--hh-ratio",
         metavar="R",
         share=True,
     )
     recent_ratio: float | None = setting(
-        None, "recent columns a row, as a share of its prompt (as --hh-ratio)", metavar="R", share=True
+        None, "recent KV entries: 0.2 is 20% of the prompt's tokens (as --hh-ratio)", metavar="R", share=True
     )
     heavy_size: int | None = setting(
-        None, "heavy-hitter columns a row, a count; 0 keeps recent ones only", flag="--hh-size", metavar="N", low=0
+        None, "heavy-hitter KV entries, a count; 0 keeps recent ones only", flag="--hh-size", metavar="N", low=0
     )
-    recent_size: int | None = setting(None, "recent columns a row, a count (as --hh-size)", metavar="N", low=1)
+    recent_size: int | None = setting(None, "recent KV entries, a count (as --hh-size)", metavar="N", low=1)
     layer_schedule: str = setting(
         UNIFORM,
-        "uniform; pyramid: lower layers keep more; first-full: the first layer keeps every column; W/W/...: as much as "
-        "each layer's weight says, as many in sum (evaluate layers measures them)",
+        "how layers share the KV entries: uniform; pyramid: lower layers keep more; first-full: the first layer keeps "
+        "all; W/W/...: by a weight for each layer (evaluate layers measures them)",
         flag="--kv-layer-schedule",
         metavar="NAME|W/W/...",
     )
-    while_decoding: bool = setting(True, "false: drop columns of the prompt only", flag="--hh-all")
+    while_decoding: bool = setting(True, "false: drop KV entries of the prompt only", flag="--hh-all")
     positions: str = setting(
         ORIGINAL,
-        "rolling: while decoding a column's position is its rank among those kept; rotary models",
+        "rolling: positions count the kept KV entries only, so that a text may outgrow the model's length",
         choices=(ORIGINAL, ROLLING),
     )
     kv_budget: float | None = setting(
         None,
-        "KV columns a row: int(R x (prompt + most new tokens)), half heavy, half recent; instead of ratios and sizes",
+        "KV entries: 0.2 is 20% of prompt + --max-tokens, half of them heavy hitters and half recent",
         metavar="R",
         share=True,
     )
     kv_bytes: float | None = setting(
         None,
-        "bytes of a row's KV cache: R of bf16's of prompt + most new tokens; summaries, scales, whole columns "
-        "counted. Alone it chooses policy, summaries and bits as well",
-        metavar="R",
+        "KV cache in this share of its bytes, such as 20%; the method is chosen, unless --eviction names one",
+        usual="100%",
+        metavar="SHARE",
         share=True,
     )
     protect: str | int | None = setting(
-        None, "prompt: no column of a prompt leaves; N: none of its first N; none", metavar="N|prompt|none"
+        None, "KV entries that always stay: prompt, all of the prompt's; N, its first N; none", metavar="N|prompt|none"
     )
     summaries: int | None = setting(
-        None, "leave the mean of the dropped columns of each page of so many positions", metavar="POSITIONS", low=1,
+        None, "keep the mean of the dropped KV entries of each page of so many positions", metavar="POSITIONS", low=1,
         high=2**31 - 1,
     )  # fmt: skip
     summary_layers: int | None = setting(

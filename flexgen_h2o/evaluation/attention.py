@@ -11,11 +11,12 @@ from flexgen_h2o.cli_common import check_files, check_picture, count, file_name,
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.flags import add_engine_flags, policy_of
+from flexgen_h2o.parser import OneLineParser
 
 PROMPTS, LEAST_SEEN = 64, 32
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser)
     parser.set_defaults(dtype="float32", run=run)
     add = parser.add_argument

@@ -35,6 +35,7 @@ from flexgen_h2o.flags import (
     naming_flags,
     policy_of,
 )
+from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
@@ -48,7 +49,7 @@ MEANS = ("prec", "rec", "acc", "f1")
 Counts = dict[str, float | int | None]
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: OneLineParser) -> None:
     """The flags of the workflow, with fm_data_tasks' spellings."""
     parser.set_defaults(run=run)
     add_engine_flags(parser, dry_run=False)  # the script that this follows has a --dry-run of its own

@@ -22,6 +22,7 @@ from flexgen_h2o.cli_common import check_separate, file_name, results_are_in
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import check_writable, read_json, replacing, usable_path
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
+from flexgen_h2o.parser import OneLineParser
 
 MOST_STATE_BYTES = 2**30  # of a scenario_state.json
 TOGETHER = "together"
@@ -37,7 +38,7 @@ _ENDS = {"alpaca-7b", "vicuna-7b-v1.3", "vicuna-13b-v1.3"}
 _DETAILED = {"llama-65b", "llama-2-70b"}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: OneLineParser) -> None:
     """The flags of both directions."""
     parts = parser.add_subparsers(dest="direction", required=True, metavar="export|import")
     export = parts.add_parser("export", help="requests of dry runs, as batch reads them")

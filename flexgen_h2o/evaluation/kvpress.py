@@ -26,6 +26,7 @@ from flexgen_h2o.core.files import check_folder, read_bounded, replacing, write_
 from flexgen_h2o.engine.memory_plan import kv_sizes_of
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.of_model import fitted
+from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
@@ -77,7 +78,7 @@ def check_press_folder(args: argparse.Namespace) -> None:
             raise UsageError(f"{FLAG} {args.kvpress_dir}: is a file; name a folder")
 
 
-def add_press_flag(parser: argparse.ArgumentParser) -> None:
+def add_press_flag(parser: OneLineParser) -> None:
     """--kvpress-dir."""
     parser.add_argument(
         FLAG, type=file_name, metavar="DIR", help="write predictions and metrics in kvpress's layout too"

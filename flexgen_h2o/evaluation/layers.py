@@ -37,6 +37,7 @@ from flexgen_h2o.flags import (
 )
 from flexgen_h2o.kvcache.eviction import Evicting, Full
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, OfOther, RowBudget, stretch_of
+from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.model import ModelSpec
@@ -49,7 +50,7 @@ TIMES_THE_BUDGET = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 4.0)  # shares at which a s
 LEAST_COLUMNS = 4  # of a row at which a stretch is measured
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser)
     add_eviction_flags(parser)
     parser.set_defaults(dtype="float32", run=run, depths=5)

@@ -36,6 +36,7 @@ from flexgen_h2o.flags import (
     policy_of,
     say_notes,
 )
+from flexgen_h2o.parser import OneLineParser
 
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
 _CWE_ANSWER, _FWE_LEAST = 120, 200  # of ruler_cwe and ruler_fwe: the answer's tokens; 4 coded words
@@ -93,7 +94,7 @@ OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: OneLineParser) -> None:
     """The flags of a run over tasks, and the three steps as commands below this one."""
     parser.set_defaults(run=_evaluate)
     parser.allow_abbrev = False  # a step's --output is no short form of --output-path
@@ -138,7 +139,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     score.add_argument("--json", type=file_name, help="write the results too")
 
 
-def _add_task_flags(parser: argparse.ArgumentParser, flags: dict[str, tuple[dict[str, Any], str]]) -> None:
+def _add_task_flags(parser: OneLineParser, flags: dict[str, tuple[dict[str, Any], str]]) -> None:
     lists = f"; {', '.join(TASK_LISTS)} is the paper's six"
     parser.add_argument(
         "--tasks", "--task-name", nargs="+", metavar="TASK", help=f"lm-eval's names, with spaces or commas{lists}"
@@ -149,11 +150,11 @@ def _add_task_flags(parser: argparse.ArgumentParser, flags: dict[str, tuple[dict
     parser.add_argument("--download", action="store_true", help="fetch data sets that are missing (never otherwise)")
 
 
-def _file(parser: argparse.ArgumentParser, flag: str, alias: str, help: str) -> None:
+def _file(parser: OneLineParser, flag: str, alias: str, help: str) -> None:
     parser.add_argument(flag, alias, alias.replace("-", "_").replace("__", "--", 1), type=file_name, help=help)
 
 
-def _alias(parser: argparse.ArgumentParser, flag: str, field: str, **more: Any) -> None:
+def _alias(parser: OneLineParser, flag: str, field: str, **more: Any) -> None:
     parser.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **more)
 
 

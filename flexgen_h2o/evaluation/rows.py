@@ -27,6 +27,7 @@ from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.engine.prompts import read_prompts
 from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Eviction, Full, make_eviction, says_budget
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
+from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
@@ -361,7 +362,7 @@ def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
 # ---- Flags of commands that follow rows of text and of recall
 
 
-def add_row_flags(parser: argparse.ArgumentParser, texts: int, recalls: int, purpose: str = "") -> None:
+def add_row_flags(parser: OneLineParser, texts: int, recalls: int, purpose: str = "") -> None:
     """Which rows, and where figures of them go. texts, recalls: how many rows without a flag; purpose: of the rows."""
     add = parser.add_argument
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")

@@ -34,6 +34,7 @@ from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder, c
 from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
 from flexgen_h2o.flags import add_engine_flags, add_sampling_flags, compression_flags, open_llm, policy_of, sampling_of
 from flexgen_h2o.kvcache.eviction import POLICIES, Full, says_budget
+from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.model import ModelSpec
@@ -64,7 +65,7 @@ class Cell:
         return f"{self.case.label} {self.size}".strip()
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: OneLineParser) -> None:
     """All flags of `evaluate summarize`, the aliases of h2o_hf's and llama-recipes' scripts included."""
     parser.set_defaults(run=run)
     add_engine_flags(parser)
@@ -95,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_aliases(parser)
 
 
-def _add_aliases(parser: argparse.ArgumentParser) -> None:
+def _add_aliases(parser: OneLineParser) -> None:
     add = parser.add_argument
     add("--input_path", "--input-path", dest="input", type=file_name, **ALIAS)
     add("--output_path", "--output-path", dest="output", type=file_name, **ALIAS)
@@ -143,6 +144,7 @@ def _plan(
     """Of --dry-run: that of the cell that holds the most columns of the longest article."""
     from flexgen_h2o.jobs.input import Line
     from flexgen_h2o.jobs.job import plan_lines
+    from flexgen_h2o.jobs.requests import RequestReader
 
     lines = [*_request_lines(args, llm.model, fields, {"articles": 0, "cut": 0, "skipped": 0})]
     none: dict[str, Any] = {"article": "", "max_tokens": 1}
@@ -151,7 +153,7 @@ def _plan(
     most = max(cells, key=lambda cell: columns_held(cell.case.eviction, llm.model.spec, policy, [row]))
     llm.eviction = most.case.eviction
     requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))
-    plan_lines(llm, requests, sampling_of(args), args.input)
+    plan_lines(llm, RequestReader(llm.model, sampling_of(args), llm.eviction), requests, args.input)
 
 
 def _run_cells(

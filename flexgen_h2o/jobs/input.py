@@ -45,7 +45,8 @@ class Line:
     """A line that is not blank.
 
     number: counted from 1, blank lines included. text: None where the line is too long to be read; head is how it
-    begins then. offset: of its first byte in the file. row: counted from 0, without blank lines.
+    begins then. offset: of its first byte in the file. row: counted from 0, without blank lines. is_plain: it is a
+    prompt as it stands, of a .txt file.
     """
 
     number: int
@@ -53,13 +54,15 @@ class Line:
     head: bytes = b""
     offset: int = 0
     row: int = 0
+    is_plain: bool = False
 
     def parse(self) -> Any:
-        """Its JSON value; ValueError says what is wrong with it."""
+        """Its JSON value, `{"text": ...}` of a plain line; ValueError says what is wrong with it."""
         if self.text is None:
             raise ValueError(f"longer than {files.MOST_LINE_BYTES // 2**20} MiB")
         try:
-            return STRICT_JSON.decode(self.text.decode("utf-8"))
+            text = self.text.decode("utf-8")
+            return {"text": text.rstrip("\r\n")} if self.is_plain else STRICT_JSON.decode(text)
         except UnicodeDecodeError as error:
             raise ValueError("not UTF-8 text") from error
         except RecursionError as error:
@@ -68,7 +71,7 @@ class Line:
     @cached_property
     def custom_id(self) -> str:
         """As the line gives it, else `line-NUMBER`."""
-        if self.text is None:
+        if self.text is None and not self.is_plain:
             return self.id_in(dict(_first_members(self.head)))
         try:
             value = self.parse()
@@ -198,15 +201,16 @@ def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Itera
     """
     head: bytes | None = None  # of a line that comes in pieces
     start = offset
+    is_plain = path.suffix.lower() == ".txt"
     try:
         for raw, goes_on in files.read_lines(path, offset):
             line = None
             if goes_on or head is not None:
                 head = raw[:_HEAD_BYTES] if head is None else head
                 if not goes_on:
-                    line = Line(number, None, head.removeprefix(_BOM), start, row)
+                    line = Line(number, None, head.removeprefix(_BOM), start, row, is_plain)
             elif (text := raw.removeprefix(_BOM) if number == 1 else raw).strip():
-                line = Line(number, text, b"", start, row)
+                line = Line(number, text, b"", start, row, is_plain)
             yield raw, line
             offset += len(raw)
             row += line is not None

@@ -1,10 +1,10 @@
-"""A whole job as `batch` runs it: what the output lacks, here or on Ray, between a sidecar and a summary."""
+"""A whole job as `generate` runs it: what the output lacks, here or on Ray, between a sidecar and a summary."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from flexgen_h2o.jobs.sidecar import DONE, Sidecar, Status, differences, read_si
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import shape_fingerprint
+from flexgen_h2o.opening import opening_line
 
 OF_REQUESTS = ("prompt_logprobs", "score", "score_mode")  # sampling parameters that are never defaults of a job
 # What batch's flags say by default, for commands that run a job and have not all of them.
 BATCH_DEFAULTS: dict[str, Any] = {
     "force": None, "max_errors": None, "window": None, "refill": True, "ray": None, "ray_actors": None,
-    "share_prefix": "auto",
+    "share_prefix": "auto", "chat": None, "system": None,
 }  # fmt: skip
 
 
@@ -56,13 +57,18 @@ def plan_job(
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.check_plan()
-        plan_lines(llm, read_lines(source), defaults, source)
+        plan_lines(llm, reader_of(args, llm, defaults), read_lines(source), source)
     return EXIT_DONE
 
 
-def plan_lines(llm: LLM, lines: Iterable[Line], defaults: SamplingParams, source: Path) -> None:
+def reader_of(args: argparse.Namespace, llm: LLM, defaults: SamplingParams) -> RequestReader:
+    """Return the reader of a job's lines, with the flags for texts and chat."""
+    return RequestReader(llm.model, defaults, llm.eviction, args.chat, args.system)
+
+
+def plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: Path) -> None:
     """Plan for these requests in an `llm` that is opened for a dry run. UsageError where none of them can be run."""
-    reader, requests, errors = RequestReader(llm.model, defaults, llm.eviction), list[Request](), list[str]()
+    requests, errors = list[Request](), list[str]()
     for line in lines:
         try:
             requests.append(reader.read(line))
@@ -85,7 +91,9 @@ def run(
         llm.share_prefix = args.share_prefix
         llm.check_plan()
         digests = llm.digests()
-        before = settle(args, output, settings_of(llm, policy, is_auto, defaults, digests))
+        reader = reader_of(args, llm, defaults)
+        settings = settings_of(llm, policy, is_auto, defaults, digests) | reader.texts_settings()
+        before = settle(args, output, settings)
         say_notes("batch", args, llm)
         if output.cut_bytes:
             note("batch", f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
@@ -93,9 +101,14 @@ def run(
             _say_rows(before)
             writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
             lines = read_cut(args.input, Cut(0, 1, 0, ~before.done))
-            job = Job(llm, RequestReader(llm.model, defaults, llm.eviction), lines, writer, args.window, args.refill)
+            left = len(before.done) - before.rows
+
+            def announce(requests: Sequence[Request]) -> None:
+                say("batch", opening_line(llm, *prompts_and_params(requests), left))
+
+            job = Job(llm, reader, lines, writer, args.window, args.refill, on_open=announce)
             with writing(args, output, writer):
-                job.run(len(before.done) - before.rows)
+                job.run(left)
         else:
             opening = Opening(args, policy, is_auto, eviction, digests)
             # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and status are on disk.
@@ -159,7 +172,7 @@ def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any
 
 
 def _say_rows(before: Before) -> None:
-    print(f"{counted(len(before.done), 'row')}, {before.rows} of them done before", flush=True)
+    print(f"{counted(len(before.done), 'prompt')}, {before.rows} of them done before", flush=True)
 
 
 @contextlib.contextmanager
@@ -196,12 +209,12 @@ def _check_files(args: argparse.Namespace, status: Status, output: OutputFile) -
 def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: str) -> int:
     """The summary; returns the exit code."""
     status, notes = writer.status, writer.notes
-    did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
+    did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} tokens/s)"
     if before.rows == status.rows:
         did = "nothing was left to do"
     if status.spared_tokens:
         did += f"; {spared_text(status)}"
-    print(f"{counted(status.done, 'row')} in {args.output}, {status.errors} of them errors; {did}")
+    print(f"{counted(status.done, 'answer')} in {args.output}, {status.errors} of them errors; {did}")
     if status.errors:
         print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
     if notes.other_models:

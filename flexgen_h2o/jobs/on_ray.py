@@ -171,7 +171,7 @@ class Engines:
         try:
             if self._llm is None:
                 self._llm = self._opening.open()
-            reader = RequestReader(self._llm.model, sampling_of(args), self._llm.eviction)
+            reader = RequestReader(self._llm.model, sampling_of(args), self._llm.eviction, args.chat, args.system)
             lines = pickle.loads(batch["lines"][0])
             for found in run_window(self._llm, reader, lines, args.window, args.refill, self._has_run):
                 yield _packed("found", found)

@@ -96,11 +96,24 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes requests of lines. defaults: of the fields that a line does not have. eviction: the run's."""
+    """Makes requests of lines.
+
+    defaults: of the fields that a line does not have. eviction: the run's. chat: whether texts are messages in the
+    model's chat template; None: lines of a .txt file and `{"text": ...}` are if it has one, `{"prompt": ...}` is not.
+    system: a message before each text that is one.
+    """
 
     model: Model
     defaults: SamplingParams
     eviction: Eviction = FULL
+    chat: bool | None = None
+    system: str | None = None
+
+    def texts_settings(self) -> dict[str, Any]:
+        """Return what the answers to texts depend on besides, for a job's sidecar; nothing by default."""
+        given = {"chat": self.chat, "system": self.system}
+        given = {name: value for name, value in given.items() if value is not None}
+        return {"texts": given} if given else {}
 
     def read(self, line: Line) -> Request:
         """RowError for a line that cannot be run; its message names the field."""
@@ -118,7 +131,7 @@ class RequestReader:
             raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
 
     def _request(self, value: Any, number: int, custom_id: str, row: int) -> Request:
-        kind, fields, given, is_strict = _fields_of(value)
+        kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
         record = _kept_record(fields, given) if kind == "helm" else None
         _check_fields(fields, is_strict)
         echo = _echo(fields, kind == "chat")
@@ -133,6 +146,25 @@ class RequestReader:
         except UsageError as error:
             raise RowError("does_not_fit", str(error)) from error
         return Request(kind, custom_id, prompt, params, asked_model, record, row, echo)
+
+    def _with_texts_read(self, value: Any) -> Any:
+        """Return the value of a line with its text, if it has one, as a prompt or as messages."""
+        if not isinstance(value, dict) or not value.keys().isdisjoint(("url", "body", "method", "request", "article")):
+            return value
+        if "text" in value:
+            name, is_chat = "text", self.model.has_chat_template if self.chat is None else self.chat
+        elif isinstance(value.get("prompt"), str):
+            name, is_chat = "prompt", bool(self.chat)
+        else:
+            return value
+        text = value[name]
+        if not isinstance(text, str):
+            raise _invalid(f"text: a string is expected, not {type(text).__name__}")
+        rest = {other: of_other for other, of_other in value.items() if other != name}
+        if not is_chat:
+            return {**rest, "prompt": text}
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return {**rest, "messages": [*before, {"role": "user", "content": text}]}
 
     def _prompt(self, number: int, given: Any) -> Prompt:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
@@ -165,7 +197,7 @@ class RequestReader:
 def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
     """(kind, fields of the request, its prompt or messages, is a field that nobody knows an error?) of a line's value.
 
-    Formats: OpenAI's batch lines, HELM's requests, H2O's articles, plain prompts.
+    Formats: OpenAI's batch lines, HELM's requests, H2O's articles, plain messages and prompts.
     """
     if not isinstance(value, dict):
         raise _invalid(f"a JSON object is expected, not {type(value).__name__}")
@@ -184,6 +216,8 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
         return "helm", record, _required(record, "prompt"), False
     if "article" in value:
         return "helm", value, value["article"], False
+    if value.get("messages") is not None and value.get("prompt") is None and value.get("prompt_token_ids") is None:
+        return "chat", value, value["messages"], False
     return "completion", value, _plain_prompt(value), False
 
 
@@ -280,8 +314,7 @@ def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
 def _plain_prompt(fields: dict[str, Any]) -> Any:
     given = [name for name in ("prompt", "prompt_token_ids") if fields.get(name) is not None]
     if len(given) != 1:
-        lacking = "messages: need a url of /v1/chat/completions" if "messages" in fields else "prompt: is missing"
-        raise _invalid("give either prompt or prompt_token_ids, not both" if given else lacking)
+        raise _invalid("give either prompt or prompt_token_ids, not both" if given else "prompt: is missing")
     value = fields[given[0]]
     if given[0] == "prompt_token_ids" and not isinstance(value, list):
         raise _invalid(f"prompt_token_ids: a list of token ids is expected, not {type(value).__name__}")

@@ -259,13 +259,20 @@ class Job:
 
     window: rows that are read ahead; None: at least MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS rows. refill: rows of
     the next window enter the running block, which is full from its start. has_run: the engine has run rows of another
-    job.
+    job. on_open: called once with the first window, when the engine is open for it.
     """
 
     def __init__(
-        self, llm: LLM, reader: RequestReader, lines: Iterable[Line], sink: Sink,
-        window: int | None = None, refill: bool = False, has_run: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        llm: LLM,
+        reader: RequestReader,
+        lines: Iterable[Line],
+        sink: Sink,
+        window: int | None = None,
+        refill: bool = False,
+        has_run: bool = False,
+        on_open: Callable[[Sequence[Request]], None] | None = None,
+    ) -> None:
         self._llm, self._sink, self._asked_window, self._refill = llm, sink, window, refill
         self._rows = JobRows(reader, lines, sink)
         self._requests = filter(None, self._rows.requests)
@@ -273,6 +280,7 @@ class Job:
         self._window_rows = window_rows(1, window)
         self._running: dict[int, Request] = {}  # by number of the line
         self._has_run = has_run
+        self._on_open = on_open
 
     def run(self, rows: int) -> None:
         """Run all lines, which are `rows` or fewer. What the engine and the sink raise goes through."""
@@ -313,6 +321,9 @@ class Job:
             for part in filter(None, parts):
                 self._run_window(part)
             return
+        if self._on_open is not None:
+            self._on_open(requests)
+            self._on_open = None
         self._window_rows = window_rows(block_size, self._asked_window)
         self._running = {request.prompt.index: request for request in requests}
         self._has_run = True

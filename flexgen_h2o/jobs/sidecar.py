@@ -208,7 +208,7 @@ def status_lines(status: Status) -> list[str]:
     left = max(0, status.rows - status.done)
     lines = [
         f"state: {status.state}" + (f" (process {status.pid})" if status.state == RUNNING else ""),
-        f"rows: {status.done} of {status.rows} done, {status.errors} of them errors, {left} to do",
+        f"prompts: {status.done} of {status.rows} done, {status.errors} of them errors, {left} to do",
     ]
     if status.tokens:
         done = f"{status.tokens} in {format_seconds(status.seconds)}"

@@ -178,8 +178,17 @@ class Planner:
         ragged blocks take longer to simulate than it is worth; and for a stage of a pipeline."""
         if self.job_rows or self.part.pipeline is not None or not self.can_predict:
             return None
+        return self._predict(rows, policy, plan, sys.maxsize)
+
+    def foresee(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
+        """Return about what `predict` does, also in a job: of many different blocks some are simulated."""
+        if self.part.pipeline is not None or not self.can_predict:
+            return None
+        return self._predict(rows, policy, plan, MOST_SIMULATED)
+
+    def _predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan, most: int) -> Prediction:
         need = self._need(rows, policy)
-        return self.predict_groups(policy, need, plan, self._groups(rows, policy, need.common))
+        return self.predict_groups(policy, need, plan, self._groups(rows, policy, need.common), most)
 
     def answer(
         self, rows: Sequence[Row], planned: Planned, asked: Policy | AutoPolicy, budgets: dict[str, int | None]

@@ -41,8 +41,8 @@ def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_
     lines(tmp_path / "in.jsonl", *({"custom_id": n, "url": "/v1/completions", "body": b} for n, b in body.items()), "{")
     ended = job("--gpu-batch-size", 2, "--num-gpu-batches", 2)
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines()[0] == "10 rows, 0 of them done before"
-    assert "10 rows in out.jsonl, 1 of them errors" in ended.out
+    assert ended.out.splitlines()[0] == "10 prompts, 0 of them done before"
+    assert "10 answers in out.jsonl, 1 of them errors" in ended.out
     assert ended.out.splitlines()[-1] == "errors: 1 invalid_json"
     found, model = rows(tmp_path / "out.jsonl"), OPTForCausalLM.from_pretrained(ids_model).eval()
     for name, ids in prompts.items():
@@ -135,7 +135,7 @@ def test_rows_do_not_depend_on_shared_prefixes(job: Callable[..., Answer], tmp_p
         found.append(choices(tmp_path / f"{how}.jsonl"))
     assert found[0] == found[1] == found[2]
     again = job(*flags, "--share-prefix", "off", "--output", "on.jsonl")
-    assert again.code == 0 and again.out.startswith("9 rows, 9 of them done before")
+    assert again.code == 0 and again.out.startswith("9 prompts, 9 of them done before")
 
 
 def test_a_header_that_changes_within_a_job(
@@ -255,7 +255,7 @@ def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path:
     output, whole = tmp_path / "out.jsonl", rows(tmp_path / "out.jsonl")
     output.write_bytes(output.read_bytes()[:-9])
     ended = job()
-    assert ended.code == 0 and "cut off a torn row of" in ended.err and "2 rows, 1 of them done before" in ended.out
+    assert ended.code == 0 and "cut off a torn row of" in ended.err and "2 prompts, 1 of them done before" in ended.out
     found = rows(output)
     for row in (*found.values(), *whole.values()):
         del row["response"]["body"]["created"]
@@ -271,7 +271,7 @@ def test_a_finished_job_says_that_nothing_was_left(job: Callable[..., Answer], t
     again = job()
     assert again.code == 0
     assert again.out.splitlines() == [
-        "1 row, 1 of them done before", "1 row in out.jsonl, 0 of them errors; nothing was left to do"
+        "1 prompt, 1 of them done before", "1 answer in out.jsonl, 0 of them errors; nothing was left to do"
     ]  # fmt: skip
 
 
@@ -316,7 +316,7 @@ def test_when_every_row_fails_the_exit_code_is_4(job: Callable[..., Answer], tmp
     lines(tmp_path / "in.jsonl", "{", {"prompt": "text"})
     for done in (0, 2):
         ended = job()
-        assert ended.code == 4 and f"2 rows, {done} of them done before" in ended.out
+        assert ended.code == 4 and f"2 prompts, {done} of them done before" in ended.out
 
 
 def broken(model: Path, token: int, folder: Path) -> Path:

@@ -15,8 +15,9 @@ import torch
 
 from flexgen_h2o import cli, flex_opt
 from flexgen_h2o.checkpoint.writing import FileWriter
-from flexgen_h2o.cli_common import OneLineParser, run_cli
+from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError, UsageError
+from flexgen_h2o.parser import OneLineParser
 from flexgen_h2o.planner import lp
 from flexgen_h2o.planner.lp import Budgets, Corners, Solution, solve
 from tests.forks import SIGNALS

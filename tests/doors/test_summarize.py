@@ -148,7 +148,7 @@ def _tokens(row: dict[str, Any]) -> tuple[str, list[int]]:
 def test_more_articles_go_on(run: Door, tmp_path: Path) -> None:
     run("--output-dir d --policies full --sample-num 1")
     out = run("--output-dir d --policies full --sample_num 2")
-    assert "2 rows, 1 of them done before" in out.out
+    assert "2 prompts, 1 of them done before" in out.out
     assert (
         "has more articles than 1, which are asked for"
         in run("--output-dir d --policies full --sample-num 1", code=2).err

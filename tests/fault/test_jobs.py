@@ -118,14 +118,14 @@ def test_the_status_counts_what_a_killed_job_has_written(jobs: Jobs, tmp_path: P
     before = sorted(tmp_path.iterdir())
     status = tmp_path / "out.jsonl.status.json"
     status.write_text(json.dumps({**json.loads(status.read_text()), "done": 7, "errors": 0}))
-    assert f"rows: {job.lines()} of {ROWS + 2} done" in status_of(jobs, tmp_path)
+    assert f"prompts: {job.lines()} of {ROWS + 2} done" in status_of(jobs, tmp_path)
     assert sorted(tmp_path.iterdir()) == before and "state: running" in status_of(jobs, tmp_path)
     job.send(signal.SIGKILL)
     job.wait()
     said, errors = status_of(jobs, tmp_path), sum(row["error"] is not None for row in rows_of(job.output))
     assert "state: killed" in said
     left = ROWS + 2 - job.lines()
-    assert f"rows: {job.lines()} of {ROWS + 2} done, {errors} of them errors, {left} to do" in said
+    assert f"prompts: {job.lines()} of {ROWS + 2} done, {errors} of them errors, {left} to do" in said
 
 
 # ---- somebody else
@@ -196,7 +196,7 @@ def test_rows_that_somebody_writes_over_inside_the_output_are_missed_at_the_end(
     assert job.wait() == 1, job.err
     [line] = job.err.splitlines()
     assert f"--output out.jsonl: has {len(ids) - 1} rows, and the job wrote {len(ids)}" in line
-    assert f"rows: {len(ids) - 1} of {len(ids)} done" in status_of(jobs, tmp_path)
+    assert f"prompts: {len(ids) - 1} of {len(ids)} done" in status_of(jobs, tmp_path)
     again = jobs.start(tmp_path)
     assert again.wait() == 2 and "--output out.jsonl:1: is not a row" in again.err
     job.output.write_bytes(job.output.read_bytes().partition(b"\n")[2])

@@ -63,7 +63,7 @@ def test_two_actors_answer_what_one_engine_does(folder: Path, whole: dict[str, l
     assert job.wait() == 0, job.err
     assert tokens_of(rows_of(job.output)) == whole
     assert "2 engines on Ray" in job.err
-    assert f"{ROWS + 2} rows in out.jsonl, 2 of them errors" in job.out
+    assert f"{ROWS + 2} answers in out.jsonl, 2 of them errors" in job.out
     status = json.loads((folder / "out.jsonl.status.json").read_text())
     assert status["state"] == "done" and status["done"] == ROWS + 2 and status["peak_bytes"]["host"] > 0
     job.output.unlink()
@@ -99,7 +99,7 @@ def test_a_killed_driver_takes_its_ray_with_it_and_the_rest_can_be_done(
         time.sleep(0.2)
     again = launch(folder, *RAY)
     again.wait_for_rows(before + 20)
-    assert f"{ROWS + 2} rows, {before} of them done before" in again.out
+    assert f"{ROWS + 2} prompts, {before} of them done before" in again.out
     says = subprocess.run(
         [sys.executable, "-m", "flexgen_h2o.batch", "--output", "out.jsonl", "--status"],
         capture_output=True, text=True, cwd=folder, env=environment(),

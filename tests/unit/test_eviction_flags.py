@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from flexgen_h2o import cli_common
 from flexgen_h2o import flags as engine_flags
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Evicting, Eviction, Full, H2ONorm, Local, SnapKV, Tova
+from flexgen_h2o.parser import OneLineParser
 
 
-def parser() -> cli_common.OneLineParser:
-    made = cli_common.OneLineParser()
+def parser() -> OneLineParser:
+    made = OneLineParser()
     engine_flags.add_engine_flags(made)
     engine_flags.add_eviction_flags(made)
     return made

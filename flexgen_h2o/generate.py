@@ -1,0 +1,363 @@
+"""Answer prompts: print the answers, or write them to a file as a job that can be killed and resumed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.cli_common import (
+    check_separate,
+    count,
+    file_name,
+    positive,
+    results_are_in,
+    run_cli,
+    say,
+)
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.files import MOST_LINE_BYTES, usable_path, write_whole
+from flexgen_h2o.core.units import shortened
+from flexgen_h2o.engine.prompts import Completion, Prompt, check_output_path
+from flexgen_h2o.flags import (
+    SHOWN_OF_ENGINE,
+    SHOWN_OF_SAMPLING,
+    add_engine_flags,
+    add_eviction_flags,
+    add_max_tokens_flag,
+    add_sampling_flags,
+    eviction_of,
+    open_llm,
+    policy_of,
+    sampling_of,
+    say_idle_flags,
+    say_notes,
+)
+from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
+from flexgen_h2o.kvcache.prefixes import SHARINGS
+from flexgen_h2o.parser import FILES, JOB, OneLineParser
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexgen_h2o.core.settings import SamplingParams
+    from flexgen_h2o.engine.conversation import AnswerText
+    from flexgen_h2o.jobs.requests import Request
+    from flexgen_h2o.llm import LLM
+
+MAX_TOKENS = 256
+RULE = "-" * 70
+SYNOPSIS = "MODEL (-p TEXT ... | -i FILE [-o OUT.jsonl]) [flags]"
+SHOWN = (*SHOWN_OF_ENGINE, *SHOWN_OF_SAMPLING, "--prompt", "--input", "--output", "--system", "--dry-run")
+EXAMPLES = (
+    'flexgen-h2o generate smollm2-135m -p "What is the capital of France?"',
+    "flexgen-h2o generate Qwen/Qwen3-8B -i prompts.txt -o answers.jsonl --ram 8GiB",
+    "flexgen-h2o generate Qwen/Qwen3-8B -i prompts.txt -o answers.jsonl --ram 8GiB --dry-run",
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return run_cli("generate", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    return job_parser("flexgen-h2o generate", __doc__, MAX_TOKENS)
+
+
+def _run(argv: list[str] | None) -> int:
+    return answer(_parser().parse_args(argv))
+
+
+def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
+    """Return the parser of `generate` and its older names. max_tokens: of a prompt that does not say how many."""
+    parser = OneLineParser(prog=prog, synopsis=SYNOPSIS, description=doc, shown=SHOWN, examples=EXAMPLES)
+    add_engine_flags(parser, unless=("status",))
+    add = parser.section(FILES).add_argument
+    add("-p", "--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated; one alone is streamed")
+    lines = ".txt, one prompt per line; .jsonl, one request per line"
+    add("-i", "--input", type=file_name, metavar="FILE", help=lines)
+    output = "write answers here (.jsonl); the same command resumes"
+    add("-o", "--output", type=file_name, metavar="OUT", help=output)
+    add("--system", metavar="TEXT", help="a system message before each text")
+    add(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help='texts are messages in the model\'s chat template (if it has one; of {"prompt"} lines no)',
+    )
+    add("--status", action="store_true", help="print how the job that writes --output stands, and end")
+    add_max_tokens_flag(parser, max_tokens, "most new tokens of an answer")
+    add_sampling_flags(parser)
+    _add_job_flags(parser)
+    add_eviction_flags(parser)
+    return parser
+
+
+def _add_job_flags(parser: OneLineParser) -> None:
+    add = parser.section(JOB).add_argument
+    add("--force", action="store_true", help="resume an output that was begun with other settings")
+    add("--max-errors", type=count, metavar="N", help="end when more than N lines are errors (no limit)")
+    add("--window", type=positive, metavar="N", help="prompts that are read ahead and sorted (1024, or 4 batches)")
+    add(
+        "--refill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a prompt that is done gives its place in the batch to the next one (on)",
+    )
+    add("--share-prefix", choices=tuple(SHARINGS), default="auto", help="compute a common beginning once (auto)")
+    add(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run on the Ray cluster at ADDRESS (or auto), one engine per actor; without ADDRESS on a Ray of its own",
+    )
+    add("--ray-actors", type=positive, metavar="N", help="engines on Ray, each with the memory limits")
+
+
+# ---- What is asked
+
+
+def answer(args: argparse.Namespace, needs_output: bool = False) -> int:
+    """Do what the flags of `job_parser` ask for; returns the exit code. needs_output: answers are never printed."""
+    args.output = args.output and usable_path(args.output, "--output")
+    if args.status:
+        return _show_status(args)
+    if needs_output and args.output is None and not args.dry_run:
+        raise UsageError("--output: is missing; name the .jsonl file that the job writes")
+    if args.prompt and args.input is not None:
+        raise UsageError("--prompt and --input: give one of them")
+    if args.input is not None:
+        args.input = _checked_input(args.input)
+    elif needs_output and not args.prompt:
+        raise UsageError("--input: is missing; name the .jsonl or .txt file with the prompts")
+    if args.output is None and not (args.dry_run and args.input is not None):
+        _refuse_job_flags(args)
+        return print_answers(args)
+    return _run_job(args)
+
+
+def _show_status(args: argparse.Namespace) -> int:
+    from flexgen_h2o.jobs.sidecar import read_status, status_lines
+
+    if args.output is None:
+        raise UsageError("--output: is missing; name the .jsonl file that the job writes")
+    if args.dry_run:
+        raise UsageError("--status and --dry-run: give one of them")
+    print("\n".join(status_lines(read_status(args.output))))
+    say_idle_flags("batch --status", args)
+    return EXIT_DONE
+
+
+def _checked_input(path: Path) -> Path:
+    path = usable_path(path, "--input")
+    if not path.exists():
+        raise UsageError(f"--input {path}: does not exist")
+    if not path.is_file():
+        raise UsageError(f"--input {path}: is not a file; it is read more than once")
+    return path
+
+
+def _refuse_job_flags(args: argparse.Namespace) -> None:
+    for field in ("force", "max_errors", "window", "ray", "ray_actors"):
+        if field in args.given:
+            raise UsageError(f"{args.given[field]}: is for answers that are written to a file; give --output OUT.jsonl")
+
+
+# ---- A job
+
+
+def _run_job(args: argparse.Namespace) -> int:
+    """Answer the prompts of --input, or of --prompt, in the file --output; the same command resumes it."""
+    if args.ray_actors and args.ray is None:
+        raise UsageError("--ray-actors: goes with --ray; give both")
+    if args.ray is not None and (find_spec("ray") is None or find_spec("pyarrow") is None):
+        raise UsageError("--ray: needs Ray Data; pip install -e '.[ray]' in a clone")
+    if args.output is not None and not args.dry_run:
+        check_output_path(args.output)
+        if args.input is None:
+            args.input = _kept_prompts(_texts(args), args.output)
+        results_are_in(args.output)
+        _check_output(args)
+    policy, is_auto = policy_of(args)
+    defaults = sampling_of(args)
+    eviction = eviction_of(args, policy)
+    from flexgen_h2o.jobs.job import plan_job, run
+
+    if args.dry_run:
+        return plan_job(args, args.input, policy, is_auto, eviction, defaults)
+    with contextlib.closing(OutputFile(args.output)) as output:
+        return run(args, output, policy, is_auto, eviction, defaults)
+
+
+def _kept_prompts(texts: Sequence[str], output: Path) -> Path:
+    """Write the prompts of the command line beside the output, where a resumed job finds them."""
+    path = output.with_name(f"{output.name}.prompts.jsonl")
+    body = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if not path.exists() or path.read_text() != body:
+        write_whole(path, body, follow=False)
+    return path
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
+
+    check_separate(args, ("input", "policy", "hardware"), ("output",))
+    if args.input.resolve() in (path(args.output).resolve() for path in (sidecar_path, status_path)):
+        raise UsageError(f"--input {args.input}: is a file that the job writes beside --output; give another name")
+
+
+# ---- Printed answers
+
+
+def print_answers(args: argparse.Namespace) -> int:
+    """Print the answers in the order of the prompts; a single one is streamed."""
+    policy, is_auto = policy_of(args)
+    defaults = sampling_of(args)
+    eviction = eviction_of(args, policy)
+    texts = [] if args.input is not None else _texts(args)
+    with open_llm(args, policy, is_auto, eviction) as llm:
+        llm.share_prefix = args.share_prefix
+        llm.check_plan()
+        requests = list(_requests(args, llm, texts, defaults))
+        say_notes("generate", args, llm)
+        titles = [shortened(" ".join(text.split()), len(RULE)) for text in texts]
+        titles = titles or [f"prompt {i}" for i in range(1, len(requests) + 1)]
+        prompts = [replace(one.prompt, index=i) for i, one in enumerate(requests)]
+        print_completions(llm, prompts, [one.params for one in requests], titles)
+    return EXIT_DONE
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    """Return the prompts of the command line or, if there are none, what is piped in as one."""
+    return args.prompt or [standard_input("give -p TEXT, or -i FILE")]
+
+
+def standard_input(advice: str) -> str:
+    """Return what is piped in, as one prompt. advice: how else a prompt is given."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError(f"--prompt: is missing; {advice}")
+    data = sys.stdin.buffer.read(MOST_LINE_BYTES + 1)
+    if len(data) > MOST_LINE_BYTES:
+        raise UsageError(f"standard input: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it")
+    try:
+        text = data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError("standard input: not UTF-8 text") from error
+    if not text:
+        raise UsageError(f"standard input: is empty; {advice}")
+    return text
+
+
+def _requests(args: argparse.Namespace, llm: LLM, texts: Sequence[str], defaults: SamplingParams) -> Iterator[Request]:
+    """Read the prompts. UsageError names the flag, or the file and its line, of one that cannot be run."""
+    from flexgen_h2o.jobs.input import read_lines
+    from flexgen_h2o.jobs.job import reader_of
+    from flexgen_h2o.jobs.requests import RowError
+
+    reader = reader_of(args, llm, defaults)
+    place = ""
+    try:
+        for i, text in enumerate(texts, start=1):
+            place = "--prompt" if args.prompt else "standard input"
+            yield reader.request({"text": text}, i, f"line-{i}")
+        if args.input is not None:
+            for line in read_lines(args.input):
+                place = f"--input {args.input}:{line.number}"
+                yield reader.read(line)
+    except RowError as error:
+        raise UsageError(f"{place}: {error}") from error
+    if not place:
+        raise UsageError(f"--input {args.input}: no prompt in it, only blank lines or nothing")
+
+
+def print_completions(
+    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], titles: Sequence[str], echo: bool = False
+) -> list[Completion]:
+    """Say what will happen, then print the answers in the order of the prompts, and return them.
+
+    A single answer is streamed; of several each has its title above it. echo: each stands behind its prompt.
+    """
+    from flexgen_h2o.opening import opening_line
+
+    llm.prepare(prompts, params)
+    say("generate", opening_line(llm, prompts, params, len(prompts)))
+    if len(prompts) == 1:
+        return [_print_streamed(llm, prompts[0], params[0], echo)]
+    return _print_in_order(llm, prompts, params, titles, echo)
+
+
+class _Printed:
+    """An audience that prints the answer as it comes.
+
+    token_ids: of the answer, up to now. reason: why it ended; None before that.
+    """
+
+    def __init__(self, text: AnswerText) -> None:
+        self.token_ids: list[int] = []
+        self.reason: str | None = None
+        self._text = text
+
+    def given(self, token: int, logits: torch.Tensor) -> None:
+        pass
+
+    def said(self, token: int, reason: str | None) -> None:
+        self.token_ids.append(token)
+        self.reason = reason
+        print(self._text.more(self.token_ids, reason is not None), end="", flush=True)
+
+
+def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, echo: bool) -> Completion:
+    """Print the answer to the one prompt as it comes: a conversation of one turn."""
+    from flexgen_h2o.engine.conversation import AnswerText, Conversation
+    from flexgen_h2o.engine.decoding import StopCriteria
+    from flexgen_h2o.engine.generation import Callbacks, Silent
+
+    model = llm.model
+    ends = StopCriteria(params.stop, () if params.ignore_eos else model.spec.eos_token_ids, model.tokenizer)
+    printed = _Printed(AnswerText(model.tokenizer, params.stop))
+    room = most_new_tokens(llm.eviction, model.spec, len(prompt.token_ids), params.max_tokens)
+    asked = replace(params, max_tokens=room)
+    talk = Conversation(prompt.token_ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1)
+    if echo:
+        print(_text_of(prompt.text, prompt.token_ids), end="", flush=True)
+    llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
+    print()
+    return Completion(0, prompt.text, ends.text(printed.token_ids), printed.token_ids, printed.reason or "length")
+
+
+def _print_in_order(
+    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], titles: Sequence[str], echo: bool
+) -> list[Completion]:
+    """Print each answer below its title as soon as those before it are printed."""
+    done: dict[int, Completion] = {}
+    shown: list[Completion] = []
+
+    def show(found: list[Completion]) -> None:
+        done.update({one.index: one for one in found})
+        while len(shown) in done:
+            one = done[len(shown)]
+            prompt = prompts[len(shown)]
+            sizes = f"{len(prompt.token_ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
+            before = _text_of(prompt.text, prompt.token_ids) if echo else ""
+            print(f"{RULE}\n{titles[len(shown)]} ({sizes})\n{RULE}", flush=True)
+            print(before + _text_of(one.text, one.token_ids), flush=True)
+            shown.append(one)
+
+    llm.run(prompts, params, show, refill=True)
+    return shown
+
+
+def _text_of(text: str | None, token_ids: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in token_ids) if text is None else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The line a run begins with: the model, what is on disk, the batch, and how long it will take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.core.units import counted, format_bytes, format_seconds, three_digits
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes
+from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
+from flexgen_h2o.planner.profile import NOMINAL
+
+if TYPE_CHECKING:
+    from flexgen_h2o.core.settings import SamplingParams
+    from flexgen_h2o.engine.prompts import Prompt
+    from flexgen_h2o.llm import LLM
+
+
+def opening_line(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], num_prompts: int) -> str:
+    """Return what will happen on the open engine.
+
+    prompts, params: those that are read so far; `num_prompts`, which are all, are taken to be like them.
+    """
+    policy = llm.policy
+    assert policy is not None
+    spec = llm.model.spec
+    size = format_bytes(checkpoint_bytes(spec, 4 if llm.dtype == "float32" else 2))
+    weights = _places("weights", policy.weight_shares, llm.device_is_host)
+    cache = _places("KV cache", policy.cache_shares, llm.device_is_host)
+    batch = min(policy.block_size, num_prompts)
+    batches = "" if num_prompts == 1 else f" in batches of {batch}"
+    about = f"{llm.model.name}, {size} in {llm.dtype}; {weights}; {cache}; {counted(num_prompts, 'prompt')}{batches}"
+    predicted = llm.foresee(prompts, params)
+    if predicted is None:
+        return about
+    seconds = predicted.total_s * num_prompts / len(prompts)
+    speed = f"{three_digits(predicted.tokens_per_s)} tokens/s"
+    if num_prompts > 1:
+        alone = llm.foresee(prompts[:1], params[:1])
+        assert alone is not None
+        speed += f", one prompt alone {three_digits(alone.tokens_per_s)}"
+    doubt = ""
+    if llm.profile.machine == NOMINAL:
+        doubt = f"; a rough guess, {NOT_MEASURED}"
+    elif llm.profile.was_disturbed:
+        doubt = f"; {MEASURED_BUSY}"
+    return f"{about}; at most about {format_seconds(seconds)} ({speed}){doubt}"
+
+
+def _places(what: str, shares: tuple[float, float, float], device_is_host: bool) -> str:
+    """Return where the shares on device, host and disk are: `weights 50% in RAM, 50% on disk`."""
+    device, host, disk = shares
+    if device_is_host:
+        device, host = 0.0, device + host
+    named = ((device, "on the GPU"), (host, "in RAM"), (disk, "on disk"))
+    found = [(share, place) for share, place in named if share]
+    if len(found) == 1:
+        return f"{what} {found[0][1]}"
+    return f"{what} " + ", ".join(f"{share:.0%} {place}" for share, place in found)

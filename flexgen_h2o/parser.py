@@ -1,0 +1,258 @@
+"""The parser of every command line: errors of one line, flags in sections, a short and a long help.
+
+Imports nothing heavy, so that `--help` and wrong flags answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import shortened
+from flexgen_h2o.synonyms import ADVICE, SAME
+
+MODEL = "Model"
+FILES = "Input and output"
+SAMPLING = "Sampling"
+MEMORY = "Memory"
+KV = "Smaller KV cache"
+JOB = "Job, expert"
+PLACEMENT_FLAGS = "Placement, expert"
+EVICTION = "Eviction, expert"
+OWN = ("positional arguments", "options")  # argparse's titles, of what is in no other section
+WORKLOAD = "Workload"
+BENCHMARK = "Benchmark"
+HELP = "Help"
+SECTIONS = (MODEL, *OWN, WORKLOAD, FILES, BENCHMARK, SAMPLING, MEMORY, KV, JOB, PLACEMENT_FLAGS, EVICTION, HELP)
+
+MODEL_IS_MISSING = (
+    "MODEL: is missing; name a model folder, a hub id, or smollm2-135m (bash scripts/quickstart.sh fetches it)"
+)
+_MOST_QUOTED = 60  # characters of a word of the command line
+_HELP_COLUMN = 24  # where the explanations begin
+
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_spelled: dict[str, str] = {}  # flags of the running command as messages have them -> as the user knows them
+
+
+def as_typed(message: str) -> str:
+    """Return the message with each flag spelled as it was typed or, if it was not, as the command's help has it."""
+    return _FLAG.sub(lambda found: _spelled.get(found[0], found[0]), message)
+
+
+def forget_spellings() -> None:
+    """Forget how flags were spelled: another command begins."""
+    _spelled.clear()
+
+
+def _main_name(action: argparse.Action) -> str:
+    """Return the flag's first long name."""
+    return next((name for name in action.option_strings if name.startswith("--")), action.option_strings[0])
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows a flag once, with one value: `-o, --output FILE`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_HELP_COLUMN)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(action.option_strings)
+        if action.nargs == 0:
+            return names
+        return f"{names} {self._format_args(action, action.dest.upper())}"
+
+
+class _ShowHelp(argparse.Action):
+    """Prints the help and ends the command."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: bool, help: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, const=const, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, OneLineParser)
+        print(parser.format_help(everything=bool(self.const)), end="")
+        parser.exit()
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Parses a command's flags; wrong ones end with one line on stderr and exit code 2.
+
+    The namespace also has `given`: which flags were on the command line, by field. A flag stands in full.
+
+    synopsis: what stands behind the command's name in its usage line.
+    shown: the flags that `--help` shows; the others are under `--help-all`. Empty: all are shown.
+    examples: command lines for the end of the help.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        synopsis: str = "[flags]",
+        shown: Sequence[str] = (),
+        examples: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        kwargs = {"allow_abbrev": False, "add_help": False, "formatter_class": _Formatter, **kwargs}
+        super().__init__(*args, **kwargs)
+        self.synopsis = synopsis
+        self.shown = frozenset(shown)
+        self.examples = tuple(examples)
+        self._sections: dict[str, argparse._ArgumentGroup] = {}
+        self._needs_model = False
+        self._model_is_positional = False
+        self._without_model: tuple[str, ...] = ()
+        self._given: dict[str, str] = {}
+        self._words: set[str] = set()  # of the command line, too long to be quoted whole
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -5GiB is a wrong value, not a flag
+        add = self.section(HELP).add_argument
+        add("-h", "--help", action=_ShowHelp, const=False, help="show this help")
+        if shown:
+            add("--help-all", action=_ShowHelp, const=True, help="show every flag")
+
+    # ---- Flags
+
+    def section(self, title: str) -> argparse._ArgumentGroup:
+        """Return the group of flags with this title; its first use makes it."""
+        if title not in self._sections:
+            self._sections[title] = self.add_argument_group(title)
+        return self._sections[title]
+
+    def also(self, action: argparse.Action, *spellings: str) -> None:
+        """Take other spellings of a flag, which no help shows."""
+        for spelling in spellings:
+            assert spelling not in self._option_string_actions, spelling
+            self._option_string_actions[spelling] = action
+
+    def take_model(self, is_positional: bool, unless: Sequence[str] = ()) -> None:
+        """Require a MODEL: with --model or, if it `is_positional`, as the one word that belongs to no flag.
+
+        unless: fields of flags with which no model is needed.
+        """
+        self._needs_model = True
+        self._model_is_positional = is_positional
+        self._without_model = tuple(unless)
+
+    # ---- Help
+
+    def format_usage(self) -> str:
+        return f"usage: {self.prog} {self.synopsis}\n"
+
+    def format_help(self, everything: bool = False) -> str:
+        """Return the help of the `shown` flags, or of every flag."""
+        formatter = self._get_formatter()
+        formatter.add_usage(f"{self.prog} {self.synopsis}", self._actions, [])
+        formatter.add_text(self.description)
+        order = {title: i for i, title in enumerate(SECTIONS)}
+        groups = sorted(self._action_groups, key=lambda group: order.get(str(group.title), len(order)))
+        for group in groups:
+            actions = [a for a in group._group_actions if everything or not self.shown or self._is_shown(a)]
+            if any(a.help is not argparse.SUPPRESS for a in actions):
+                formatter.start_section(group.title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        if self.examples:
+            formatter.add_text("\n".join(["Examples:", *(f"  {line}" for line in self.examples)]))
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _is_shown(self, action: argparse.Action) -> bool:
+        return not self.shown.isdisjoint(action.option_strings) or isinstance(action, _ShowHelp)
+
+    # ---- Parsing
+
+    def error(self, message: str) -> NoReturn:
+        for word in sorted(self._words, key=len, reverse=True):
+            for quoted in (word, repr(word)[1:-1]):
+                message = message.replace(quoted, shortened(quoted, _MOST_QUOTED))
+        raise UsageError(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
+        words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
+        given = [part for word in words for part in (word, word.partition("=")[2])]
+        self._words = {part for part in given if len(part) > _MOST_QUOTED}
+        self._note_spellings(words)
+        found, unknown = super().parse_known_args(words, namespace)
+        if self._model_is_positional:
+            self._take_positional_model(found, unknown)
+        if unknown:
+            self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
+        found.given = {**getattr(found, "given", {}), **self._given}
+        self._check_model(found)
+        return found, unknown
+
+    def _known_spelling(self, word: str) -> str:
+        """Return the word with the underscores of an unknown flag as hyphens, and another program's name of a flag as
+        ours."""
+        flag, equals, value = word.partition("=")
+        table = self._option_string_actions
+        if not flag.startswith("-") or flag in table:
+            return word
+        hyphenated = flag.replace("_", "-") if flag.startswith("--") else flag
+        if hyphenated not in table:
+            hyphenated = SAME.get(hyphenated, hyphenated)
+        return f"{hyphenated}{equals}{value}" if hyphenated in table else word
+
+    def _note_spellings(self, words: Sequence[str]) -> None:
+        """Remember how each flag is spelled on this command line, for `as_typed`."""
+        table = self._option_string_actions
+        typed = {word.partition("=")[0] for word in words}
+        for action in self._actions:
+            names = [_main_name(action)] if action.option_strings else []
+            names += [name for name, other in table.items() if other is action and name not in action.option_strings]
+            shown = next((name for name in names if name in typed), names[0] if names else "")
+            _spelled.update(dict.fromkeys(names, shown))
+        if self._model_is_positional and typed.isdisjoint(("-m", "--model")):
+            _spelled["--model"] = "MODEL"
+
+    def _take_positional_model(self, found: argparse.Namespace, unknown: list[str]) -> None:
+        words = [word for word in unknown if not word.startswith("-")]
+        if not words or len(words) < len(unknown):
+            return
+        if len(words) > 1:
+            self.error(f"unrecognized arguments: {words[1]}; one MODEL is taken, and {words[0]} is before it")
+        if found.model is not None:
+            self.error(f"unrecognized arguments: {words[0]}; --model {found.model} names the model already")
+        found.model = words[0]
+        unknown.clear()
+
+    def _check_model(self, found: argparse.Namespace) -> None:
+        if not self._needs_model or any(getattr(found, field) for field in self._without_model):
+            return
+        if found.model is None:
+            self.error(MODEL_IS_MISSING)
+        if not found.model:
+            self.error("MODEL: '' is empty; name a model folder, a hub id or smollm2-135m")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Some Pythons take the `--` of `--flag=--` for the end of the flags, and the flag gets an empty list."""
+        if not action.option_strings:
+            return super()._get_values(action, arg_strings)
+        self._given[action.dest] = _main_name(action)
+        if arg_strings == [""] and action.const == "":  # a shell variable that is not set, not a flag without a value
+            raise argparse.ArgumentError(action, "'' is empty; leave it out")
+        if arg_strings != ["--"]:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return value if action.nargs in (None, argparse.OPTIONAL) else [value]
+
+    def _advice(self, word: str) -> str:
+        """What to do about a word that is no flag of this command."""
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in ADVICE:
+            return f"{word}: is not a flag here; {ADVICE[flag]}"
+        if flag in SAME:
+            return f"{word}: is not a flag here; leave it out"
+        known = [o for a in self._actions if a.help != argparse.SUPPRESS for o in a.option_strings]
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
+        more = "--help-all" if self.shown else "--help"
+        return f"unrecognized arguments: {word}; {f'did you mean {near[0]}?' if near else f'see {more}'}"

@@ -1,0 +1,167 @@
+"""Flags of other programs, by the name they have there: the flag that means the same here, or what to do instead.
+
+The programs are FlexGen's and H2O's scripts, vLLM, llama.cpp and Hugging Face transformers. Names have hyphens here;
+underscores are taken too.
+"""
+
+from __future__ import annotations
+
+# Flags with exactly the same meaning, where a command has the flag on the right.
+SAME = {
+    "--max-new-tokens": "--max-tokens",
+    "--max-output-tokens": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--predict": "--max-tokens",
+    "-n": "--max-tokens",
+    "--temp": "--temperature",
+    "--input-file": "--input",
+    "--output-file": "--output",
+    "--model-name": "--model",
+    "--model-name-or-path": "--model",
+    "--torch-dtype": "--dtype",
+    "--system-prompt": "--system",
+    "--reverse-prompt": "--stop",
+}
+
+_H2O = "give --hh-ratio R, or --eviction h2o"
+_PIPELINE = "torchrun and --pipeline do that here (docs/how-to/several-processes.md)"
+_THREADS = "set OMP_NUM_THREADS=N in the environment"
+_LAYERS = "layers are placed by --gpu-mem and --ram, or by --percent"
+_CONTEXT = "the length is that of each prompt with --max-tokens; leave it out"
+_BATCH = "the batch is chosen by the plan; give --gpu-batch-size and --num-gpu-batches to set it"
+_KV_BITS = "give --kv-bits 8, 4, 3 or 2"
+_WEIGHT_BITS = "give --weight-bits 8 or 4; a GPTQ, AWQ, FP8 or MXFP4 checkpoint is read as it is, without a flag"
+_NO_EFFECT = "nothing here needs it; leave it out"
+_NOT_DRAWN = "answers are greedy unless --temperature is above 0; leave it out"
+_NOT_THERE = "is not supported yet; leave it out"
+_TEMPLATE = "the model's chat template is used; --no-chat sends texts as they are"
+
+# Flags that are not taken, and what to do instead.
+ADVICE = {
+    # FlexGen and H2O
+    "--hh-long-seq": "prompts of any length are taken without it; leave it out",
+    "--sample-num": "give a file with as many prompts",
+    "--input-path": "give --input FILE; flex-opt has --prompts FILE",
+    "--output-path": "give --output FILE",
+    "--dry-run": "only commands that run a model have it; leave it out",
+    "--model-arch": "the model's config says it; leave it out",
+    "--model-type": "the model's config says it; leave it out",
+    "--cache-dir": "give --path",
+    "--enable-small-cache": _H2O,
+    "--enable-h2o-cache": _H2O,
+    "--enable-h2o-generation": _H2O,
+    "--enable-position-rolling": "give --positions rolling",
+    "--heavy-ratio": "give --hh-ratio",
+    "--heavy-hitter-size": "give --hh-size",
+    "--num-heavy-hitter-tokens": "give --hh-size",
+    "--num-window-length": "give --recent-size, which the heavy columns are not in",
+    "--start-size": "give --eviction local:sinks=N",
+    "--length": "give --max-tokens",
+    "--no-cuda": "give --device cpu",
+    "--fp16": "give --dtype float16",
+    "--bf16": "give --dtype bfloat16",
+    "--gbs": "give --gpu-batch-size",
+    "--num-gb": "give --num-gpu-batches",
+    "--cpu-mem": "give --ram",
+    "--nvme-mem": "give --disk-mem",
+    "--pad-to-seq-len": "nothing is padded; leave it out",
+    **dict.fromkeys(
+        ("--head-ip", "--rank", "--local-rank", "--world-size", "--use-mpi", "--comm-device", "--async-comm"),
+        _PIPELINE,
+    ),
+    # vLLM
+    "--max-model-len": _CONTEXT,
+    "--tensor-parallel-size": _PIPELINE,
+    "--pipeline-parallel-size": _PIPELINE,
+    "--gpu-memory-utilization": "give --gpu-mem SIZE, such as 14GiB",
+    "--cpu-offload-gb": "give --ram SIZE and --gpu-mem SIZE; the plan says what is offloaded",
+    "--swap-space": "give --ram SIZE",
+    "--max-num-seqs": _BATCH,
+    "--max-num-batched-tokens": _BATCH,
+    "--quantization": _WEIGHT_BITS,
+    "--kv-cache-dtype": _KV_BITS,
+    "--enforce-eager": _NO_EFFECT,
+    "--enable-prefix-caching": "what prompts begin with is computed once anyway; leave it out",
+    "--trust-remote-code": "code of a model is never run; leave it out",
+    "--download-dir": "give --path FOLDER with the checkpoint in it",
+    "--load-format": "safetensors are read in place, and --random-weights needs no checkpoint; leave it out",
+    "--tokenizer": "the tokenizer is that of the model's folder; leave it out",
+    "--chat-template": _TEMPLATE,
+    "--served-model-name": "the server's name of the model is MODEL; leave it out",
+    "--guided-decoding-backend": _NOT_THERE,
+    "--speculative-config": _NOT_THERE,
+    "--speculative-model": _NOT_THERE,
+    "--enable-lora": _NOT_THERE,
+    "--input-json": "give --input FILE.jsonl",
+    "--url": "each line of the file names its endpoint; leave it out",
+    # llama.cpp
+    "--ctx-size": _CONTEXT,
+    "-c": _CONTEXT,
+    "--threads": _THREADS,
+    "-t": _THREADS,
+    "--gpu-layers": _LAYERS,
+    "--n-gpu-layers": _LAYERS,
+    "-ngl": _LAYERS,
+    "--n-cpu-moe": _LAYERS,
+    "--cpu-moe": _LAYERS,
+    "--override-tensor": _LAYERS,
+    "-ot": _LAYERS,
+    "--batch-size": _BATCH,
+    "-b": _BATCH,
+    "--ubatch-size": _BATCH,
+    "-ub": _BATCH,
+    "--parallel": _BATCH,
+    "-np": _BATCH,
+    "--cache-type-k": _KV_BITS,
+    "-ctk": _KV_BITS,
+    "--cache-type-v": _KV_BITS,
+    "-ctv": _KV_BITS,
+    "--file": "give --input FILE",
+    "-f": "give --input FILE",
+    "--hf-repo": "give the hub id as MODEL",
+    "-hf": "give the hub id as MODEL",
+    "--hf-file": "GGUF files are not read yet; give a folder or hub id with safetensors",
+    "--mlock": _NO_EFFECT,
+    "--no-mmap": _NO_EFFECT,
+    "--flash-attn": _NO_EFFECT,
+    "-fa": _NO_EFFECT,
+    "--conversation": "flexgen-h2o chat MODEL holds a conversation",
+    "-cnv": "flexgen-h2o chat MODEL holds a conversation",
+    "-no-cnv": "give --no-chat",
+    "--jinja": _TEMPLATE,
+    "--grammar": _NOT_THERE,
+    "--json-schema": _NOT_THERE,
+    "--model-draft": _NOT_THERE,
+    "-md": _NOT_THERE,
+    "--lora": _NOT_THERE,
+    "--repeat-penalty": _NOT_THERE,
+    "--min-p": _NOT_THERE,
+    # transformers
+    "--load-in-4bit": "give --weight-bits 4",
+    "--load-in-8bit": "give --weight-bits 8",
+    "--device-map": _LAYERS,
+    "--max-memory": "give --gpu-mem SIZE and --ram SIZE",
+    "--offload-folder": "give --offload-dir FOLDER",
+    "--do-sample": _NOT_DRAWN,
+    "--num-beams": _NOT_THERE,
+    "--repetition-penalty": _NOT_THERE,
+    "--max-length": _CONTEXT,
+    "--attn-implementation": _NO_EFFECT,
+    "--low-cpu-mem-usage": _NO_EFFECT,
+}
+
+# Verbs that other programs have, or that ours had.
+VERBS = {
+    "completion": "generate",
+    "infer": "generate",
+    "inference": "generate",
+    "prompt": "generate",
+    "server": "serve",
+    "eval": "evaluate",
+    "benchmark": "bench",
+    "info": "doctor",
+    "download": "cache",
+    "pull": "cache",
+    "list": "cache",
+    "rm": "cache",
+}
