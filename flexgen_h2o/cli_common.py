@@ -273,6 +273,8 @@ def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, st
     """UsageError where an output is a file of the model folder, or would be read as one; the hub cache is left out."""
     from flexgen_h2o.checkpoint.resolve import find_folder, is_model_file
 
+    if args.model is None:
+        return
     try:
         folder = find_folder(args.model, args.path)
         files = [] if folder is None else [str(path) for path in folder.iterdir() if is_model_file(path.name)]

@@ -131,18 +131,16 @@ def _help_of(f: Field[Any]) -> str:
     return text.replace("%", "%%")
 
 
-def add_engine_flags(
-    parser: OneLineParser, dry_run: bool = True, positional: bool = True, unless: Sequence[str] = ()
-) -> None:
+def add_engine_flags(parser: OneLineParser, dry_run: bool = True, positional: bool = True) -> None:
     """Add model, tiers and plan: the flags of every command that runs the engine. FlexGen's keep their names.
 
-    dry_run: also --dry-run, which `open_llm` sees to. positional: MODEL stands without a flag as well. unless: fields
-    of flags with which no model is needed.
+    dry_run: also --dry-run, which `open_llm` sees to. positional: MODEL stands without a flag as well.
     """
     model = parser.section(MODEL).add_argument
     what = "model folder, hub id, or smollm2-135m"
     model("-m", "--model", metavar="MODEL", help=f"{what}; -m may be left out" if positional else what)
-    parser.take_model(positional, unless)
+    if positional:
+        parser.take_positional_model()
     model("--path", type=not_empty, help="folder with checkpoints")
     random_weights = "random weights at the model's true shape, to measure speed"
     model("--random-weights", dest="path", action="store_const", const=DUMMY, help=random_weights)
@@ -181,6 +179,16 @@ def add_max_tokens_flag(parser: OneLineParser, default: int | None, help: str) -
     add_flag(parser, SAMPLING, "--gen-len", type=positive, default=default, metavar="N", help=f"{help}{shown}")
 
 
+def model_of(args: argparse.Namespace) -> str:
+    """Return the name of the model; UsageError if there is none."""
+    if args.model is None:
+        raise UsageError(
+            "MODEL: is missing; name a model folder, a hub id, or smollm2-135m, which scripts/quickstart.sh fetches"
+        )
+    model: str = args.model
+    return model
+
+
 def budget_of(args: argparse.Namespace) -> MemoryBudget:
     return MemoryBudget(args.device_mem, args.host_mem, args.disk_mem)
 
@@ -198,7 +206,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
     from flexgen_h2o.llm import LLM
 
     return LLM(
-        args.model, AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
+        model_of(args), AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
     )  # fmt: skip

@@ -19,7 +19,6 @@ from flexgen_h2o.cli_common import (
     positive,
     results_are_in,
     run_cli,
-    say,
 )
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import MOST_LINE_BYTES, usable_path, write_whole
@@ -79,7 +78,7 @@ def _run(argv: list[str] | None) -> int:
 def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
     """Return the parser of `generate` and its older names. max_tokens: of a prompt that does not say how many."""
     parser = OneLineParser(prog=prog, synopsis=SYNOPSIS, description=doc, shown=SHOWN, examples=EXAMPLES)
-    add_engine_flags(parser, unless=("status",))
+    add_engine_flags(parser)
     add = parser.section(FILES).add_argument
     add("-p", "--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated; one alone is streamed")
     lines = ".txt, one prompt per line; .jsonl, one request per line"
@@ -288,7 +287,7 @@ def print_completions(
     from flexgen_h2o.opening import opening_line
 
     llm.prepare(prompts, params)
-    say("generate", opening_line(llm, prompts, params, len(prompts)))
+    print(f"# {opening_line(llm, prompts, params, len(prompts))}", file=sys.stderr, flush=True)
     if len(prompts) == 1:
         return [_print_streamed(llm, prompts[0], params[0], echo)]
     return _print_in_order(llm, prompts, params, titles, echo)
@@ -347,7 +346,7 @@ def _print_in_order(
             prompt = prompts[len(shown)]
             sizes = f"{len(prompt.token_ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
             before = _text_of(prompt.text, prompt.token_ids) if echo else ""
-            print(f"{RULE}\n{titles[len(shown)]} ({sizes})\n{RULE}", flush=True)
+            print(f"{RULE}\n{titles[len(shown)]}: {sizes}\n{RULE}", flush=True)
             print(before + _text_of(one.text, one.token_ids), flush=True)
             shown.append(one)
 

@@ -30,9 +30,6 @@ BENCHMARK = "Benchmark"
 HELP = "Help"
 SECTIONS = (MODEL, *OWN, WORKLOAD, FILES, BENCHMARK, SAMPLING, MEMORY, KV, JOB, PLACEMENT_FLAGS, EVICTION, HELP)
 
-MODEL_IS_MISSING = (
-    "MODEL: is missing; name a model folder, a hub id, or smollm2-135m (bash scripts/quickstart.sh fetches it)"
-)
 _MOST_QUOTED = 60  # characters of a word of the command line
 _HELP_COLUMN = 24  # where the explanations begin
 
@@ -106,9 +103,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.shown = frozenset(shown)
         self.examples = tuple(examples)
         self._sections: dict[str, argparse._ArgumentGroup] = {}
-        self._needs_model = False
         self._model_is_positional = False
-        self._without_model: tuple[str, ...] = ()
         self._given: dict[str, str] = {}
         self._words: set[str] = set()  # of the command line, too long to be quoted whole
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -5GiB is a wrong value, not a flag
@@ -131,14 +126,9 @@ class OneLineParser(argparse.ArgumentParser):
             assert spelling not in self._option_string_actions, spelling
             self._option_string_actions[spelling] = action
 
-    def take_model(self, is_positional: bool, unless: Sequence[str] = ()) -> None:
-        """Require a MODEL: with --model or, if it `is_positional`, as the one word that belongs to no flag.
-
-        unless: fields of flags with which no model is needed.
-        """
-        self._needs_model = True
-        self._model_is_positional = is_positional
-        self._without_model = tuple(unless)
+    def take_positional_model(self) -> None:
+        """Take the one word that belongs to no flag as --model."""
+        self._model_is_positional = True
 
     # ---- Help
 
@@ -186,7 +176,6 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
         found.given = {**getattr(found, "given", {}), **self._given}
-        self._check_model(found)
         return found, unknown
 
     def _known_spelling(self, word: str) -> str:
@@ -223,14 +212,6 @@ class OneLineParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {words[0]}; --model {found.model} names the model already")
         found.model = words[0]
         unknown.clear()
-
-    def _check_model(self, found: argparse.Namespace) -> None:
-        if not self._needs_model or any(getattr(found, field) for field in self._without_model):
-            return
-        if found.model is None:
-            self.error(MODEL_IS_MISSING)
-        if not found.model:
-            self.error("MODEL: '' is empty; name a model folder, a hub id or smollm2-135m")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Some Pythons take the `--` of `--flag=--` for the end of the flags, and the flag gets an empty list."""

@@ -45,6 +45,7 @@ from flexgen_h2o.flags import (
     eviction_of,
     given_flags,
     is_folder,
+    model_of,
     policy_of,
     say_idle_flags,
     value_of,
@@ -206,7 +207,7 @@ def _question(args: argparse.Namespace) -> Answer:
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace
 
-    spec = find_spec(args.model, args.path, args.revision)
+    spec = find_spec(model_of(args), args.path, args.revision)
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
     by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits

@@ -100,7 +100,7 @@ def _parser() -> OneLineParser:
     add("--plan-only", action="store_true", help="the planner's page alone: no model is loaded")
     add_max_tokens_flag(parser, 32, "most new tokens of a request that does not say how many")
     add_sampling_flags(parser)
-    add_engine_flags(parser, unless=("plan_only",))
+    add_engine_flags(parser)
     add_eviction_flags(parser)
     return parser
 
@@ -172,7 +172,7 @@ def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
     from flexgen_h2o.serving.pages import Pages
 
     given = [f"--{name}={value}" for name in ("path", "revision") if (value := getattr(args, name)) is not None]
-    return Pages(machines(args.offload_dir), profile_from_json, ask, [args.model, *given], has_engine)
+    return Pages(machines(args.offload_dir), profile_from_json, ask, [*filter(None, [args.model]), *given], has_engine)
 
 
 def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:

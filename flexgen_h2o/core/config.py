@@ -153,9 +153,7 @@ class MemoryBudget:
     ordinary memory with that budget stands in for a card (three tiers).
     """
 
-    device: int | None = setting(
-        None, "most GPU memory to use, such as 15GiB (what is free)"
-    )
+    device: int | None = setting(None, "most GPU memory to use, such as 15GiB (what is free)")
     host: int | None = setting(None, "most RAM for weights, KV cache and buffers (what is free)")
     disk: int | None = setting(None, "most disk space in --offload-dir (what is free)")
 

@@ -69,9 +69,7 @@ class SamplingParams:
 
     max_tokens: int = setting(32, low=0)
     temperature: float = setting(0.0, "0: the likeliest token; above 0: drawn at random", metavar="T")
-    top_p: float = setting(
-        1.0, "draw from the likeliest tokens with this probability in sum", high=1.0, metavar="P"
-    )
+    top_p: float = setting(1.0, "draw from the likeliest tokens with this probability in sum", high=1.0, metavar="P")
     top_k: int = setting(0, "draw from the K likeliest tokens; 0 is off", low=0, metavar="K")
     seed: int = setting(0, "seed of the draws", metavar="N", low=0, high=2**63 - 1)
     stop: tuple[str, ...] = setting((), "end an answer at this text; may be repeated", metavar="TEXT", action="append")

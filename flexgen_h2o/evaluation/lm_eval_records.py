@@ -24,6 +24,7 @@ from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import replacing, usable_path, write_result
 from flexgen_h2o.engine.prompts import check_output_path, lines_of, object_of_json
 from flexgen_h2o.evaluation.lm_eval_errors import lm_eval_here
+from flexgen_h2o.flags import model_of
 from flexgen_h2o.models.load import find_model
 
 # As h2o_hf writes it, in its order; `prompt` stands between `n` and `request_type`.
@@ -121,7 +122,7 @@ def score(args: argparse.Namespace, names: list[str]) -> int:
         raise UsageError("--input: is missing; name the file that `evaluate lm-eval run` wrote")
     check_files(args, ("input",), ("json",))
     results_are_in(args.json)
-    model = find_model(args.model, args.path, args.revision)
+    model = find_model(model_of(args), args.path, args.revision)
     if model.tokenizer is None:
         raise UsageError(f"--model {model.name}: has no tokenizer; name the model that answered")
     answers = read_answers(args.input)

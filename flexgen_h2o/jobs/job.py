@@ -104,7 +104,7 @@ def run(
             left = len(before.done) - before.rows
 
             def announce(requests: Sequence[Request]) -> None:
-                say("batch", opening_line(llm, *prompts_and_params(requests), left))
+                print(opening_line(llm, *prompts_and_params(requests), left), flush=True)
 
             job = Job(llm, reader, lines, writer, args.window, args.refill, on_open=announce)
             with writing(args, output, writer):

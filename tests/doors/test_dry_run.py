@@ -109,7 +109,7 @@ def test_seconds_of_a_machine_that_was_not_measured_are_said_to_be_rough(
     command: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-profiles"))
-    said = command("complete x --dry-run")
+    said = command("complete --model opt-tiny x --dry-run")
     assert f"machine: {NOMINAL}" in said.out
     assert "may be several times off" in said.out
 

@@ -39,7 +39,8 @@ def evaluate(command: Door) -> Door:
     """The command with its flags, which ends with `code`."""
 
     def run(flags: str, code: int = 0) -> Answer:
-        out = command(f"evaluate {flags}")
+        named = flags if "--model" in flags else f"{flags} --model opt-tiny"
+        out = command(f"evaluate {named}")
         assert out.code == code, out.err
         return out
 

@@ -100,15 +100,15 @@ def test_lengths_of_prompts_in_a_file_are_their_own(door: Door, write_jsonl: Cal
 
 def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n')
-    done = "batch --input in.jsonl --output out.jsonl --offload-dir o --gpu-batch-size 1"
+    done = "batch --model opt-tiny --input in.jsonl --output out.jsonl --offload-dir o --gpu-batch-size 1"
     assert idle(command(f"{done} --path . --seed 3")) == {"--path"}  # rows may draw
-    assert idle(command(f"{done} --status")) == {"--input", "--offload-dir", "--gpu-batch-size"}
+    assert idle(command(f"{done} --status")) == {"--model", "--input", "--offload-dir", "--gpu-batch-size"}
     assert idle(command("batch --output out.jsonl --status")) == set()
     assert command(f"{done} --output other.jsonl --host-mem 1KiB").code == 3
     assert idle(command("hardware --show t4 --device cpu")) == {"--device"}
     asked = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
     assert idle(command(f"{asked} --path models --revision main")) == {"--path", "--revision"}
-    text = "evaluate text --prompt x --gen-len 2 --offload-dir o --gpu-batch-size 1 --device cpu --dtype float32"
+    text = "evaluate text --model opt-tiny --prompt x --gen-len 2 --offload-dir o --gpu-batch-size 1 --device cpu --dtype float32"
     assert idle(command(f"{text} --seed 3")) == {"--seed"}
 
 

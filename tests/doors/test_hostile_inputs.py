@@ -47,8 +47,9 @@ def refusal(call: Callable[..., Answer]) -> Callable[..., str]:
     """The one line that a command ends with, and its exit code is 2."""
 
     def run(door: str, *flags: object) -> str:
+        named = () if {"--model", "--status"} & set(flags) else ("--model", "opt-tiny")
         with little_room():
-            answer = call(DOORS[door].main, *flags)
+            answer = call(DOORS[door].main, *flags, *named)
         [line] = answer.err.splitlines()
         assert answer.code == 2, line
         assert line.startswith(f"{door}: "), line
@@ -148,7 +149,7 @@ def test_a_jobs_own_files_are_regular_ones(
 
 def test_python_takes_no_device_either() -> None:
     with little_room(), pytest.raises(UsageError, match="--policy /dev/zero: is no regular file"):
-        LLM(policy="/dev/zero")
+        LLM("opt-tiny", policy="/dev/zero")
 
 
 # ---- long lines and texts
@@ -177,7 +178,7 @@ def test_a_line_that_is_too_long_is_not_read(refusal: Callable[..., str], tmp_pa
 
 
 def test_python_refuses_them_too(tmp_path: Path) -> None:
-    with LLM(device="cpu", offload_dir=tmp_path) as llm, little_room():
+    with LLM("opt-tiny", device="cpu", offload_dir=tmp_path) as llm, little_room():
         for prompt, says in ((LONG_TEXT, "4750000 characters"), ([5] * 10**7, "10000000 tokens, but")):
             with pytest.raises(UsageError, match=rf"prompts\[1\]: {says}"):
                 llm.generate(["import os", prompt])

@@ -105,7 +105,8 @@ def lm_eval(command: Door) -> Door:
     """The command with its flags, which ends with `code`."""
 
     def run(flags: str, code: int = 0) -> Answer:
-        out = command(f"evaluate lm-eval {flags}")
+        named = flags if "--model" in flags or flags.startswith("generate") else f"{flags} --model opt-tiny"
+        out = command(f"evaluate lm-eval {named}")
         assert out.code == code, out.err
         return out
 
@@ -409,7 +410,7 @@ def test_an_error_of_the_engine_is_not_blamed_on_a_task(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("flexgen_h2o.llm.LLM.expect", lambda self, rows: {}["bug"])
     with pytest.raises(KeyError, match="bug"):
-        command(f"evaluate lm-eval {FLAGS} --tasks choice")
+        command(f"evaluate lm-eval {FLAGS} --model opt-tiny --tasks choice")
 
 
 def test_results_that_cannot_be_written_are_said_to_be(

@@ -22,10 +22,10 @@ BASE = {
     "plan": "--model ids --offload-dir offload --hardware t4",
     "batch": "--model ids --offload-dir offload --input in.jsonl --output out.jsonl",
     "hardware": "--offload-dir offload",
-    "fidelity": "--offload-dir offload",
-    "text": "--offload-dir offload",
-    "streaming": "--offload-dir offload",
-    "layers": "--offload-dir offload --kv-budget 0.5",
+    "fidelity": "--model opt-tiny --offload-dir offload",
+    "text": "--model opt-tiny --offload-dir offload",
+    "streaming": "--model opt-tiny --offload-dir offload",
+    "layers": "--model opt-tiny --offload-dir offload --kv-budget 0.5",
 }
 # A command's flags, and what the line says after the command's name; alone, flags are named by their first word.
 Cases = list[str | tuple[str, str]]
@@ -53,7 +53,7 @@ POLICY: Cases = [
     "--gpu-batch-size 1048576 --num-gpu-batches 1048576", "--num-gpu-batches -1", "--num-gpu-batches 99999999",
     "--policy /no/such/policy.json", "--policy auto --percent 100 0 100 0 100 0", "--policy auto --gpu-batch-size 4",
     "--overlap maybe", "--sep-layer 2", "--pin-weight x", "--attn-sparsity most", "--attn-sparsity 0",
-    "--attn-sparsity nan", "--attn-sparsity 1.5", "--weight-bits 8",
+    "--attn-sparsity nan", "--attn-sparsity 1.5", "--weight-bits 3",
     "--weight-bits 5 --compress-weight", "--cache-bits 5 --compress-cache",
     "--cache-bits 4/5 --compress-cache",
     ("--int8-compute --compress-weight --weight-bits 8", "leave --compress-weight off, or --weight-bits at 4"),
@@ -75,7 +75,7 @@ RUN: Cases = [
     ("--prompts in.jsonl --cut-gen-len 4", "--cut-gen-len: only for the benchmark; leave --prompts out"),
     ("--prompts in.jsonl --debug-mode breakdown", "--debug-mode: only"), ("--prompts in.jsonl --stop end", "--stop: "),
     ("--prompts long.jsonl", f"--prompts[1]: {POSITIONS + 1} tokens, but"),
-    ("--kv-budget 12.5%", "--kv-budget: '12.5%' is not a number; write 0.125"),
+    ("--top-p 12.5%", "--top-p: '12.5%' is not a number; write 0.125"),
 ]  # fmt: skip
 CLASHES: Cases = [
     ("--prompts in.jsonl --output in.jsonl", "--output in.jsonl: is the file of --prompts too"),
@@ -105,7 +105,7 @@ MODELS: Cases = [
 OTHER_SCRIPTS: Cases = [
     ("--hh-long-seq=true", "--hh-long-seq=true: is not a flag here; prompts of any length"),
     ("--gbs 4 --num-gb 2", "--gbs: is not a flag here; give --gpu-batch-size"),
-    ("--hh_ratio 0.1", "did you mean --hh-ratio?"), ("--promt-len 5", "did you mean --prompt-len?"),
+    ("--hh_ration 0.1", "did you mean --hh-ratio?"), ("--promt-len 5", "did you mean --prompt-len?"),
     ("--head-ip 1.2.3.4", "--pipeline"),
 ]  # fmt: skip
 FIDELITY: Cases = [
@@ -158,7 +158,7 @@ STREAMING: Cases = [
     ("--policies h2o --top-p 0.2 --hardware t4", "--hardware t4: has compute rates of float16"),
 ]  # fmt: skip
 OTHERS: list[tuple[str, Cases]] = [
-    ("plan", ["--revision ''", ("--offload-dir=", "--offload-dir"), ("--gpu-mem 15", "--device-mem"),
+    ("plan", ["--revision ''", ("--offload-dir=", "--offload-dir"), ("--gpus 1", "see --help-all"),
               ("--output new.json --trace new.json", "--trace new.json: is the file of --output too"),
               ("--policy in.jsonl --output in.jsonl", "--output in.jsonl: is the file of --policy too"),
               ("--model words --output words/config.json", "is the name of a file of --model words")]),

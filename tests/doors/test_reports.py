@@ -136,7 +136,7 @@ def test_rows_that_end_early_are_counted_as_they_are(
 
 
 def test_log_file_is_named_as_flexgen_names_it(door: Callable[..., Answer]) -> None:
-    flags = ("--percent", 100, 0, 0, 100, 100, 0, "--gpu-batch-size", 2, "--num-gpu-batches", 3)
+    flags = ("--percent", 100, 0, 0, 100, 100, 0, "--gpu-batch-size", 2, "--num-gpu-batches", 3, "--log-file", "auto")
     answer = door(*flags)
     assert_done(answer)
     log = Path(f"fo-ids-gbs2-ngbs3-prompt{PROMPT_LEN}-gen{GEN_LEN}-percent-100-0-0-100-100-0-gpu-cache.log")

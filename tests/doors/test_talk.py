@@ -267,7 +267,7 @@ def test_a_second_signal_ends_the_chat(chat: Door, rotary: Path, monkeypatch: py
 
 
 # In the dtype whose loops the server has loaded.
-IN_A_PROCESS = ("--offload-dir", "o", "--device", "cpu", "--dtype", "float32")
+IN_A_PROCESS = ("--model", "opt-tiny", "--offload-dir", "o", "--device", "cpu", "--dtype", "float32")
 NOBODY_READS = """
 import os, sys
 read, write = os.pipe()

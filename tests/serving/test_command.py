@@ -49,9 +49,9 @@ def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     """A dry run, which says what another server would need, does not need it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        assert serve.main(["--port", port, "--state-dir", str(tmp_path)]) == EXIT_USAGE
+        assert serve.main(["opt-tiny", "--port", port, "--state-dir", str(tmp_path)]) == EXIT_USAGE
         assert f"--port {port}: cannot listen there" in capfd.readouterr().err
-        assert serve.main(["--port", port, "--state-dir", str(tmp_path), "--dry-run"]) == EXIT_DONE
+        assert serve.main(["opt-tiny", "--port", port, "--state-dir", str(tmp_path), "--dry-run"]) == EXIT_DONE
     assert not list(tmp_path.iterdir())
 
 

@@ -193,9 +193,9 @@ def test_logits_that_are_not_finite_are_told_to_the_driver() -> None:
 
 def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:
     """Started again by Ray after the model was replaced, or on a node that has another one."""
-    args = batch._parser().parse_args(["--offload-dir", str(tmp_path), "--device", "cpu"])
+    args = batch._parser().parse_args(["--model", "opt-tiny", "--offload-dir", str(tmp_path), "--device", "cpu"])
     how = (args, Policy(), False, Full())
-    with LLM(offload_dir=tmp_path, device="cpu") as driver:
+    with LLM("opt-tiny", offload_dir=tmp_path, device="cpu") as driver:
         digests = driver.digests()
     Opening(*how, digests).open().close()
     with pytest.raises(FlexgenError, match=r"weights of opt-tiny on .* are not those"):
@@ -208,7 +208,7 @@ def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:
 def test_ray_that_is_not_installed_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(batch, "find_spec", lambda name: None)
+    monkeypatch.setattr(generate, "find_spec", lambda name: None)
     source = write_lines(tmp_path / "in.jsonl", {"prompt": [5]})
     argv = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
     assert batch.main([*argv, "--ray"]) == 2

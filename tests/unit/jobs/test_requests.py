@@ -148,7 +148,7 @@ BAD = [
     (b'{"prompt": "a", "user": {"x": 1, "x": 2}}', "invalid_json", "'x' stands twice in one object"),
     ([1], "invalid_request", "a JSON object is expected, not list"),
     ({}, "invalid_request", "prompt: is missing"),
-    ({"messages": []}, "invalid_request", "messages: need a url of /v1/chat/completions"),
+    ({"messages": []}, "invalid_request", "messages: a list of at least one message is expected"),
     ({"prompt": "a", "prompt_token_ids": [1]}, "invalid_request", "not both"),
     ({"prompt_token_ids": "a"}, "invalid_request", "prompt_token_ids: a list"),
     ({"prompt": "a", "custom_id": 3}, "invalid_request", "custom_id: 3 is not a string"),
