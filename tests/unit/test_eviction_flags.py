@@ -157,4 +157,4 @@ def test_help_names_every_policy_and_needs_no_torch() -> None:
     assert done.returncode == 0, done
     said = " ".join(done.stdout.split())
     assert said.count(f"which KV entries stay: {', '.join(POLICIES)} (") == 4
-    assert all(flag in said for flag in engine_flags.EVICTION_FLAGS.values())
+    assert all(engine_flags.SHOWN_AS.get(flag, flag) in said for flag in engine_flags.EVICTION_FLAGS.values())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexgen_h2o import LLM, Full, Policy, batch
+from flexgen_h2o import LLM, Full, Policy, batch, generate
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import less_margin
 from flexgen_h2o.engine.sampling import NotFiniteError, SamplingParams
