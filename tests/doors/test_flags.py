@@ -108,7 +108,7 @@ def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: P
     assert idle(command("hardware --show t4 --device cpu")) == {"--device"}
     asked = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
     assert idle(command(f"{asked} --path models --revision main")) == {"--path", "--revision"}
-    text = "evaluate text opt-tiny --prompt x --gen-len 2 --offload-dir o --gpu-batch-size 1 --device cpu --dtype float32"
+    text = "evaluate text opt-tiny --prompt x --gen-len 2 --offload-dir o --gpu-batch-size 1 --dtype float32"
     assert idle(command(f"{text} --seed 3")) == {"--seed"}
 
 

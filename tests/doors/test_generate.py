@@ -1,0 +1,301 @@
+"""`generate`: prompts from flags, files and pipes, printed or written as a job; and what its help and advice say."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexgen_h2o import cli, flags, generate, synonyms
+from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.parser import OneLineParser
+from tests.doors.conftest import Answer
+
+Door = Callable[..., Answer]
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
+PROMPTS = ["import os", "def main(argv):", "class Shape:"]
+
+
+@pytest.fixture(scope="module")
+def chat_model(words_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with words, and a chat template."""
+    folder = shutil.copytree(words_model, tmp_path_factory.mktemp("chat") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def run(call: Door) -> Door:
+    """generate with short answers in fp32."""
+
+    def answered(*words: object) -> Answer:
+        return call(cli.main, "generate", *words, "--max-tokens", 5, "--dtype", "float32", "--offload-dir", "offload")
+
+    return answered
+
+
+def texts_of(model: Path, prompts: list[Any]) -> list[str | None]:
+    """The answers to texts, and to lists of messages."""
+    with LLM(model, dtype="float32", device="cpu", offload_dir=model.parent / "offload") as llm:
+        given = [one if isinstance(one, str) else llm.model.encode_chat(one) for one in prompts]
+        return [one.text for one in llm.generate(given, SamplingParams(max_tokens=5))]
+
+
+def messages(text: str, system: str = "") -> list[dict[str, str]]:
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": text}]
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of an output by custom id."""
+    return {row["custom_id"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def answers_of(path: Path) -> list[str]:
+    """The answers of an output in the order of its prompts."""
+    rows = rows_of(path)
+    found = []
+    for name in sorted(rows, key=lambda one: int(one.rpartition("-")[2])):
+        [choice] = rows[name]["response"]["body"]["choices"]
+        found.append(choice["message"]["content"] if "message" in choice else choice["text"])
+    return found
+
+
+# ---- Printed
+
+
+def test_one_prompt_is_printed_alone_behind_a_line_on_stderr(run: Door, words_model: Path) -> None:
+    answer = run(words_model, "-p", PROMPTS[0])
+    [text] = texts_of(words_model, PROMPTS[:1])
+    assert (answer.code, answer.out) == (EXIT_DONE, f"{text}\n")
+    [line] = [line for line in answer.err.splitlines() if "compiling" not in line]
+    assert "weights in RAM; KV cache in RAM; 1 prompt" in line and "tokens/s" in line
+
+
+def test_several_prompts_are_printed_in_their_order(run: Door, words_model: Path) -> None:
+    answer = run(words_model, *(word for prompt in PROMPTS for word in ("-p", prompt)))
+    places = [answer.out.index(f"{prompt}: ") for prompt in PROMPTS]
+    assert places == sorted(places)
+    for text in texts_of(words_model, PROMPTS):
+        assert f"\n{text}\n" in answer.out
+
+
+def test_a_piped_text_is_one_prompt(run: Door, words_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"import os\n"), isatty=lambda: False))
+    assert run(words_model).out == f"{texts_of(words_model, PROMPTS[:1])[0]}\n"
+
+
+def test_the_lines_of_a_file_are_printed(run: Door, words_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\n\n".join(PROMPTS))
+    answer = run("-m", words_model, "-i", "p.txt")
+    for text in texts_of(words_model, PROMPTS):
+        assert f"\n{text}\n" in answer.out
+
+
+# ---- Chat templates
+
+
+def test_texts_are_messages_if_the_model_has_a_template(run: Door, chat_model: Path, tmp_path: Path) -> None:
+    message, raw = texts_of(chat_model, [messages("import os"), "import os"])
+    assert run(chat_model, "-p", "import os").out == f"{message}\n"
+    assert run(chat_model, "-p", "import os", "--no-chat").out == f"{raw}\n"
+    [told] = texts_of(chat_model, [messages("import os", "Be brief.")])
+    assert run(chat_model, "-p", "import os", "--system", "Be brief.").out == f"{told}\n"
+    (tmp_path / "p.txt").write_text("import os\n")
+    run(chat_model, "-i", "p.txt", "-o", "texts.jsonl")
+    assert answers_of(tmp_path / "texts.jsonl") == [message]
+
+
+def test_lines_of_json_say_themselves_what_they_are(run: Door, chat_model: Path, tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "import os"}]}
+    batch = {"custom_id": "line-3", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    lines = [{"prompt": "import os"}, chat, batch, {"text": "import os"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    message, raw = texts_of(chat_model, [messages("import os"), "import os"])
+    assert run(chat_model, "-i", "in.jsonl", "-o", "out.jsonl").code == EXIT_DONE
+    assert answers_of(tmp_path / "out.jsonl") == [raw, message, message, message]
+    assert run(chat_model, "-i", "in.jsonl", "-o", "chat.jsonl", "--chat").code == EXIT_DONE
+    assert answers_of(tmp_path / "chat.jsonl") == [message] * 4
+
+
+def test_chat_needs_a_template(run: Door, words_model: Path) -> None:
+    answer = run(words_model, "-p", "import os", "--chat")
+    assert answer.code == EXIT_USAGE and "has no chat template" in answer.err and answer.err.count("\n") == 1
+
+
+# ---- Jobs
+
+
+def test_a_job_of_a_text_file_is_resumed(run: Door, words_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\n".join(PROMPTS))
+    line = (words_model, "-i", "p.txt", "-o", "out.jsonl")
+    first = run(*line)
+    assert first.code == EXIT_DONE and first.out.startswith("3 prompts, 0 of them done before")
+    assert "3 prompts in batches of" in first.out and "tokens/s" in first.out
+    assert answers_of(tmp_path / "out.jsonl") == texts_of(words_model, PROMPTS)
+    rows = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_text("".join(rows[:1]))
+    assert "1 of them done before" in run(*line).out
+    assert sorted((tmp_path / "out.jsonl").read_text().splitlines(keepends=True))[0] in rows
+    assert answers_of(tmp_path / "out.jsonl") == texts_of(words_model, PROMPTS)
+    assert "3 of them done before" in run(*line).out
+    assert "state: done" in run("-o", "out.jsonl", "--status").out
+
+
+def test_other_texts_or_another_system_message_are_another_job(run: Door, chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("import os\n")
+    assert run(chat_model, "-i", "p.txt", "-o", "out.jsonl").code == EXIT_DONE
+    other = run(chat_model, "-i", "p.txt", "-o", "out.jsonl", "--system", "Be brief.")
+    assert other.code == EXIT_USAGE and "system" in other.err and other.err.count("\n") == 1
+
+
+def test_prompts_of_the_command_line_are_kept_beside_an_output(run: Door, words_model: Path, tmp_path: Path) -> None:
+    line = (words_model, "-p", "import os\n", "-p", "class Shape:", "-o", "out.jsonl")
+    assert run(*line).code == EXIT_DONE
+    assert answers_of(tmp_path / "out.jsonl") == texts_of(words_model, ["import os\n", "class Shape:"])
+    assert "2 of them done before" in run(*line).out
+    assert run(words_model, "-p", "other", "-o", "out.jsonl").code == EXIT_USAGE
+
+
+def test_batch_is_the_same_job(run: Door, call: Door, words_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\n".join(PROMPTS))
+    asked = ("--max-tokens", 5, "--dtype", "float32", "--offload-dir", "offload")
+    assert call(cli.main, "batch", words_model, "-i", "p.txt", "-o", "out.jsonl", *asked).code == EXIT_DONE
+    assert "3 of them done before" in run(words_model, "-i", "p.txt", "-o", "out.jsonl").out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-p", "a", "-i", "p.txt"], "--prompt and --input: give one of them"),
+        (["-i", "none.txt"], "--input none.txt: does not exist"),
+        (["-p", "a", "--force"], "--force: is for answers that are written to a file; give --output"),
+        (["-p", "a", "-o", "out.csv"], "--output out.csv: the file name must end in .jsonl"),
+        (["--status"], "--output: is missing"),
+        (["-p", ""], "no tokens"),
+        (["-p", "a", "more"], "more; one MODEL is taken"),
+        (["-p", "a", "-m", "other"], "--model other names the model already"),
+    ],
+)
+def test_refusals_are_one_line(run: Door, ids_model: Path, words: list[str], says: str) -> None:
+    answer = run(ids_model, *words)
+    assert answer.code == EXIT_USAGE and answer.out == ""
+    [line] = answer.err.splitlines()
+    assert line.startswith("generate: ") and (says in line or (says == "no tokens" and "tokenizer" in line)), line
+
+
+def test_a_model_must_be_named(run: Door) -> None:
+    answer = run("-p", "a")
+    assert answer.code == EXIT_USAGE and "MODEL: is missing" in answer.err and "quickstart" in answer.err
+
+
+def test_a_line_that_cannot_be_run_is_named(run: Door, words_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": 5}\n')
+    answer = run(words_model, "-i", "in.jsonl")
+    assert answer.code == EXIT_USAGE and "--input in.jsonl:3: prompt: " in answer.err
+
+
+# ---- Flags and help
+
+
+def test_help_is_one_screen_in_sections_with_three_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("generate", "chat", "serve", "plan", "bench", "batch"):
+        assert cli.main([verb, "--help"]) == EXIT_DONE
+        short = capsys.readouterr().out
+        assert cli.main([verb, "--help-all"]) == EXIT_DONE
+        full = capsys.readouterr().out
+        assert len(short.splitlines()) <= 60 and len(short) < len(full)
+        assert short.count("flexgen-h2o") >= 4 and "Model:" in short and "Memory:" in short
+        assert "--eviction NAME" in full
+
+
+def test_the_examples_of_each_help_are_taken_by_their_parsers() -> None:
+    import importlib
+    import shlex
+
+    for verb, (module, _) in cli.VERBS.items():
+        parser = importlib.import_module(module)._parser()
+        for line in getattr(parser, "examples", ()):
+            command, *words = shlex.split(line.partition(" < ")[0])
+            assert command == "flexgen-h2o" and words[0] in cli.VERBS, line
+            importlib.import_module(cli.VERBS[words[0]][0])._parser().parse_args(words[1:]), verb
+
+
+def test_new_and_old_names_set_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(line: str) -> tuple[Any, ...]:
+        args = generate._parser().parse_args([*line.split(), "-p", "a"])
+        policy, is_auto = flags.policy_of(args)
+        asked = (args.model, args.path, args.gen_len, flags.budget_of(args), policy, is_auto)
+        return (*asked, flags.eviction_of(args, policy).to_json())
+
+    for new, old in (
+        ("m --ram 1GiB --gpu-mem 2GiB", "--model m --host-mem 1GiB --device-mem 2GiB"),
+        ("m --max-tokens 7", "-m m --gen-len 7"),
+        ("m -n 7", "m --max-new-tokens 7"),
+        ("m --weight-bits 8 --kv-bits 4/2", "m --compress-weight --weight-bits 8 --compress-cache --cache-bits 4/2"),
+        ("m --kv-size 20%", "m --kv-bytes 0.2"),
+        ("m --kv-read 10%", "m --attn-sparsity 0.1"),
+        ("m --micro-batch 3 --micro-batches 2", "m --gpu-batch-size 3 --num-gpu-batches 2"),
+        ("m --hh-ratio 0.1", "m --hh_ratio 0.1"),
+        ("m --random-weights", "m --path _DUMMY_"),
+        ("m --plan auto", "m --policy auto"),
+    ):
+        assert read(new) == read(old), (new, old)
+
+
+def test_messages_name_a_flag_as_it_was_typed(run: Door, words_model: Path) -> None:
+    for typed in ("--ram", "--host-mem"):
+        answer = run(words_model, "-p", "a", typed, "1KiB")
+        other = "--host-mem" if typed == "--ram" else "--ram"
+        assert answer.code == 3 and f"{typed} 1.00 KiB" in answer.err and other not in answer.err
+    assert "MODEL nowhere/none" in run("nowhere/none", "-p", "a").err
+
+
+def test_flags_cannot_be_abbreviated() -> None:
+    with pytest.raises(UsageError, match="unrecognized arguments: --temp"):
+        generate._parser().parse_args(["m", "--tempera", "1"])
+
+
+def test_flags_of_other_programs_are_taken_or_answered() -> None:
+    parser = generate._parser()
+    known = {option for action in parser._actions for option in action.option_strings}
+    for theirs, ours in synonyms.SAME.items():
+        assert theirs not in synonyms.ADVICE
+        if ours in known:
+            words = [theirs, "1"] if theirs != "--torch-dtype" else [theirs, "float32"]
+            parser.parse_args(["m", *words] if ours != "--model" else words)
+    for theirs, advice in synonyms.ADVICE.items():
+        if theirs not in parser._option_string_actions:
+            with pytest.raises(UsageError) as raised:
+                generate._parser().parse_args(["m", theirs, "1"])
+            assert advice in str(raised.value)
+        for named in [word.strip(",;()") for word in advice.split() if word.startswith("--")]:
+            assert named in parser._option_string_actions or named in ("--pipeline", "--prompts"), (theirs, named)
+
+
+def test_verbs_of_other_programs_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    for theirs, ours in synonyms.VERBS.items():
+        if theirs not in cli.VERBS:
+            assert cli.main([theirs]) == EXIT_USAGE
+            assert f"did you mean {ours}?" in capsys.readouterr().err
+    assert set(synonyms.VERBS.values()) <= set(cli.VERBS)
+
+
+def test_spellings_of_one_command_are_not_those_of_the_next() -> None:
+    from flexgen_h2o.parser import as_typed, forget_spellings
+
+    parser = OneLineParser()
+    action = parser.add_argument("--new")
+    parser.also(action, "--old")
+    parser.parse_args(["--old", "1"])
+    assert as_typed("--new: bad, --newer") == "--old: bad, --newer"
+    forget_spellings()
+    assert as_typed("--old and --new") == "--old and --new"
