@@ -56,7 +56,7 @@ PEERS = {
     "vllm": "vLLM",
 }
 PRECISION = re.compile(r"int8|q\d_\d|\dbit|fp32")
-EIGHT_BITS, FOUR_BITS = re.compile(r"int8|q8"), re.compile(r"q4|4bit")
+EIGHT_BITS = re.compile(r"int8|q8")
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,6 @@ class Class:
 CLASSES = (
     Class("bf16 with others in 16 or 32 bits", FULL, lambda name: not quality.LOSSY.search(name)),
     Class("int8 with others in 8 bits", INT8, lambda name: bool(EIGHT_BITS.search(name))),
-    Class(
-        "4 bits and 20% of the KV entries with others in 4 bits and all entries",
-        SMALL,
-        lambda name: bool(FOUR_BITS.search(name)),
-    ),
     Class("bf16 with others in any precision", FULL, lambda name: True),
 )
 # What answers lose: what a line of the table says, and the variants of quality.jsonl that it covers.
@@ -223,18 +218,20 @@ def classes(cells: Sequence[Found]) -> str:
 
 def benchmarks(cells: Sequence[Found]) -> str:
     """A line for each benchmark that was run, those that we lose first."""
-    head = ("Model (prompts, tokens in + out)", "RAM", "flexgen_h2o", "Fastest other", "Ratio", "Ratio, 16 or 32 bits")
+    head = ("Model (prompts, tokens in + out)", "RAM", "flexgen_h2o", "Fastest other system", "Ratio")
     rows = list[tuple[float, list[str]]]()
     for found in cells:
         best, ratio = found.best(), ratio_of(found, FULL)
         if best is None or ratio is None:
             continue
-        alike = ratio_of(found, FULL, CLASSES[0].takes)
-        rows.append((ratio, [
-            benchmark_words(found), _ram(found), three_figures(found.entries[FULL].median("tokens_per_s")),
+        line = [
+            benchmark_words(found),
+            _ram(found),
+            three_figures(found.entries[FULL].median("tokens_per_s")),
             f"{system_words(best.system)}: {three_figures(best.median('tokens_per_s'))}",
-            two_figures(ratio) + found.mark(found.entries[FULL]), two_figures(alike) if alike is not None else "",
-        ]))  # fmt: skip
+            two_figures(ratio) + found.mark(found.entries[FULL]),
+        ]
+        rows.append((ratio, line))
     if not rows:
         return "None yet."
     table = "\n".join(markdown_table(head, [row for _, row in sorted(rows, key=lambda pair: pair[0])]))
