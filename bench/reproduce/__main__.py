@@ -102,8 +102,8 @@ def page() -> str:
         "bash scripts/reproduce.sh --quick --only attention fidelity\nbash scripts/reproduce.sh --list\n```",
         "A quick command shows that the command works. Its model, `opt-tiny`, and its inputs, which the script writes "
         "to `$WORK`, are far too small for the figure of a paper. A full command has the settings of the paper. **No "
-        "full command has been run with the paper's model here.** Its cost is the planner's prediction for the machine of "
-        "the paper and for two CPU cores: time, and bytes on each tier. H2O at 20% of the *prompt* is planned as "
+        "full command has been run with the paper's model here.** Its cost is the planner's prediction for the machine "
+        "of the paper and for two CPU cores: time, and bytes on each tier. H2O at 20% of the *prompt* is planned as "
         "`--hh-ratio 0.1`.",
         "\n".join(
             markdown_table(

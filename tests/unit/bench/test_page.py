@@ -93,7 +93,7 @@ def test_benchmarks_that_are_lost_come_first(tmp_path: Path) -> None:
     for cell, speed in zip(SIGNED["signed-opt-1.3b-third"][:3], (4.0, 1.0, 2.0), strict=True):
         Sweep(path, {OURS.name: speed, PEER.name: 2.0}).rounds.run(cell, [(OURS, 8), (PEER, 8)], 1)
     rows = page.made(tmp_path)[0]["benchmarks"].splitlines()[2:5]
-    ratios = [float(row.split(" | ")[4].removesuffix(" ‡")) for row in rows]
+    ratios = [float(row.split(" | ")[4].removesuffix(" ‡ |")) for row in rows]
     assert ratios == pytest.approx([0.5, 1.0, 2.0], rel=0.02)
     assert rows[0].startswith("| OPT-1.3B, 12 of 24 layers (8, 128 + 128) | 1/3 | 1")
 
