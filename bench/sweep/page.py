@@ -218,7 +218,7 @@ def classes(cells: Sequence[Found]) -> str:
 
 def benchmarks(cells: Sequence[Found]) -> str:
     """A line for each benchmark that was run, those that we lose first."""
-    head = ("Model (prompts, tokens in + out)", "RAM", "flexgen_h2o", "Fastest other system", "Ratio")
+    head = ("Model (prompts, tokens in + out)", "RAM", "flexgen_h2o, tokens/s", "Fastest other system", "Ratio")
     rows = list[tuple[float, list[str]]]()
     for found in cells:
         best, ratio = found.best(), ratio_of(found, FULL)
@@ -235,11 +235,13 @@ def benchmarks(cells: Sequence[Found]) -> str:
     if not rows:
         return "None yet."
     table = "\n".join(markdown_table(head, [row for _, row in sorted(rows, key=lambda pair: pair[0])]))
+    tried = [len(found.tried[peer.system]) for found in cells for peer in found.peers]
     marks = (
-        f"† A rate of the machine itself moved by more than {MOVED:.0%} in at least one round. "
-        f"‡ Fewer than {FEWEST} rounds."
+        f"† The speed of the machine itself changed by more than {MOVED:.0%} in at least one round. "
+        f"‡ Fewer than {FEWEST} rounds. In {tried.count(1)} of {len(tried)} cases only one batch size of the other "
+        "system was tried."
     )
-    return f"{table}\n\n{marks}"
+    return f"{table}\n\n{wrapped(marks)}"
 
 
 def losses_table(losses: Sequence[quality.Line]) -> str:
