@@ -2,7 +2,7 @@
 
 Nothing runs. For each model and memory the fastest policy for a pile of 10,000 prompts is searched, in the two ways of
 SETTINGS, with the saved profiles of a 2-core CPU without a card and of a T4 whose memory is set to other cards' sizes.
-Prints the tables of docs/lab/which-model.md, a row a model and card; `-`: no policy fits.
+Prints two tables, a row for each model and card; `-`: no policy fits. docs/start/which-model.md has a part of them.
 
     python -m bench.planner.which_model --cells CELLS.jsonl                   all models; goes on where it was ended
     python -m bench.planner.which_model --models Qwen/Qwen3-8B ./my-model

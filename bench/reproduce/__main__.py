@@ -1,10 +1,10 @@
-"""The figures and tables of H2O, MiniKV and FlexGen, a command each, from the one list of them.
+"""One command for each figure and table of H2O, MiniKV and FlexGen, from the one list of them.
 
-    bash scripts/reproduce.sh --quick                              every row, small, on the shipped model; one page
+    bash scripts/reproduce.sh --quick                         every command, small, on the test model; writes one page
     bash scripts/reproduce.sh --quick --only attention fidelity
-    python -m bench.reproduce --page docs/developers/reproduce.md             that page anew, with what the planner says
+    python -m bench.reproduce --page bench/reproduce/README.md        writes that page, with the planner's predictions
 
-`--quick` goes on when a row fails; the exit code is 1 then, and the last line names the rows.
+`--quick` shows that a command works. It continues when one fails; then the exit code is 1, and the last line names it.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ def quick_page(done: Sequence[Ran], machine: dict[str, Any]) -> str:
     heads = ["row", "of", "exit code", "seconds"]
     table = [[f"[{r.row.name}](#{r.row.name})", r.row.paper, _code(r), f"{r.seconds:.0f}"] for r in done]
     parts = [
-        "# Every row, small, on the shipped model",
+        "# Every command, small, on the test model",
         f"Made by `bash scripts/reproduce.sh --quick`: {facts}. "
-        f"{len(done)} rows in {sum(r.seconds for r in done):.0f} s, "
+        f"{len(done)} commands in {sum(r.seconds for r in done):.0f} s, "
         + (f"failed: {', '.join(failed)}." if failed else "none failed."),
-        "It shows that each command works; models and inputs are far too small for the papers' figures.",
+        "This shows that each command works. It shows nothing about the papers' figures: the model and the inputs are "
+        "far too small.",
         "\n".join(markdown_table(heads, table)),
     ]
     for r in done:
@@ -87,29 +88,28 @@ def _code(ran: Ran) -> str:
     return "none: too long" if ran.code is None else str(ran.code)
 
 
-# ---- the page of the docs
+# ---- the page of all rows
 
 
 def page() -> str:
     """All rows with what the planner says; several seconds a row."""
     parts = [
-        "# Every figure and table as one command",
+        "*Made by `python -m bench.reproduce --page bench/reproduce/README.md` from the list in `rows.py`.*",
+        "# One command for each figure and table",
         "Each row is a figure or a table of H2O (arXiv 2306.14048), MiniKV (2411.18077) or FlexGen (2303.06865), and "
-        "the command here that makes it. This page is written by "
-        "`python -m bench.reproduce --page docs/developers/reproduce.md` from the list in "
-        "`bench/reproduce/rows.py`.",
-        "```bash\nbash scripts/reproduce.sh --quick            # every row on the shipped model: one page, "
-        "reproduce-quick.md\n"
+        "the command of this package that makes its like.",
+        "```bash\nbash scripts/reproduce.sh --quick            # every command on the test model: reproduce-quick.md\n"
         "bash scripts/reproduce.sh --quick --only attention fidelity\nbash scripts/reproduce.sh --list\n```",
-        "Quick rows show that a command works, with inputs that the script writes to `$WORK` where data cannot be "
-        "had; they go on when one "
-        "fails, and the exit code is 1 then. Full rows are the papers' settings; nothing of them was run with the "
-        "papers' "
-        "models here. Their cost is the planner's, for the machine of the paper and for this project's two cores: "
-        "seconds of "
-        "prefill and decode, and bytes that the plan takes of each tier. H2O at 20% of the *prompt* is planned as "
+        "A quick command shows that the command works. Its model, `opt-tiny`, and its inputs, which the script writes "
+        "to `$WORK`, are far too small for the figure of a paper. A full command has the settings of the paper. **No "
+        "full command has been run with the paper's model here.** Its cost is the planner's prediction for the machine "
+        "of the paper and for two CPU cores: time, and bytes on each tier. H2O at 20% of the *prompt* is planned as "
         "`--hh-ratio 0.1`.",
-        "\n".join(markdown_table(["row", "of", "what it shows", "measured here"], [_summary(row) for row in ROWS])),
+        "\n".join(
+            markdown_table(
+                ["row", "of", "what it shows", "measured with other models"], [_summary(row) for row in ROWS]
+            )
+        ),
     ]
     for row in ROWS:
         parts += [
@@ -121,7 +121,7 @@ def page() -> str:
             places = dict.fromkeys((row.machine, MACHINES[-1]))
             parts.append("\n".join(["Cost of the full row (`policy_search " + row.plan + "`):", ""]
                                    + [f"- `{machine}`: {cost(row.plan, machine)}" for machine in places]))  # fmt: skip
-        parts.append(f"Measured here: {row.measured}.")
+        parts.append(f"Measured with other models: {row.measured}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -177,7 +177,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--quick", action="store_true", help="run every row on the shipped model")
+    add("--quick", action="store_true", help="run every command on the test model")
     add("--only", nargs="+", metavar="NAME", help="only these rows")
     add("--limit", type=common.seconds, default=LIMIT_S, metavar="S", help=f"most seconds of a row ({LIMIT_S:.0f})")
     add("--output", default="reproduce-quick.md", metavar="FILE", help="the page of the quick run (reproduce-quick.md)")

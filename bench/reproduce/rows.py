@@ -12,7 +12,7 @@ TABLE = r"^\|"  # lines of Markdown tables
 
 @dataclass(frozen=True)
 class Row:
-    """A figure or a table. quick: shell command on the shipped model, $WORK being a folder with `write_inputs`'s files.
+    """A figure or a table. quick: shell command on the test model, $WORK being a folder with `write_inputs`'s files.
 
     full: the same at the paper's size. needs: what has to be had for that. plan: flags of policy_search that say what
     it costs, machine: where. measured: with models that can be had here. keep: which lines of standard output are the
@@ -31,10 +31,10 @@ class Row:
     keep: str = TABLE
 
 
+TINY = "--model opt-tiny"
 FLEX = "python -m flexgen_h2o.flex_opt"
 EVALUATE = "python -m flexgen_h2o.evaluate"
 SPEED = r"^(prefill|decode|total) latency|peak"
-_TOY = "--model opt-tiny"
 _30B, _6B = "--model facebook/opt-30b", "--model facebook/opt-6.7b"
 
 # A task of four choices for lm-eval, as docs/reference/lm-eval.md has it.
@@ -55,16 +55,16 @@ ROWS = (
     Row(
         "attention", "H2O, section 3, Figure 2",
         "attention is sparse, accumulated scores follow a power law and co-occurrence, removing heavy hitters hurts",
-        f"{EVALUATE} attention {_TOY} --num-prompts 16 --prompt-len 192 --gen-len 32 --gpu-batch-size 8",
+        f"{EVALUATE} attention {TINY} --num-prompts 16 --prompt-len 192 --gen-len 32 --gpu-batch-size 8",
         f"{EVALUATE} attention {_6B} --prompts wikitext.jsonl --prompt-len 1024 --gen-len 128 --plot attention.png",
         "OPT-6.7B; WikiText-103 as JSONL with `prompt`",
         f"{_6B} --prompt-len 1024 --gen-len 128 --num-prompts 448",
-        measured="[attention.md](../lab/attention.md#what-the-h2o-paper-observes-of-attention)",
+        measured="[attention.md](../results/notes/attention.md#what-the-h2o-paper-observes-of-attention)",
     ),
     Row(
         "tasks", "H2O, section 5.1, Figures 4 and 8",
         "accuracy of six tasks by KV budget: full cache, local, H2O",
-        f"{EVALUATE} lm-eval {_TOY} --include-path $WORK/tasks --tasks methods --num-fewshot 2 --kv-budget 0.2 "
+        f"{EVALUATE} lm-eval {TINY} --include-path $WORK/tasks --tasks methods --num-fewshot 2 --kv-budget 0.2 "
         "--gpu-batch-size 16",
         f"{EVALUATE} lm-eval {_30B} --tasks h2o-paper --num-fewshot 5 --kv-budget 0.2 --download",
         "OPT-30B, LLaMA-7B or GPT-NeoX-20B; data sets of the six tasks",
@@ -74,43 +74,43 @@ ROWS = (
     Row(
         "fidelity", "H2O, sections 5.1 and 5.3 (budgets, ablations)",
         "H2O against local, random and later policies at 50, 20 and 10%: KL, flips, NLL, recall",
-        f"{EVALUATE} fidelity {_TOY} --num-prompts 6 --recall-prompts 5 --prompt-len 192 --gen-len 16 --policies local "
+        f"{EVALUATE} fidelity {TINY} --num-prompts 6 --recall-prompts 5 --prompt-len 192 --gen-len 16 --policies local "
         "random h2o "
         "h2o-norm snapkv --budgets 0.5 0.2 --resamples 200 --gpu-batch-size 16",
         f"{EVALUATE} fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --gpu-batch-size 16",
         "OPT-30B; text as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 1408",
-        measured="[quality.md](../lab/quality.md#opt-tiny-256--96-tokens)",
+        measured="[quality.md](../results/notes/quality.md#opt-tiny-256--96-tokens)",
     ),
     Row(
         "summaries", "H2O, section 5.1 (HELM's XSUM and CNN/DailyMail); llama-recipes' table",
         "ROUGE by KV size: full, local, H2O",
-        f"{EVALUATE} summarize {_TOY} "
-        "--input $WORK/articles.jsonl --output-dir $WORK/summaries --policies full local h2o "
+        f"{EVALUATE} summarize {TINY} --input $WORK/articles.jsonl --output-dir $WORK/summaries --policies full "
+        "local h2o "
         "--hh-size 16 --greedy --gen-len 24 --gpu-batch-size 8",
         f"{EVALUATE} summarize --model meta-llama/Llama-2-7b-hf --input xsum.jsonl --output-dir xsum "
         "--hh-size 32 64 128 256 512 --sample-num 1000 --plot xsum.png",
         "LLaMA-2-7B; h2o_hf's `xsum_0shot.jsonl` or `cnn_dailymail.jsonl` (`article`, `summary_gt`)",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 600 --gen-len 64 --num-prompts 1000 --hh-size 128 "
         "--recent-size 128",
-        measured="[summaries.md](../reference/summaries.md#1000-articles-by-kv-size)",
+        measured="[xsum.md](../results/build-2core/xsum.md)",
     ),
     Row(
         "helm", "H2O, section 5.1; FlexGen (HELM)",
         "HELM's requests as a durable job, answers as its import takes them",
-        "python -m flexgen_h2o.batch --input $WORK/helm.jsonl --output $WORK/helm-answers.jsonl --hh-ratio 0.1 "
+        f"python -m flexgen_h2o.batch {TINY} --input $WORK/helm.jsonl --output $WORK/helm-answers.jsonl --hh-ratio 0.1 "
         "&& cat $WORK/helm-answers.jsonl",
         f"python -m flexgen_h2o.batch {_30B} --input xsum_opt.jsonl --output answers.jsonl --hh-ratio 0.1",
         "OPT-30B; request lines of HELM (`evaluate helm export`)",
         f"{_30B} --prompt-len 1800 --gen-len 64 --num-prompts 1000 --hh-ratio 0.1",
-        measured="1,000 articles through opt-tiny: [jobs.md](../lab/jobs.md)",
+        measured="1,000 articles through opt-tiny: [jobs.md](../results/notes/jobs.md)",
         keep=r'"result"',
     ),
     Row(
         "streaming", "H2O, section 5.3 (texts of any length)",
         "perplexity by window of a text longer than the cache, with H2O and a full cache",
-        f"{EVALUATE} streaming {_TOY} "
-        "--text README.md --stream-len 512 --streams 2 --policies full h2o local --hh-size 64 "
+        f"{EVALUATE} streaming {TINY} --text README.md --stream-len 512 --streams 2 --policies full h2o local "
+        "--hh-size 64 "
         "--recent-size 64 --gpu-batch-size 4",
         f"{EVALUATE} streaming --model meta-llama/Llama-2-7b-hf --text pg19.txt --policies h2o h2o-norm local "
         "--hh-size 1024 "
@@ -118,25 +118,25 @@ ROWS = (
         "LLaMA-2-7B; a long text",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 1 --gen-len 4000 --num-prompts 8 --hh-size 1024 --recent-size "
         "1024",
-        "a100-80", "[attention.md](../lab/attention.md#streams-past-the-trained-length)",
+        "a100-80", "[attention.md](../results/notes/attention.md#streams-past-the-trained-length)",
     ),
     Row(
         "throughput-t4", "H2O, section 5.2 (generation throughput on a T4)",
         "tokens/s with 20% of the prompt's columns, 512 + 32, 512, 1024",
-        f"{FLEX} {_TOY} "
-        "--prompt-len 512 --gen-len 32 --gpu-batch-size 8 --num-gpu-batches 1 --percent 100 0 100 0 100 0 "
+        f"{FLEX} {TINY} --prompt-len 512 --gen-len 32 --gpu-batch-size 8 --num-gpu-batches 1 --percent 100 0 100 0 "
+        "100 0 "
         "--hh-ratio 0.1 --no-log --verbose 1",
         f"{FLEX} {_30B} --prompt-len 512 --gen-len 32 --policy policies/opt-30b/t4-h2o20.json --hh-ratio 0.1 "
         "--device cuda",
         "OPT-30B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 728 --hh-ratio 0.1",
-        measured="on two cores: [h2o.md](../lab/h2o.md); on a card " + NOT_MEASURED, keep=SPEED,
+        measured="on two cores: [h2o.md](../results/notes/h2o.md); on a card " + NOT_MEASURED, keep=SPEED,
     ),
     Row(
         "throughput-a100", "H2O, section 5.2 (throughput and latency on an A100)",
         "tokens/s and latency of long prompts and answers, all on the card",
-        f"{FLEX} {_TOY} "
-        "--prompt-len 256 --gen-len 256 --gpu-batch-size 4 --num-gpu-batches 1 --percent 100 0 100 0 100 0 "
+        f"{FLEX} {TINY} --prompt-len 256 --gen-len 256 --gpu-batch-size 4 --num-gpu-batches 1 --percent 100 0 100 0 "
+        "100 0 "
         "--hh-ratio 0.2 --no-log --verbose 1",
         f"{FLEX} {_6B} --prompt-len 1024 --gen-len 1024 --gpu-batch-size 24 --num-gpu-batches 1 --percent 100 0 100 "
         "0 100 0 "
@@ -148,19 +148,19 @@ ROWS = (
     Row(
         "h2o-4bit", "H2O, section 5.3 (with quantisation)",
         "H2O with weights and KV in 4 bits: what each loses",
-        f"{EVALUATE} fidelity {_TOY} --num-prompts 6 --recall-prompts 0 --prompt-len 128 --gen-len 16 --policies h2o "
+        f"{EVALUATE} fidelity {TINY} --num-prompts 6 --recall-prompts 0 --prompt-len 128 --gen-len 16 --policies h2o "
         "--budgets 0.2 "
         "--resamples 200 --compress-cache --cache-bits 4 --gpu-batch-size 8",
         f"{EVALUATE} lm-eval {_30B} --tasks copa,openbookqa,piqa --num-fewshot 5 --kv-budget 0.2 --compress-cache "
         "--cache-bits 4 --download",
         "OPT-30B; data sets",
         f"{_30B} --prompt-len 384 --gen-len 8 --num-prompts 4000 --hh-ratio 0.1 --compress-cache",
-        measured="[kv-frontier.md](../lab/kv-frontier.md#compressed-kv)",
+        measured="[kv-frontier.md](../results/notes/kv-frontier.md#compressed-kv)",
     ),
     Row(
         "texts", "H2O, appendix (texts with full cache, local and H2O)",
         "one's own prompts, full cache and H2O one below the other",
-        f"{EVALUATE} text {_TOY} --prompt 'def area(self):' --hh-size 8 --recent-size 8 --gen-len 32",
+        f"{EVALUATE} text {TINY} --prompt 'def area(self):' --hh-size 8 --recent-size 8 --gen-len 32",
         f"{EVALUATE} text --model huggyllama/llama-7b --prompts p.txt --hh-ratio 0.1 --recent-ratio 0.1",
         "LLaMA-7B (its shape is LLaMA-2-7B's)",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 128 --gen-len 64 --num-prompts 8",
@@ -180,27 +180,27 @@ ROWS = (
     Row(
         "ruler", "MiniKV's and kvpress's kind of table (long prompts)",
         "RULER-type tasks by policy",
-        f"{EVALUATE} lm-eval {_TOY} "
-        "--tasks niah_single_1 --metadata max_seq_lengths=[512] --limit 4 --eviction h2o-norm "
+        f"{EVALUATE} lm-eval {TINY} --tasks niah_single_1 --metadata max_seq_lengths=[512] --limit 4 --eviction "
+        "h2o-norm "
         "--kv-budget 0.2 --gpu-batch-size 4 --kvpress-dir $WORK/press",
         f"{EVALUATE} lm-eval --model meta-llama/Llama-3.1-8B --tasks "
         "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe "
         "--metadata max_seq_lengths=[4096] --eviction h2o-norm --kv-budget 0.2",
         "Llama-3.1-8B; LongBench itself is not read here",
         "--model meta-llama/Llama-3.1-8B --prompt-len 4096 --gen-len 128 --num-prompts 2500 --hh-ratio 0.1", "a100-80",
-        "[quality.md](../lab/quality.md#ruler-type-tasks)",
+        "[quality.md](../results/notes/quality.md#ruler-type-tasks)",
     ),
     Row(
         "flexgen-throughput", "FlexGen, Table 2 and Figure 1",
         "generation throughput of models that do not fit the card",
-        f"{FLEX} {_TOY} --prompt-len 256 --gen-len 16 --gpu-batch-size 4 --num-gpu-batches 2 --percent 0 50 0 50 0 100 "
+        f"{FLEX} {TINY} --prompt-len 256 --gen-len 16 --gpu-batch-size 4 --num-gpu-batches 2 --percent 0 50 0 50 0 100 "
         "--no-log "
         "--verbose 1",
         f"{FLEX} --model facebook/opt-175b --prompt-len 512 --gen-len 32 --policy policies/opt-175b/t4.json --device "
         "cuda",
         "OPT-175B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM, 1.5 TB of disk",
         "--model facebook/opt-175b --prompt-len 512 --gen-len 32 --num-prompts 256",
-        measured="shapes up to OPT-30B on two cores: [cells.md](../lab/cells.md#what-it-gave)", keep=SPEED,
+        measured="shapes up to OPT-30B on two cores: [Results](../../docs/results.md)", keep=SPEED,
     ),
     Row(
         "policy-search", "FlexGen, section 4 (policy search by linear program)",
@@ -212,21 +212,21 @@ ROWS = (
         "nothing: a config is enough, and these are built in",
         "--model facebook/opt-175b --prompt-len 512 --gen-len 32 --num-prompts 256",
         measured="against recorded runs: "
-        "[planner.md](planner.md)", keep=r"\S",
+        "[planner.md](../results/notes/planner.md)", keep=r"\S",
     ),
     Row(
         "ablation", "FlexGen, Table 4 (ablation)",
         "without overlap, and other placements: what each is worth",
-        f"{FLEX} {_TOY} --prompt-len 128 --gen-len 8 --gpu-batch-size 4 --num-gpu-batches 2 --percent 0 0 0 50 0 100 "
+        f"{FLEX} {TINY} --prompt-len 128 --gen-len 8 --gpu-batch-size 4 --num-gpu-batches 2 --percent 0 0 0 50 0 100 "
         "--overlap false --no-log --verbose 1",
         "python -m bench.engine.compare_policies --model facebook/opt-1.3b disk",
         "`--path _DUMMY_` is the default", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 144",
-        measured="[offloading.md](../lab/offloading.md)", keep=SPEED,
+        measured="[offloading.md](../results/notes/offloading.md)", keep=SPEED,
     ),
     Row(
         "breakdown", "FlexGen, execution time breakdown",
         "seconds of loads, stores and compute, a layer and a batch",
-        f"{FLEX} {_TOY} --prompt-len 128 --gen-len 4 --gpu-batch-size 4 --num-gpu-batches 2 --percent 0 50 0 50 0 100 "
+        f"{FLEX} {TINY} --prompt-len 128 --gen-len 4 --gpu-batch-size 4 --num-gpu-batches 2 --percent 0 50 0 50 0 100 "
         "--debug-mode breakdown --no-log --verbose 0",
         f"{FLEX} {_30B} --prompt-len 512 --gen-len 8 --policy policies/opt-30b/t4.json --debug-mode breakdown "
         "--device cuda",
@@ -236,7 +236,7 @@ ROWS = (
     Row(
         "compression", "FlexGen, Table 5 (4 bits, and sparse attention)",
         "what weights and KV in 4 bits cost",
-        f"{EVALUATE} fidelity {_TOY} --num-prompts 6 --recall-prompts 0 --prompt-len 128 --gen-len 16 --policies h2o "
+        f"{EVALUATE} fidelity {TINY} --num-prompts 6 --recall-prompts 0 --prompt-len 128 --gen-len 16 --policies h2o "
         "--budgets 0.5 "
         "--resamples 200 --compress-weight --compress-cache --gpu-batch-size 8",
         f"{EVALUATE} fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --policies h2o "
@@ -244,14 +244,14 @@ ROWS = (
         "--compress-weight --compress-cache",
         "OPT-30B; WikiText or LAMBADA as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 128 --compress-weight --compress-cache",
-        measured="[quality.md](../lab/quality.md#compressed-weights-and-products-in-int8)",
+        measured="[quality.md](../results/notes/quality.md#compressed-weights-and-products-in-int8)",
     ),
     Row(
         "pipeline", "FlexGen, Table 3 (several machines)",
         "one model in two processes, each with its share of the layers",
         "OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 -m flexgen_h2o.flex_opt --model opt-tiny "
-        "--pipeline "
-        "--prompt-len 64 --gen-len 8 --percent 100 0 100 0 100 0 --gpu-batch-size 4 --num-gpu-batches 1 --no-log "
+        "--pipeline --prompt-len 64 --gen-len 8 --percent 100 0 100 0 100 0 --gpu-batch-size 4 --num-gpu-batches 1 "
+        "--no-log "
         "--verbose 1",
         f"torchrun --nnodes 4 --nproc-per-node 1 -m flexgen_h2o.flex_opt --pipeline {_30B} --prompt-len 512 "
         "--gen-len 32 "
@@ -261,23 +261,23 @@ ROWS = (
     Row(
         "wrangling", "FlexGen (data wrangling)",
         "entity matching, error detection and imputation",
-        f"{EVALUATE} data-wrangling {_TOY} "
-        "--data-dir $WORK/Restaurant --output-dir $WORK/wrangling --k 1 --gpu-batch-size 4",
+        f"{EVALUATE} data-wrangling {TINY} --data-dir $WORK/Restaurant --output-dir $WORK/wrangling --k 1 "
+        "--gpu-batch-size 4",
         f"{EVALUATE} data-wrangling {_30B} --data-dir datasets/data_imputation/Restaurant --k 10 --do-test",
         "OPT-30B; the folders of HazyResearch/fm_data_tasks",
         f"{_30B} --prompt-len 744 --gen-len 3 --num-prompts 86", keep=r"\S",
     ),
     Row(
         "complete", "FlexGen, apps (completion)", "own prompts, several at once",
-        "python -m flexgen_h2o.cli complete --model opt-tiny 'def area(self):' 'import os' --gen-len 16",
+        f"python -m flexgen_h2o.cli complete {TINY} 'def area(self):' 'import os' --gen-len 16",
         f"python -m flexgen_h2o.cli complete {_6B} 'Paris is the capital city of' --gen-len 32",
         "OPT-6.7B", f"{_6B} --prompt-len 16 --gen-len 32 --num-prompts 2",
         measured="nothing to measure: texts are to be read", keep=r"\S",
     ),
     Row(
         "chat", "FlexGen, apps (chatbot); H2O (own prompts)", "a conversation in streaming text, with H2O",
-        "printf 'import os\\ndef area(self):\\n' | python -m flexgen_h2o.cli chat --model opt-tiny "
-        "--hh-size 32 --recent-size 32 "
+        "printf 'import os\\ndef area(self):\\n' | python -m flexgen_h2o.cli chat --model opt-tiny --hh-size 32 "
+        "--recent-size 32 "
         "--gen-len 16",
         "python -m flexgen_h2o.cli chat --model meta-llama/Llama-2-7b-chat-hf --hh-size 1024 --recent-size 1024 "
         "--positions rolling",
@@ -293,7 +293,7 @@ ROWS = (
         "--quiet-wait 0 --results $WORK/sweep",
         "bash bench/throughput_sweep.sh --grid papers-30b", "installed peers (`bench/baselines`); weights are random",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 256",
-        measured="[throughput.md](../lab/throughput.md#throughput-against-the-others)",
+        measured="[Results](../../docs/results.md)",
     ),
 )  # fmt: skip
 

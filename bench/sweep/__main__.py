@@ -8,7 +8,7 @@
 
 The grids `signed...` hold to more (`--signed` asks it of other cells): a clean commit; one memory cgroup for all with a
 budget; rounds of all systems in turn between measurements of the machine's own rates, repeated where these moved; what
-answers lose beside each setting of ours; and the Results page, docs/results.md, at the end.
+answers lose beside each setting of ours; and README, docs/results.md and the pages beside the lines at the end.
 
 Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and are not made again;
 the table (throughput.md) and the pictures beside it are made anew from all lines. Signed ones are in signed.jsonl, and
@@ -36,11 +36,11 @@ import torch
 
 from bench import common
 from bench.baselines.contract import DTYPES
-from bench.sweep import page, quality
+from bench.sweep import page, quality, tables
 from bench.sweep.cut_model import cut_model
 from bench.sweep.grid import FP32_SYSTEMS, GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
 from bench.sweep.plots import draw_all
-from bench.sweep.rounds import FEWEST, Rates, Rounds, key_of, machine_rates
+from bench.sweep.rounds import FEWEST, Rates, Rounds, found_of, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
 from bench.sweep.search import best_rows, search
 from bench.sweep.store import BF16, DOES_NOT_FIT, MEASURED, REFUSED, TIMEOUT, Line, Store, claimed
@@ -207,16 +207,15 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _show_signed(store: Store, results: Path, args: argparse.Namespace, cells: list[Cell]) -> None:
-    """The page: in docs and of the whole grid, but for lines that have a folder or a name of their own."""
+    """The pages: of the whole grid, or of lines that have a folder or a name of their own the one beside them."""
     if not store.lines and not quality.read(results):
         return
-    if args.results is None and args.name == page.NAME:
+    if args.results is None and args.name == tables.NAME:
         page.write(results)
-        print(f"\nwritten: {results}, docs/results.md, docs/speed.svg, README.md", flush=True)
+        print(f"\nwritten: {results}, docs/results.md, README.md", flush=True)
         return
-    of_page, _, drawn = page.made(results, args.name, cells)
-    (results / f"{args.name}.md").write_text(of_page)
-    (results / "speed.svg").write_text(drawn)
+    found = [found_of(cell, store.lines) for cell in cells]
+    (results / f"{args.name}.md").write_text(tables.details(found, quality.read(results), args.name))
     print(f"\nwritten: {results}", flush=True)
 
 
@@ -278,7 +277,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if args.device_mem is not None:
         args.device_mem = parse_bytes(args.device_mem, "--device-mem")
     if args.name is None and args.signed:
-        args.name = page.NAME
+        args.name = tables.NAME
     if args.name is not None and (not args.name or Path(args.name).name != args.name):
         raise UsageError(f"--name {args.name}: names files in --results; give a name without folders")
     if args.name is None:  # lines of different devices or dtypes are never of the same measurement
@@ -310,7 +309,7 @@ def _check_signed(args: argparse.Namespace) -> None:
 def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
     cpu = cpu_name()
     cells = [(cell, systems_of(grid, cell, cpu)) for grid in args.grid for cell in GRIDS[grid]]
-    grid = page.NAME if args.signed else ""
+    grid = tables.NAME if args.signed else ""
     cells += [(cell, systems_of(grid, cell, cpu)) for cell in map(_read_cell, args.cell)]
     if args.systems is None:
         return cells

@@ -223,11 +223,11 @@ SIGNED[SHORT] = (
     Cell(f"{OPT['6.7b']}:4", 64, 256, "third", (4, 4)), Cell(f"{OPT['6.7b']}:4", 64, 256, "none", (16, 16)),
     Cell(f"{OPT['6.7b']}:4", 512, 512, "third", (4, 4)), Cell(f"{OPT['6.7b']}:4", 512, 512, "none", (8, 8)),
 )  # fmt: skip
-# What joined after that day, of each of the two, as the page says it.
+# What joined after that day, of each of the two, as the pages of all figures say it.
 JOINED_LATER = {
     SIGNED_ON: (
-        "some cut later, before their runs; vLLM, llama.cpp's loaded q4_0 and, in one short cell, peers' own 4 bits "
-        "joined later"
+        "some were cut later, before their runs; vLLM, llama.cpp's loaded q4_0 and, in one short benchmark, other "
+        "systems' own 4 bits joined later"
     ),
     SHORT_ON: (
         "OPT-1.3B, 512 + 32, a third, was cut to 18 blocks that day, before it was run; 64 + 256 and 512 + 512 of "
@@ -299,7 +299,7 @@ IN_PLACE = ("accelerate-disk",)  # peers that read a checkpoint as it is
 ONLY_AVX2 = "with AVX2"  # so ends the name of a CPU that has nothing wider
 AVX512 = "with AVX-512"  # and products in bf16
 AMX = "with AMX"
-# What was found best of a peer, by how the CPU's name ends (docs/lab/throughput.md): what differs from its defaults.
+# What was found best of a peer, by how the CPU's name ends: what differs from its defaults (docs/lab/method.md).
 TUNED: dict[str, dict[str, dict[str, int]]] = {
     "hf": {ONLY_AVX2: {"max_autotune": 1}, AVX512: {"cpp_wrapper": 1}, AMX: {}},
     "openvino": {ONLY_AVX2: {"group": 0}, AVX512: {"group": 512}, AMX: {"group": 0}},

@@ -194,13 +194,28 @@ class Found:
         return {name: why for name, why in named.items() if why and name not in self.entries} | self.reasons
 
     @property
+    def model(self) -> str:
+        """As people name it: `OPT-6.7B, 8 of 32 layers`."""
+        name, _, layers = self.cell.model.partition(":")
+        shown = re.sub(r"^opt-([0-9.]+)b$", r"OPT-\1B", name.rpartition("/")[2])
+        shown = re.sub(r"^Meta-|-v0\.1$|-0924$|-Chat-v1\.0$", "", shown)
+        built_in = built_in_spec(name)
+        return f"{shown}, {layers} of {built_in[0].num_blocks} layers" if layers and built_in else shown
+
+    @property
     def title(self) -> str:
-        model, _, layers = self.cell.model.rpartition("/")[2].partition(":")
-        shown = re.sub(r"^opt-([0-9.]+)b$", r"OPT-\1B", model).removeprefix("Meta-")
         sizes = {"none": "in RAM", "third": "a third of the weights"}
         size = sizes.get(self.cell.budget, self.cell.budget)
-        cut = f", first {layers} blocks" if layers else ""
-        return f"{shown}{cut}, {self.cell.prompt_len} + {self.cell.gen_len}, {size}"
+        return f"{self.model}, {self.cell.prompt_len} + {self.cell.gen_len}, {size}"
+
+    @property
+    def is_short_of_rounds(self) -> bool:
+        return any(len(entry.lines) < FEWEST for entry in self.entries.values())
+
+    def mark(self, entry: Entry) -> str:
+        """A dagger if the machine's own rates moved in a round, a double one if rounds are missing."""
+        steady = all(line["round"]["steady"] for line in entry.lines.values())
+        return " †" * (not steady) + " ‡" * (len(entry.lines) < FEWEST)
 
 
 def found_of(cell: Cell, lines: Sequence[Line]) -> Found:
@@ -275,4 +290,4 @@ def _searched(lines: list[Line]) -> Line | None:
 
 
 def _speed(line: Line) -> str:
-    return f"{line['tokens_per_s']:.3g} with {counted(line['rows'], 'row')}"
+    return f"{line['tokens_per_s']:.3g} with {counted(line['rows'], 'prompt')}"

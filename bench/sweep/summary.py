@@ -69,8 +69,7 @@ def markdown(lines: list[Line]) -> str:
     parts = [
         "# Throughput",
         "",
-        "Made by `bench/throughput_sweep.sh` from the JSON lines beside it; "
-        "`docs/lab/throughput.md` says how to read it.",
+        "Made by `bench/throughput_sweep.sh` from the JSON lines beside it; `docs/lab/method.md` says how to read it.",
         "tok/s counts generated tokens over prefill + decode, each system at its own best batch, or at rows that were "
         "given; medians of the runs.",
         "Peak memory is that of generating, over an empty process that has imported torch; device GB: of the card.",

@@ -166,7 +166,7 @@ def _about(answer: Answer) -> Iterator[str]:
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
         loss = f"KL {answer.kv_loss:g} nats to the full cache for opt-tiny"
-        yield f"quality: {loss} (docs/lab/kv-frontier.md)"
+        yield f"quality: {loss} (docs/lab/quality.md)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source})"
     yield _checkpoint(answer)
 

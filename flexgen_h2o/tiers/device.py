@@ -34,7 +34,7 @@ def host_buffer(nbytes: int) -> torch.Tensor:
     """A uint8 tensor of `nbytes` in host memory, every page touched. MemoryError where the machine has not so much.
 
     Large buffers ask for huge pages: O_DIRECT reads about twice as fast into them as into 4 KiB pages, because the
-    disk sees whole requests (docs/lab/offloading.md, "Huge pages").
+    disk sees whole requests (bench/results/notes/offloading.md, "Huge pages").
     """
     size = max(1, nbytes)
     align = HUGE_PAGE if size >= HUGE_PAGE else PAGE

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
 import re
 import shlex
 import textwrap
@@ -26,13 +27,14 @@ from scripts import docs_site
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+BESIDE = tuple(sorted((ROOT / "bench").rglob("*.md")))  # pages that lie beside the data
 
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OUTSIDE = re.compile(r"[a-z]+:")
-MENTION = re.compile(r'(docs/[\w/-]+\.md)(?:, "([^"]+)")?')
+MENTION = re.compile(r'((?:docs|bench/results/notes)/[\w/-]+\.md)(?:, "([^"]+)")?')
 
 
 def sections(page: str) -> set[str]:
@@ -169,7 +171,8 @@ def program_files() -> Iterable[Path]:
 
 
 def test_links_lead_somewhere() -> None:
-    assert [f"{page}: {problem}" for page in PAGES for problem in broken_links(page.read_text(), page)] == []
+    pages = (*PAGES, *BESIDE)
+    assert [f"{page}: {problem}" for page in pages for problem in broken_links(page.read_text(), page)] == []
 
 
 def test_comments_name_pages_and_sections_that_exist() -> None:
@@ -291,8 +294,26 @@ def test_links_out_of_the_pages_name_a_path_and_others_stay() -> None:
 
 
 def test_figures_of_the_pages_are_of_the_stored_lines() -> None:
-    of_page, of_readme, drawn = results_page.made(results_page.RESULTS)
-    for path, part in ((ROOT / "docs" / "results.md", of_page), (ROOT / "README.md", of_readme)):
-        assert results_page.replaced(path.read_text(), part) == path.read_text()
-    picture = ROOT / "docs" / "speed.svg"
-    assert (picture.read_text() if picture.exists() else "") == drawn
+    """Of README, Results, and the pages beside the lines. `python -m bench.sweep.page` makes them anew."""
+    of_pages, beside = results_page.made(results_page.RESULTS)
+    for name in results_page.PAGES:
+        text = (ROOT / name).read_text()
+        assert results_page.replaced(text, of_pages) == text, name
+    for name, text in beside.items():
+        assert (results_page.RESULTS / name).read_text() == text, name
+
+
+def test_prompts_per_night_are_of_the_stored_lines() -> None:
+    """The table of Start's page on models, of `python -m bench.planner.which_model --cells`."""
+    lines = (results_page.RESULTS / "which_model.jsonl").read_text().splitlines()
+    nights = {}
+    for line in map(json.loads, lines):
+        asked = line["asked"]
+        nights[asked["model"].rpartition("/")[2], asked["ram"], asked["card"]] = line["night"]
+    rows = re.findall(
+        r"^\| ([\w.-]+) \|([\d ,|]+)\|$", (ROOT / "docs" / "start" / "which-model.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) >= 6
+    for model, figures in rows:
+        shown = [int(figure.replace(",", "")) for figure in figures.split("|")]
+        assert shown == [nights[model, ram, card] for ram, card in ((8, 0), (16, 0), (32, 0), (32, 16))], model

@@ -47,7 +47,8 @@ MIXES = (
 
 
 # Ways to have all columns whose loss the tables call small, of every model that was measured: settings of `Policy`, and
-# the KL to the full cache in nats (docs/lab/quality.md, opt-tiny, 256 + 96). In 3 bits one yardstick lost 0.38.
+# the KL to the full cache in nats (bench/results/notes/kv-frontier.md, opt-tiny, 256 + 96). In 3 bits one test
+# model lost 0.67.
 SMALL_LOSSES: tuple[tuple[dict[str, Any], float], ...] = (
     ({}, 0.0),
     ({"compress_cache": True, "cache_bits": 4}, 0.0038),

@@ -13,7 +13,7 @@ import torch
 
 from bench import common
 from bench.sweep import __main__ as door
-from bench.sweep import page, quality, rounds, runner
+from bench.sweep import quality, rounds, runner, tables
 from bench.sweep.grid import IN_RAM, OPT, SHORT, SIGNED, Cell, System, systems_of
 from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rounds_of, valid_rounds
 from bench.sweep.runner import BASELINES, Setup
@@ -126,7 +126,7 @@ def test_cells_are_of_shapes_with_so_many_positions_and_systems_belong_to_them()
         assert cell.prompt_len + cell.gen_len <= door._model(door._cut(cell.model)[0]).spec.max_positions
         for cpu, is_slow in (("Xeon with AMX", False), ("EPYC with AVX-512", False), ("EPYC with AVX2", True)):
             names = [system.name for system in systems_of("signed", cell, cpu)]
-            assert len(set(names)) == len(names) and page.FULL in names and page.H2O_SMALL in names
+            assert len(set(names)) == len(names) and tables.FULL in names and tables.SMALL in names
             assert ("hf-eager" in names) == (cell.kind == IN_RAM and not is_slow)
             assert any(name.endswith("-fp32") for name in names) == (is_slow and cell.model != OPT["30b"])
             assert ("llamacpp-q4_0" in names) == (cell.model != OPT["30b"]) and "llamacpp-q4_k" not in names
@@ -161,7 +161,7 @@ def test_what_could_not_be_signed_is_refused_in_a_line(
 def test_results_and_pages_do_not_make_a_tree_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "ROOT", tmp_path)
     assert common.commit() is None
-    files = ["bench/results/here/signed.jsonl", "docs/speed.svg", "README.md", "code.py"]
+    files = ["bench/results/here/signed.jsonl", "docs/results.md", "README.md", "code.py"]
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
@@ -211,17 +211,17 @@ def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
     assert len(ran) == 3 and capsys.readouterr().out.count("not measured, too few positions") == 2
     found = quality.read(tmp_path)
     assert [line["variant"] for line in found] == ["full-4bit-int8", "h2o-4bit-int8:kv-budget=0.2"]
-    assert page.lost(page.H2O_SMALL, CELL, found) == "0.5; 25%" and page.lost(page.H2O, CELL, found).endswith("yet")
-    assert page.lost("llamacpp-q8_0", CELL, found).startswith("not measured yet")
+    assert tables.lost(tables.SMALL, CELL, found) == "0.5; 25%" and tables.lost(tables.H2O, CELL, found).endswith("yet")
+    assert tables.lost("llamacpp-q8_0", CELL, found).startswith("not measured yet")
     loaded = quality.of_cell(CELL, "llamacpp-q8_0", "llama") | loss
-    assert page.lost("llamacpp-q8_0-mmap", CELL, [loaded]) == "0.5; 25% (llama)"
+    assert tables.lost("llamacpp-q8_0-mmap", CELL, [loaded]) == "0.5; 25% (llama)"
     # A second model says what the first cannot.
     monkeypatch.setattr(quality, "_cells", lambda *_: {"h2o": loss | {"flips": {"value": 0.5}}})
     quality.measure(tmp_path, CELL, [systems[1], systems[3]], str(tmp_path / "llama"), SETUP)
     found = quality.read(tmp_path)
-    assert page.lost(page.H2O_SMALL, CELL, found) == "0.5; 25%"
-    assert page.lost(page.H2O, CELL, found) == "0.5; 50% (llama)"
-    assert page.lost(PEER.name, CELL, []) == "0; 0%"
+    assert tables.lost(tables.SMALL, CELL, found) == "0.5; 25%"
+    assert tables.lost(tables.H2O, CELL, found) == "0.5; 50% (llama)"
+    assert tables.lost(PEER.name, CELL, []) == "0; 0%"
 
 
 PEER_SCRIPT = """
@@ -257,7 +257,7 @@ def test_quality_of_a_peer_with_bits_of_its_own(
     p = after.softmax(-1)
     assert line["kl"]["value"] == pytest.approx(float((p * (p * 11).log()).sum(-1).mean()))
     assert line["flips"]["value"] == pytest.approx(float((after.argmax(-1) != 0).double().mean()))
-    assert page.lost("stub-int8", CELL, [line]).endswith("%") and page.lost("stub-bf16", CELL, []) == "0; 0%"
+    assert tables.lost("stub-int8", CELL, [line]).endswith("%") and tables.lost("stub-bf16", CELL, []) == "0; 0%"
     said = capsys.readouterr().out
     assert said.count("stub-int8: KL") == 1 and said.count("not measured, --score: scoring is not implemented") == 2
 
@@ -299,7 +299,7 @@ def test_a_cell_is_searched_then_goes_round_and_its_quality_is_measured(
     assert [line["system"] for line in lines[:4]] == ["hf-sdpa", "hf-eager", "ours-full", "hf-eager"]
     written = (tmp_path / "signed.md").read_text()
     assert measured == ["profile", *[quality.MODEL] * 2] and "opt-tiny, 8 + 4, in RAM" in written
-    assert "in the search only: 4 with 8 rows; `hf-eager` made 5 with 8 rows there" in written
+    assert "in the search only: 4 with 8 prompts; `hf-eager` made 5 with 8 prompts there" in written
     assert all(is_of(Cell(str(OPT_TINY), 8, 4, "none", (8, 8)), line) for line in lines)
     given = list(sys.argv)
     monkeypatch.setattr(sys, "argv", [*given, "--repeats", "0", "--again"])

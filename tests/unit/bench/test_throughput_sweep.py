@@ -23,8 +23,6 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 
 from contract import DoesNotFitError, Meter, RefusedError, Request, check_length, kv_and_work_bytes, phases, read_rows
 
-from bench.sweep import page
-from bench.sweep.chart import Bar, draw
 from bench.sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
 from bench.sweep.plots import _by_kv_share
 from bench.sweep.search import best_rows, search
@@ -385,18 +383,6 @@ def test_the_quick_sweep_runs(tmp_path: Path) -> None:
     assert all((ROOT / path).exists() for path in missing)
     assert "| ours-full |" in (tmp_path / "results" / "throughput.md").read_text()
     assert list((tmp_path / "results").glob("throughput_batch_*.png"))
-
-
-def test_bars_below_one_go_to_the_left() -> None:
-    drawn = draw([("x", [Bar(2, 1.5, 3), Bar(0.5, 0.4, 0.6), None]), ("y", [None] * 3)], ["a", "b", "c"])
-    assert drawn.count("#b5541c") == 2 and drawn.count("no figure") == 1 and drawn.count("<path") == 2
-
-
-def test_two_cells_are_shown_both_and_three_by_their_median() -> None:
-    cells = (3.0, "b"), (1.0, "a")
-    assert page._middle(cells, " (aim 2)", True) == "**1** (a) and **3** (b) (aim 2)"
-    assert page._middle(cells[:1], " (aim 2)", True) == "**3** (aim 2)" and page._middle([], "", False) == ""
-    assert page._middle([*cells, (2.0, "c")], "", False) == "**2**, worst 1"
 
 
 def test_what_malloc_has_kept_goes_back_to_the_kernel() -> None:
