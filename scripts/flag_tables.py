@@ -94,7 +94,6 @@ def flags_of(command: str) -> list[Flag]:
     ]
 
 
-@cache
 def shared_flags() -> tuple[Flag, ...]:
     """Return the flags that at least LEAST_VERBS verbs have in the same words, in the order of the parsers."""
     verbs: dict[Flag, set[str]] = defaultdict(set)
@@ -111,8 +110,11 @@ def table(command: str, page: Path) -> str:
     if command not in parsers():
         return ""
     flags = flags_of(command)
-    own = [flag for flag in flags if flag not in shared_flags()]
-    return _text([*_tables(own), *_link(flags, page)])
+    shared = shared_flags()
+    own = [flag for flag in flags if flag not in shared]
+    tables = list(_tables(own))
+    link = _link(flags, shared, page)
+    return _text([*tables, *([""] if tables and link else []), *link])
 
 
 def _text(lines: Iterable[str]) -> str:
@@ -132,10 +134,10 @@ def _tables(flags: Iterable[Flag]) -> Iterator[str]:
         yield from (flag.row for flag in some)
 
 
-def _link(flags: list[Flag], page: Path) -> Iterator[str]:
-    """Yield a line that says which shared flags a command has; its exceptions by name."""
+def _link(flags: list[Flag], shared: Iterable[Flag], page: Path) -> list[str]:
+    """Return a line that says which shared flags a command has; its exceptions by name. Nothing if it has none."""
     groups: dict[str, list[Flag]] = defaultdict(list)
-    for flag in shared_flags():
+    for flag in shared:
         groups[flag.group].append(flag)
     parts = []
     for title, some in groups.items():
@@ -146,10 +148,8 @@ def _link(flags: list[Flag], page: Path) -> Iterator[str]:
             parts.append(name + (f" (not {', '.join(lacking)})" if lacking else ""))
         else:
             parts += having
-    if parts:
-        where = os.path.relpath(SHARED_PAGE, page.parent)
-        yield from [""] if any(flag not in shared_flags() for flag in flags) else []
-        yield f"[Shared flags]({where}#{SHARED_SECTION}): {', '.join(parts)}."
+    where = f"{os.path.relpath(SHARED_PAGE, page.parent)}#{SHARED_SECTION}"
+    return [f"[Shared flags]({where}): {', '.join(parts)}."] if parts else []
 
 
 def _names(action: argparse.Action) -> tuple[str, ...]:

@@ -288,6 +288,30 @@ def test_a_table_is_written_between_its_marks() -> None:
     assert "<!-- flags: fly -->\n<!-- end of flags -->" in made  # a verb that does not exist yet
 
 
+def test_flags_of_groups_that_many_commands_have_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {verb: argparse.ArgumentParser() for verb in ("generate", "chat", "serve", "batch")}
+    for verb, parser in made.items():
+        model = parser.add_argument_group("Model")
+        model.add_argument("model", metavar="MODEL", help="a folder")
+        model.add_argument("-r", "--revision", help="a branch")
+        if verb != "serve":
+            model.add_argument("--dry-run", action="store_true", help="plan only")
+        memory = parser.add_argument_group("Memory")
+        memory.add_argument("--ram", metavar="SIZE", help="most RAM")
+        memory.add_argument("--host-mem", dest="ram", help=argparse.SUPPRESS)
+        memory.add_argument(f"--{verb}-mem", action="store_true", help="its own")
+    monkeypatch.setattr(flag_tables, "parsers", lambda: made)
+    monkeypatch.setattr(flag_tables, "LEAST_VERBS", 2)
+    page = ROOT / "docs" / "reference" / "commands" / "serve.md"
+    assert flag_tables.documented() == ["generate", "chat", "serve"]
+    shared = flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE)
+    assert shared.index("**Model**") < shared.index("| `MODEL` | a folder |") < shared.index("**Memory**")
+    assert "| `-r`, `--revision REVISION` |" in shared and "host-mem" not in shared
+    own = flag_tables.table("serve", page)
+    assert own.startswith("\n**Memory**\n\n| flag | meaning |\n|---|---|\n| `--serve-mem` | its own |\n\n")
+    assert own.endswith("[Shared flags](../cli.md#shared-flags): Model (not `--dry-run`), Memory.\n\n")
+
+
 def test_flags_are_shown_as_they_are_typed() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
     shown = docs_site.on_page_markdown(flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE), page)
