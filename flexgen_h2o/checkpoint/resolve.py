@@ -72,7 +72,7 @@ def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor) -> N
         raise UsageError(
             f"{found.path}: tensor {wanted.name!r} is stored as {found.dtype}, and is read as"
             f" {' or '.join(wanted.dtypes)}; give a checkpoint in one of the formats that"
-            " docs/reference/weight-formats.md lists"
+            " docs/reference/models.md lists"
         )
 
 

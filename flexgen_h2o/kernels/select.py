@@ -5,8 +5,9 @@ A sketch has the keys in 2 bits on a grid for each channel, in blocks of SKETCH_
 block's values. Of a row with n columns `counts` are read, the newest of them in any case (`newest_of`); the others are
 those of the largest estimated probability, by any query head. A column that is not read gets its estimated
 probability, and for its value stands the mean of those of its block that are not read. Without the mean of what is left
-out, choosing loses (docs/reference/eviction.md, "Selection"). Kin: SparQ (Ribar et al. 2024, arXiv 2312.04985) adds one
-mean value for all that is not read; here each block has its own, weighed by what the sketch gives its columns.
+out, choosing loses (docs/reference/eviction.md, "Selective reading"). Kin: SparQ (Ribar et al. 2024, arXiv
+2312.04985) adds one mean value for all that is not read; here each block has its own, weighed by what the sketch gives
+its columns.
 """
 
 from __future__ import annotations

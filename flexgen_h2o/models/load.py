@@ -198,7 +198,7 @@ def find_model(model: str, path: str | None, revision: str | None = None, weight
         near = difflib.get_close_matches(model, built_in_names(), n=3)
         raise UsageError(
             f"--model {model}: random weights (--path {DUMMY}) need a built-in shape"
-            f"{' such as ' + ', '.join(near) if near else ''} (docs/reference/cli.md lists them), or a local folder"
+            f"{' such as ' + ', '.join(near) if near else ''} (docs/reference/models.md lists them), or a local folder"
             " with a config.json; with a quantization_config in it they are in that format"
         )
     return Model(built_in[0].name, *built_in, None, True, None)

@@ -97,7 +97,7 @@ MODELS: Cases = [
     ("--model empty", "--model empty: there is no config.json"),
     ("--model /no/such/folder", "--model /no/such/folder: "),
     ("--model nobody/no-such-model", "--model nobody/no-such-model: not complete in the local cache"),
-    ("--model nobody/no-such-model --path _DUMMY_", "need a built-in shape (docs/reference/cli.md lists them)"),
+    ("--model nobody/no-such-model --path _DUMMY_", "need a built-in shape (docs/reference/models.md lists them)"),
     ("--model opt-tinny", "did you mean opt-tiny?"),
     (f"--model {'m' * 5000}", "--model "), ("--path no/such", "--path no/such: there is no such folder"),
     ("--model some/model --path _DUMY_", "--path _DUMY_: there is no such folder"),

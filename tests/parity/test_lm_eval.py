@@ -156,7 +156,7 @@ def test_h2o_forces_the_continuation_through_decode(shape: str, together: bool, 
 
 
 def test_where_engine_and_plug_in_agree(folder: Path, theirs: HFLM, ours: EngineLM) -> None:
-    """docs/reference/lm-eval.md, "Beside the plug-in": dropping is the full cache there, masking its echoed text."""
+    """docs/reference/lm-eval.md, "How requests run": dropping is the full cache there, masking its echoed text."""
     sizes: dict[str, int] = {"heavy_size": 6, "recent_size": 4}
     short, long = [5, 9, 7, 30, 11, 8], [*range(20, 50)]
     asked = [(None, short, [*range(60, 80)]), (None, long, [*range(60, 80)])]

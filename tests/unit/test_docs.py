@@ -23,7 +23,7 @@ import pytest
 from bench.sweep import page as results_page
 from flexgen_h2o.cli import VERBS
 from flexgen_h2o.core.errors import UsageError
-from scripts import docs_site
+from scripts import docs_site, flag_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -266,24 +266,61 @@ def test_pages_are_on_the_site_and_their_lines_are_wrapped() -> None:
 
 
 def test_every_command_has_its_flags_on_a_page() -> None:
-    shown = [command for page in PAGES for command in docs_site.FLAGS.findall(page.read_text())]
-    assert sorted(shown) == sorted(docs_site.parsers())
-    for command in shown:
-        assert any(line.startswith("| `--") for line in docs_site.flags_of(command)), command
+    shown = [command for page in PAGES for command, _ in flag_tables.MARKS.findall(page.read_text())]
+    assert len(shown) == len(set(shown))
+    assert {flag_tables.SHARED, *flag_tables.documented()} <= set(shown)
+
+
+def test_tables_of_flags_are_those_of_the_parsers() -> None:
+    old = [page.name for page in flag_tables.pages() if flag_tables.filled(page.read_text(), page) != page.read_text()]
+    assert not old, f"flags have changed; write the tables of {', '.join(old)} again: {flag_tables.COMMAND}"
+
+
+def test_a_table_is_written_between_its_marks() -> None:
+    page = ROOT / "docs" / "reference" / "commands" / "chat.md"
+    text = "a\n\n<!-- flags: chat -->\nold\n<!-- end of flags -->\n\n<!-- flags: fly -->\n<!-- end of flags -->\nb\n"
+    made = flag_tables.filled(text, page)
+    assert "old" not in made and "| `--turn-format TEXT` |" in made and "](../cli.md#shared-flags): " in made
+    assert flag_tables.filled(made, page) == made and made.startswith("a\n\n<!--") and made.endswith("-->\nb\n")
+    assert "<!-- flags: fly -->\n<!-- end of flags -->" in made  # a verb that does not exist yet
+
+
+def test_flags_of_groups_that_many_commands_have_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {verb: argparse.ArgumentParser() for verb in ("generate", "chat", "serve", "batch")}
+    for verb, parser in made.items():
+        model = parser.add_argument_group("Model")
+        model.add_argument("model", metavar="MODEL", help="a folder")
+        model.add_argument("-r", "--revision", help="a branch")
+        if verb != "serve":
+            model.add_argument("--dry-run", action="store_true", help="plan only")
+        memory = parser.add_argument_group("Memory")
+        memory.add_argument("--ram", metavar="SIZE", help="most RAM")
+        memory.add_argument("--host-mem", dest="ram", help=argparse.SUPPRESS)
+        memory.add_argument(f"--{verb}-mem", action="store_true", help="its own")
+    monkeypatch.setattr(flag_tables, "parsers", lambda: made)
+    monkeypatch.setattr(flag_tables, "LEAST_VERBS", 2)
+    page = ROOT / "docs" / "reference" / "commands" / "serve.md"
+    assert flag_tables.documented() == ["generate", "chat", "serve"]
+    shared = flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE)
+    assert shared.index("**Model**") < shared.index("| `MODEL` | a folder |") < shared.index("**Memory**")
+    assert "| `-r`, `--revision REVISION` |" in shared and "host-mem" not in shared
+    own = flag_tables.table("serve", page)
+    assert own.startswith("\n**Memory**\n\n| flag | meaning |\n|---|---|\n| `--serve-mem` | its own |\n\n")
+    assert own.endswith("[Shared flags](../cli.md#shared-flags): Model (not `--dry-run`), Memory.\n\n")
 
 
 def test_flags_are_shown_as_they_are_typed() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
-    shown = docs_site.on_page_markdown("<!-- flags: flex-opt -->", page)
-    assert "`--protect` <code>N&#124;prompt&#124;none</code>" in shown and r"\_DUMMY\_" in shown
+    shown = docs_site.on_page_markdown(flag_tables.table(flag_tables.SHARED, flag_tables.SHARED_PAGE), page)
+    assert "<code>--protect N&#124;prompt&#124;none</code>" in shown and r"\_offload\_dir" in shown
 
 
 def test_pages_name_flags_that_exist() -> None:
     """Of the lab notes, flags are those of the benchmarks too."""
-    known = {flag for parser in docs_site.parsers().values() for a in parser._actions for flag in a.option_strings}
+    known = {flag for parser in flag_tables.parsers().values() for a in parser._actions for flag in a.option_strings}
     pages = [page for page in PAGES if page.parent.name != "lab"]
     named = {flag for page in pages for flag in re.findall(r"`(--[\w-]+)[^`\n]*`", page.read_text())}
-    assert named - known == {"--cpu", "--debug", "--hh-long-seq", "--gbs"}  # cut to a prefix; of other scripts
+    assert named <= known, sorted(named - known)
 
 
 def test_links_out_of_the_pages_name_a_path_and_others_stay() -> None:

@@ -373,7 +373,7 @@ def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     raise UsageError(
         f"quantization_config: quant_method {method!r:.60} is not supported, only {', '.join(QUANTISED)}; give a"
-        " checkpoint in one of these (docs/reference/weight-formats.md), or an unquantised one"
+        " checkpoint in one of these (docs/reference/models.md), or an unquantised one"
     )
 
 

@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Mix:
-    """What keeps the most quality of so small a share of the bytes (docs/reference/eviction.md, "Which one do I take").
+    """What keeps the most quality of so small a share of the bytes (docs/reference/eviction.md, "One flag").
     least: the smallest share that it is for. eviction: as of `make_eviction`; cache_bits, cache_window: of `Policy`."""
 
     least: float
