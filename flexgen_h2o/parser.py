@@ -170,9 +170,10 @@ class OneLineParser(argparse.ArgumentParser):
         given = [part for word in words for part in (word, word.partition("=")[2])]
         self._words = {part for part in given if len(part) > _MOST_QUOTED}
         self._note_spellings(words)
-        for word in words:  # before argparse takes `-ot` for `-o t`
-            if word in ADVICE and word not in self._option_string_actions:
-                self.error(self._advice(word))
+        if self._subparsers is None:  # else the flags are a sub-command's
+            for word in words:  # before argparse takes `-ot` for `-o t`
+                if word in ADVICE and word not in self._option_string_actions:
+                    self.error(self._advice(word))
         found, unknown = super().parse_known_args(words, namespace)
         if self._model_is_positional:
             self._take_positional_model(found, unknown)

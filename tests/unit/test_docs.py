@@ -247,7 +247,7 @@ def test_python_of_the_pages_is_python() -> None:
 
 def test_readme_names_the_tests_that_hold_its_promises() -> None:
     text = (ROOT / "README.md").read_text()
-    promises = text.partition("## What it never does")[2].partition("\n## ")[0].split("\n|")[3:]
+    promises = text.partition("## What you can rely on")[2].partition("\nMore: ")[0].split("\n- ")[1:]
     assert len(promises) == 5
     for promise in promises:
         named = re.findall(r"`(tests/[\w/]+\.py)`", promise)
