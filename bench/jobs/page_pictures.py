@@ -170,10 +170,6 @@ def pictures(url: str) -> dict[str, bytes]:
         browser.find("#plan").click()
         browser.wait("!document.querySelector('#answer').hidden")
         found["page-plan"] = browser.picture("header", "section:has(#answer)")
-    with browsing(400, dark=True) as browser:
-        browser.driver.get(top)
-        browser.wait("document.querySelectorAll('.lane').length")
-        found["page-narrow"] = browser.picture("header", "section:has(#timeline)")
     return found
 
 

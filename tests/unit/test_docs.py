@@ -317,7 +317,7 @@ def test_flags_are_shown_as_they_are_typed() -> None:
 
 def test_pages_name_flags_that_exist() -> None:
     """Of the lab notes, flags are those of the benchmarks too."""
-    known = {flag for parser in flag_tables.parsers().values() for a in parser._actions for flag in a.option_strings}
+    known = {flag for parser in flag_tables.parsers().values() for flag in parser._option_string_actions}
     pages = [page for page in PAGES if page.parent.name != "lab"]
     named = {flag for page in pages for flag in re.findall(r"`(--[\w-]+)[^`\n]*`", page.read_text())}
     assert named <= known, sorted(named - known)
