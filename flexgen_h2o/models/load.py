@@ -29,7 +29,7 @@ from flexgen_h2o.checkpoint import (
 )
 from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label, sample_digest, states_of
 from flexgen_h2o.checkpoint.formats import PackedFormat
-from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, find_folder, has_weights
+from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, NotOnHubError, find_folder, has_weights
 from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, names_in
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import TooLongError, UsageError
@@ -37,6 +37,7 @@ from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import MIB
 from flexgen_h2o.models import GENERATION_CONFIG, built_in_names, built_in_spec, one_line, spec_from_folder
+from flexgen_h2o.models.named import BY_HUB_ID, NAMED, fetch_command, fetched_folder, folder_of, is_fetched
 
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not known yet
 _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
@@ -61,7 +62,8 @@ _CUT_TOKENS, _CUT_SHARE = 256, 2
 class Model:
     """`folder` is None for random weights of a built-in shape that no folder describes.
 
-    files: configs and tokenizer, as they were before they were read.
+    files: configs and tokenizer, as they were before they were read. note: what its user should know of where it comes
+    from; empty if it is what was asked for.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Model:
     random: bool
     tokenizer: Any | None
     files: States = field(default_factory=dict)
+    note: str = ""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt with the tokenizer's own special tokens. TooLongError as of `check_fits`; prompts that
@@ -180,19 +183,27 @@ class Model:
         return found
 
 
-def find_model(model: str, path: str | None, revision: str | None = None, weights: bool = True) -> Model:
+def find_model(
+    model: str,
+    path: str | None,
+    revision: str | None = None,
+    weights: bool = True,
+    offload_dir: str | Path | None = None,
+) -> Model:
     """Locate a model and read its shape; no weights are read. UsageError says what is wrong and the way out.
 
-    weights: False fetches none either.
+    weights: False fetches none either. offload_dir: where named models are; None is the default one.
     """
     with _suggesting(model):
-        source: ModelSource = resolve(model, path, revision, weights)
+        source, note = _find_source(model, path, revision, weights, offload_dir)
     if source.folder is not None:
         names = ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, *_TOKENIZER_EXTRAS)
         files = states_of(source.folder / name for name in names)
         with _quiet():
             spec, config = spec_from_folder(source.name, source.folder)
-            return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)
+            return Model(
+                source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files, note
+            )
     built_in = built_in_spec(source.name)
     if built_in is None:
         near = difflib.get_close_matches(model, built_in_names(), n=3)
@@ -202,6 +213,27 @@ def find_model(model: str, path: str | None, revision: str | None = None, weight
             " with a config.json; with a quantization_config in it they are in that format"
         )
     return Model(built_in[0].name, *built_in, None, True, None)
+
+
+def _find_source(
+    model: str, path: str | None, revision: str | None, weights: bool, offload_dir: str | Path | None
+) -> tuple[ModelSource, str]:
+    """Return where a model comes from, and a note if it comes from elsewhere than its name says."""
+    if model in NAMED and find_folder(model, path) is None:
+        return resolve(model, path, made=fetched_folder(NAMED[model], offload_dir)), ""
+    try:
+        return resolve(model, path, revision, weights), ""
+    except NotOnHubError as error:
+        same = BY_HUB_ID.get(model)
+        if same is None or revision is not None:
+            raise
+        if not is_fetched(same, offload_dir):
+            raise NotOnHubError(
+                f"{error}; no hub is needed for {same.name}: {fetch_command(same, offload_dir)}"
+            ) from error
+        folder = folder_of(same, offload_dir)
+    note = f"--model {model}: the hub does not answer; {folder} is used, which was made of {same.bits}-bit weights"
+    return ModelSource(model, folder, random=False), note
 
 
 def has_safetensors(model: Model) -> bool:
@@ -215,15 +247,17 @@ def said_dtype(model: Model) -> str:
     return said if said in DTYPE_BYTES else "float32"
 
 
-def find_spec(model: str, path: str | None, revision: str | None = None) -> ModelSpec:
+def find_spec(
+    model: str, path: str | None, revision: str | None = None, offload_dir: str | Path | None = None
+) -> ModelSpec:
     """A model's shape, for plans: as `find_model`, but weights are never fetched, and a built-in shape needs no hub."""
     folder = find_folder(model, path)
     if folder is None and (known := built_in_spec(model)) is not None:
         return known[0]
     if folder is None and path is not None and DUMMY in path:
-        return find_model(model, path).spec  # says which shapes there are
+        return find_model(model, path, offload_dir=offload_dir).spec  # says which shapes there are
     with _suggesting(model):
-        folder = folder or resolve(model, path, revision, weights=False).folder
+        folder = folder or _find_source(model, path, revision, False, offload_dir)[0].folder
     assert folder is not None
     with _quiet():
         return spec_from_folder(model, folder)[0]
@@ -235,7 +269,7 @@ def _suggesting(model: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        near = difflib.get_close_matches(model, [*PACKAGED, *built_in_names()], n=1, cutoff=0.8)
+        near = difflib.get_close_matches(model, [*PACKAGED, *NAMED, *built_in_names()], n=1, cutoff=0.8)
         if not near or near[0] == model:
             raise
         raise UsageError(f"{error}; did you mean {near[0]}?") from error
