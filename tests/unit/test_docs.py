@@ -122,7 +122,7 @@ def unknown_names(page: str) -> Iterator[str]:
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:flexgen-h2o|python -m flexgen_h2o\.(?P<module>\w+)) +(?P<words>.*)")
 NOT_WRAPPED = ("|", "!", "[")  # rows of tables, pictures, links
-LONGEST_LINE, MOST_LINES = 120, 300
+LONGEST_LINE = 120
 
 
 def refused_commands(page: str) -> Iterator[str]:
@@ -251,21 +251,15 @@ def test_readme_names_the_tests_that_hold_its_promises() -> None:
         assert named, promise
         for name in named:
             assert "def test_" in (ROOT / name).read_text(), name
-    assert len(text.splitlines()) <= 150
 
 
-def test_pages_are_on_the_site_and_of_a_size_to_be_read() -> None:
+def test_pages_are_on_the_site_and_their_lines_are_wrapped() -> None:
     nav = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert nav == {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}
     made = {ROOT / "docs" / "developers" / "reproduce.md"}  # by bench.reproduce
     for page in PAGES:
         if page not in made:
             assert long_lines(page.read_text()) == [], page
-            assert (
-                len(page.read_text().splitlines()) <= MOST_LINES
-                or page.name == "results.md"
-                or (page.parent.name == "reference")
-            ), page
 
 
 def test_every_command_has_its_flags_on_a_page() -> None:
