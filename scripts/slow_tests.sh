@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests marked slow, which the default suite leaves out; further arguments go to pytest. Those of jobs on Ray run where
-# it is installed: FLEXGEN_VENV, or the active environment, after `pip install -e '.[dev,ray]'`. Those of the pages likewise:
-# `.[browser]`, and Debian's chromium and chromium-driver.
+# The tests marked slow, which the default suite leaves out; further arguments go to pytest. A test that needs an extra which
+# is not installed is skipped, and the last lines say so: `pip install -e '.[dev,ray]'` in FLEXGEN_VENV, or in the active
+# environment, for jobs on Ray. Tests of the pages need `.[browser]`, and Debian's chromium and chromium-driver.
 #   bash scripts/slow_tests.sh [-k NAME ...]        (FLEXGEN_VENV=DIR: the environment to use or make)
 #   FLEXGEN_SOAK_KILLS=20 bash scripts/slow_tests.sh tests/fault/soak.py        (how many jobs are killed: 100)
 set -euo pipefail

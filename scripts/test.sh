@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The default test suite (CPU, no network, a few minutes); in two processes; further arguments go to pytest.
 #   bash scripts/test.sh [-k NAME ...]        (FLEXGEN_VENV=DIR: the environment to use or make)
+# It installs no extra but `dev`. A test that needs another extra is skipped; the last lines say what was skipped, and why.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 use_venv dev

@@ -45,7 +45,7 @@ def why_no_browser() -> str:
     missing = [*programs, *([] if find_spec("selenium") else ["selenium"])]
     if not missing:
         return ""
-    return f"no {' and no '.join(missing)} here (apt-get install chromium chromium-driver; pip install selenium)"
+    return f"no {' and no '.join(missing)} here (apt-get install chromium chromium-driver; pip install -e '.[browser]')"
 
 
 class Browser:

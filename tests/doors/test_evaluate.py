@@ -7,7 +7,6 @@ import math
 import shlex
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.evaluate import MT_BENCH
 from flexgen_h2o.evaluation.figures import held_kv
 from tests.doors.conftest import POSITIONS, Answer
+from tests.extras import needs
 from tests.parity.reference import random_model
 
 Door = Callable[..., Answer]
@@ -64,12 +64,9 @@ def figures(path: Path) -> dict[str, Any]:
 # ---- fidelity
 
 
-def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
-    has_plot = find_spec("matplotlib") is not None
-    plot = "--plot r.png" if has_plot else ""
-    out = evaluate(f"fidelity {FEW_ROWS} --free-run --offload-dir o --json r.json --markdown r.md {plot}")
+def test_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> None:
+    out = evaluate(f"fidelity {FEW_ROWS} --free-run --offload-dir o --json r.json --markdown r.md")
     assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
-    assert not has_plot or (tmp_path / "r.png").stat().st_size > 10_000
     result = figures(tmp_path / "r.json")
     assert [(cell["policy"], cell["columns"]) for cell in result["cells"]] == [("local", 24), ("h2o", 24)]
     for cell in result["cells"]:
@@ -81,6 +78,13 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
     evaluate(f"fidelity {FEW_ROWS} --offload-dir o --json again.json")
     for one, other in zip(result["cells"], figures(tmp_path / "again.json")["cells"], strict=True):
         assert one["kl"] == other["kl"] and one["recall"] == other["recall"]
+
+
+@needs("plot")
+@pytest.mark.parametrize("flags", ["fidelity --policies h2o --budgets 0.2", "attention"])
+def test_pictures(evaluate: Door, tmp_path: Path, flags: str) -> None:
+    evaluate(f"{flags} --num-prompts 2 --prompt-len 32 --gen-len 4 --offload-dir o --resamples 20 --plot r.png")
+    assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
 def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_path: Path) -> None:
@@ -145,12 +149,9 @@ def test_follows_the_model_s_own_tokens_after_a_prompt_file(evaluate: Door, tmp_
 SEEN = "attention --prompt-len 32 --gen-len 8 --offload-dir o --gpu-batch-size 4 --resamples 20"
 
 
-def test_attention_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
-    has_plot = find_spec("matplotlib") is not None
-    plot = "--plot a.png" if has_plot else ""
-    out = evaluate(f"{SEEN} --num-prompts 3 --remove 0.25 --json a.json --markdown a.md {plot}")
+def test_attention_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> None:
+    out = evaluate(f"{SEEN} --num-prompts 3 --remove 0.25 --json a.json --markdown a.md")
     assert out.out.strip() == (tmp_path / "a.md").read_text().strip()
-    assert not has_plot or (tmp_path / "a.png").stat().st_size > 10_000
     result = figures(tmp_path / "a.json")
     assert [block["block"] for block in result["blocks"]] == list(range(6)) and result["rows"] == 3
     for block in result["blocks"]:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval")
+from tests.extras import why_not
+
+pytest.importorskip("lm_eval", reason=why_not("eval"))
 
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
@@ -369,7 +371,6 @@ def test_a_bad_task_file_is_one_line(lm_eval: Door, tasks: Path, change: tuple[s
     ],
 )  # fmt: skip
 def test_lengths_that_lm_eval_would_loop_on_are_refused(names: list[str], length: object, says: str | None) -> None:
-    pytest.importorskip("wonderwords")
     model = find_model("opt-tiny", None, None)
     given = {"max_seq_lengths": [length] if isinstance(length, int) else length}
     if says is None:
@@ -380,7 +381,6 @@ def test_lengths_that_lm_eval_would_loop_on_are_refused(names: list[str], length
 
 
 def test_a_tokenizer_that_ruler_vt_has_no_example_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wonderwords")
     model = find_model("opt-tiny", None, None)
     monkeypatch.setattr(type(model), "encode_more", lambda self, text: list(text))
     with pytest.raises(UsageError, match="--tasks ruler_vt: its solved example takes more than 500 tokens"):

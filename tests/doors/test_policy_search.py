@@ -17,6 +17,7 @@ from flexgen_h2o.flags import as_flags, policy_of
 from flexgen_h2o.planner import search
 from flexgen_h2o.planner.profile import HardwareProfile, nominal_profile, write_profile
 from tests.doors.conftest import Answer
+from tests.extras import needs
 
 Door = Callable[..., Answer]
 KEYS = ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
@@ -301,7 +302,7 @@ def test_this_machine_s_profile_is_asked_for(
     assert object_of(answer)["details"]["budget_bytes"]["host"] == 100 * 2**20
 
 
-def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
+def test_trace_of_the_simulated_block(plan: Door) -> None:
     answer = plan(f"{SMALL} {GIVEN} --trace t.json")
     assert answer.code == 0, answer.err
     events = json.loads(Path("t.json").read_text())["traceEvents"]
@@ -309,7 +310,10 @@ def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
     assert {"compute_layer prefill", "compute_layer decode", "load_weight", "load_cache"} <= names
     steps = sum(event["name"] == "compute_layer decode" for event in events)
     assert steps == 7 * 26  # decode sweeps, layers
-    pytest.importorskip("matplotlib")
+
+
+@needs("plot")
+def test_picture_of_the_simulated_block(plan: Door) -> None:
     assert plan(f"{SMALL} {GIVEN} --plot p.png").code == 0
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
 

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
 from flexgen_h2o.evaluation import articles, summarize, summary
 from tests.doors.conftest import POSITIONS, Answer
+from tests.extras import needs
 
 Door = Callable[..., Answer]
 INSTRUCTION = "Sum up:\n"
@@ -71,13 +71,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_grid(run: Door, records: list[dict[str, Any]], words_model: Path, tmp_path: Path) -> None:
-    has_plot = find_spec("matplotlib") is not None
-    out = run(
-        f"{GRID} --policies full h2o --json r.json --markdown r.md --kvpress-dir kp"
-        + (" --plot r.png" if has_plot else "")
-    )
+    out = run(f"{GRID} --policies full h2o --json r.json --markdown r.md --kvpress-dir kp")
     result = figures(tmp_path / "r.json")
-    assert not has_plot or (tmp_path / "r.png").stat().st_size > 10_000
     assert out.out.rstrip().endswith((tmp_path / "r.md").read_text().rstrip())
     assert result == figures(tmp_path / "d" / "summary.json")
     assert (result["articles"], result["cut"], result["skipped"], result["fields"]) == (3, 1, 0, {"temperature": 0.0})
@@ -116,6 +111,12 @@ def test_a_grid(run: Door, records: list[dict[str, Any]], words_model: Path, tmp
     assert result["cells"][0]["less_first"] is None
     gap = result["cells"][1]["scores"]["rouge1"]["value"] - result["cells"][0]["scores"]["rouge1"]["value"]
     assert result["cells"][1]["less_first"]["rouge1"]["value"] == pytest.approx(gap)
+
+
+@needs("plot")
+def test_a_picture_of_a_grid(run: Door, tmp_path: Path) -> None:
+    run(f"{GRID} --policies full h2o --sample-num 1 --plot r.png")
+    assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
 def test_a_restart_does_what_is_missing(run: Door, tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.extras import needs
 from tests.fault.jobs import Job, launch, rows_of, tokens_of, write_input
 from tests.forks import environment
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("ray")]
 
 ROWS = 400
 RAY = ("--ray", "--ray-actors", "2", "--host-mem", "512MiB")

@@ -18,6 +18,7 @@ from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.warm_up import warm_up_card
 from flexgen_h2o.kvcache.eviction import H2ONorm, SnapKV, VaSE
 from flexgen_h2o.planner.costs import EXPERTS_LAUNCHES, PROMPT_LAUNCHES, ROUTER_LAUNCHES
+from tests.extras import needs
 from tests.gpu import test_cuda_parity
 from tests.gpu.fake_card import NAME, Card
 from tests.gpu.fake_engine import fake_card
@@ -313,6 +314,7 @@ def test_rows_behind_a_common_prefix_wait_for_nothing(tmp_path, monkeypatch, fam
     assert of_block(card, "decode", "launch") <= 30, card.places
 
 
+@needs("gpu")
 @pytest.mark.parametrize(("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o", False)}))
 def test_sinks_are_part_of_the_launch(tmp_path, eviction: str, packed: bool) -> None:
     """gpt-oss: windows in every other layer, learned sinks in all."""
@@ -340,10 +342,10 @@ def test_experts_of_a_group_are_one_launch(tmp_path, bits: int) -> None:
     assert card.per_step("decode attention", "launch") <= OF_STEP + ROUTER_LAUNCHES, card.places
 
 
+@needs("gpu")
 @pytest.mark.parametrize(("eviction", "packed"), some_slow(product(ONE_LAUNCH, (False, True)), {("h2o-norm", False)}))
 def test_a_run_launches_what_was_warmed_up(tmp_path, eviction: str, packed: bool) -> None:
     """Nothing else, in prompts of any length and while rows leave: whatever a kernel is compiled for is the same."""
-    pytest.importorskip("triton")
     folder, kept, launched = model_folder(tmp_path, CONFIGS["llama"]), ONE_LAUNCH[eviction], set[Any]()
     with fake_card(), pytest.MonkeyPatch.context() as patch:
         launch = triton.launch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.integrations import disable_h2o, enable_h2o
+from tests.extras import needs
 
 TEXTS = (
     ("import os\n\n\ndef main(path):\n    with open(path) as file:\n        for line in", " file:\n            print("),
@@ -17,10 +19,13 @@ TEXTS = (
 SIZES = {"heavy_size": 6, "recent_size": 6}
 
 
+@needs("eval")
+@needs("bench")  # lm-eval's Hugging Face backend takes accelerate
 def test_loglikelihoods_and_generation() -> None:
-    instance = pytest.importorskip("lm_eval.api.instance").Instance
-    models = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)
-    harness = models.HFLM(pretrained=str(PACKAGED["opt-tiny"]), batch_size=3, dtype="float32", device="cpu")
+    instance = import_module("lm_eval.api.instance").Instance
+    harness = import_module("lm_eval.models.huggingface").HFLM(
+        pretrained=str(PACKAGED["opt-tiny"]), batch_size=3, dtype="float32", device="cpu"
+    )
     scored = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(TEXTS)]
     until = {"until": ["\n\n\n"], "max_gen_toks": 16}
     written = [instance("generate_until", {}, (context, until), i) for i, (context, _) in enumerate(TEXTS)]

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval")
-pytest.importorskip("accelerate")
+from tests.extras import why_not
+
+pytest.importorskip("lm_eval", reason=why_not("eval"))
+pytest.importorskip("accelerate", reason=why_not("bench"))  # for lm-eval's Hugging Face backend
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.jobs.page_pictures import Browser, browsing, start_batch, why_no_browser
+from tests.extras import needs
 from tests.serving.conftest import KEY, Running, Start
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())]
+pytestmark = [pytest.mark.slow, needs("browser"), pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())]
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 CONTRAST = """
 const rgb = (text) => text.match(/[\\d.]+/g).map(Number);

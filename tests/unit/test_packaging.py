@@ -61,6 +61,22 @@ def test_what_is_tested_is_what_ci_installs() -> None:
         assert (f"=={version}", "") in pinned(name), name
 
 
+def test_ci_begins_with_the_commands_that_readme_prints_first() -> None:
+    block = text_of("README.md").partition("```bash\n")[2].partition("```")[0]
+    commands = [line.split()[1] for line in block.splitlines() if line.startswith("bash scripts/")]
+    assert commands == ["scripts/quickstart.sh", "scripts/test.sh"]
+
+
+def test_every_extra_that_a_test_names_is_installed_by_ci_or_at_night() -> None:
+    files = (ROOT / "tests").rglob("test_*.py")
+    named = {extra for path in files for extra in re.findall(r'(?:needs|why_not)\("(\w+)"\)', path.read_text())}
+    (by_ci,) = re.findall(r"^extras=(.*)$", text_of(".ci/run"), re.MULTILINE)
+    (at_night,) = re.findall(r"^use_venv (.*)$", text_of("scripts/nightly.sh"), re.MULTILINE)
+    tests_are_slow = {"ray", "browser"}
+    assert named - tests_are_slow <= set(by_ci.split(","))
+    assert named <= set(at_night.split(","))
+
+
 def test_the_image_is_made_of_files_that_are_there_and_runs_as_nobody_special() -> None:
     lines = text_of("Dockerfile").replace("\\\n", " ").splitlines()
     copied = [shlex.split(line)[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]

@@ -8,6 +8,7 @@ import pytest
 
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.timeline import Span, _bars, _cut, around_prefill_end, draw_timeline
+from tests.extras import needs
 
 PREFILL, DECODE = "compute_layer prefill", "compute_layer decode"
 RUN = [
@@ -33,9 +34,9 @@ def test_neighbours_are_one_bar_and_bars_end_at_the_window() -> None:
     assert bars["disk_read 2", "load_weight"] == [pytest.approx((0.0, 4.0))]
 
 
+@needs("plot")
 @pytest.mark.parametrize("spans", [RUN, []], ids=["run", "nothing"])
 def test_writes_a_picture(tmp_path: Path, spans: list[Span]) -> None:
-    pytest.importorskip("matplotlib")
     draw_timeline(spans, tmp_path / "p.png", "title", around_prefill_end(spans, 4))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FlexgenError, match=r"^--plot .*p\.unknown"):

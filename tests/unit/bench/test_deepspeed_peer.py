@@ -72,7 +72,8 @@ def test_what_deepspeed_does_not_pack_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not (PEERS / "deepspeed" / "installed.txt").exists(), reason="bash bench/baselines/deepspeed/setup.sh"
+    not (PEERS / "deepspeed" / "installed.txt").exists(),
+    reason="needs DeepSpeed's own environment: bash bench/baselines/deepspeed/setup.sh",
 )
 def test_its_4_bits_are_those_of_a_slow_reference(tmp_path: Path) -> None:
     model, full = AutoModelForCausalLM.from_pretrained(OPT_TINY, dtype=torch.bfloat16), None

@@ -149,7 +149,10 @@ def test_what_flexgen_has_no_code_for_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (VENV / "installed.txt").exists(), reason="bash bench/baselines/flexgen/setup.sh")
+@pytest.mark.skipif(
+    not (VENV / "installed.txt").exists(),
+    reason="needs FlexGen's own environment: bash bench/baselines/flexgen/setup.sh",
+)
 def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     settings = [{"weights_in_ram": 100}, {"weights_in_ram": 0}, {"weights_in_ram": 50, "micro_batches": 2}]
     settings += [{"weights_in_ram": 30, "sep_layer": 0}, {"weights_in_ram": 0, "kv_on_disk": 1}]
@@ -167,7 +170,10 @@ def test_its_tokens_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (VENV / "installed.txt").exists(), reason="bash bench/baselines/flexgen/setup.sh")
+@pytest.mark.skipif(
+    not (VENV / "installed.txt").exists(),
+    reason="needs FlexGen's own environment: bash bench/baselines/flexgen/setup.sh",
+)
 def test_its_4_bits_are_those_of_a_slow_reference(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(OPT_TINY, dtype=torch.float32)
     for variant in ("cpu", "cpu-4bit"):  # in fp32 it has scales in files in 16 bits

@@ -16,6 +16,7 @@ from contract import phases
 from bench.sweep import mem_spd
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, Line
 from flexgen_h2o.core.errors import UsageError
+from tests.extras import needs
 from tests.unit.bench.test_throughput_sweep import OPT_TINY
 
 GRID = "--model {} --batch 1 4 --prompt-len 16 2000 --gen-len 8 --policies full h2o-4bit:0.25 --repeats 2"
@@ -85,8 +86,8 @@ def test_a_failure_is_told_by_the_exit_code(run: Any) -> None:
     assert run(GRID, Measured(FAILED))[0] == 1
 
 
+@needs("plot")
 def test_the_picture_is_drawn_also_where_nothing_ran(run: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     for batches, measured in (("1", Measured()), ("4", Measured())):
         run(GRID.replace("1 4", batches) + f" --plot {tmp_path}/m{batches}.png --again", measured)
         assert (tmp_path / f"m{batches}.png").stat().st_size > 5000

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from bench.sweep.runner import Setup, command_of, environment_of, load_libraries
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, REFUSED, TIMEOUT, Line, Store
 from bench.sweep.summary import rows_of
 from flexgen_h2o.core.errors import UsageError
+from tests.extras import needs
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, figures, key
 from tests.unit.tiers.test_under_way import until
 
@@ -124,13 +126,14 @@ def test_without_matplotlib_there_is_a_table_and_a_word(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.jsonl", "t.md"]
 
 
+@needs("plot")
 def test_pictures_of_one_point_and_of_failures_alone(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     failed = vars(key("hf-sdpa")) | {"status": FAILED, "reason": ""}
     assert plots.draw_all([failed], tmp_path, "t") == []
     assert len(plots.draw_all([failed, vars(key()) | figures(5.0)], tmp_path, "t")) == 2
 
 
+@needs("plot")
 @pytest.mark.parametrize(
     ("more", "allowed_gb"), [({}, 1.3), ({"device": "cpu", "device_mem_bytes": 5 * 10**8}, 1.8),
                              ({"device": "cuda", "device_mem_bytes": 5 * 10**8}, 1.3)],
@@ -139,8 +142,7 @@ def test_the_line_in_the_picture_of_memory_is_where_a_run_is_over_the_budget(
     more: dict[str, Any], allowed_gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the 300 MB that all are allowed, and a device tier that is RAM."""
-    figure = pytest.importorskip("matplotlib.figure")
-    axes = figure.Figure().subplots()
+    axes = import_module("matplotlib.figure").Figure().subplots()
     monkeypatch.setattr(plots, "_save", lambda draw, path, size: draw(axes))
     rows = rows_of([vars(key()) | figures(5.0) | {"budget_bytes": 10**9, **more}])
     plots._memory(rows, tmp_path / "x.png", "title")

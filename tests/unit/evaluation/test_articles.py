@@ -10,6 +10,7 @@ import pytest
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.articles import METRICS, Rouge, read_records, shortened, split_instruction
+from tests.extras import needs
 
 INSTRUCTION = "Summarize the above article in 1 sentence.\n"
 
@@ -92,11 +93,10 @@ def test_a_line_that_is_none(line: Any, said: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def rouge() -> Rouge:
-    pytest.importorskip("rouge")
-    pytest.importorskip("rouge_score")
     return Rouge()
 
 
+@needs("eval")
 def test_rouge(rouge: Rouge) -> None:
     same = rouge("The dogs sleep. They eat.", "The dogs sleep. They eat.")
     assert same == pytest.approx([1.0] * len(METRICS), abs=1e-6)
@@ -107,11 +107,13 @@ def test_rouge(rouge: Rouge) -> None:
     assert rouge("Dog", "dogs") == pytest.approx([1, 0, 1, 0, 0, 0])
 
 
+@needs("eval")
 @pytest.mark.parametrize("text", ["", " \n", "...", " . . "])
 def test_an_empty_summary_is_worth_nothing(rouge: Rouge, text: str) -> None:
     assert rouge(text, "the cat") == rouge("the cat", text) == [0.0] * len(METRICS)
 
 
+@needs("eval")
 def test_a_summary_without_a_full_stop_may_be_long(rouge: Rouge) -> None:
     text = " ".join(f"w{i}" for i in range(900))
     assert rouge(text, text.replace("w0 ", ""))[-1] == pytest.approx(2 * 899 / 1799, abs=1e-3)

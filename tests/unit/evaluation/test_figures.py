@@ -25,6 +25,7 @@ from flexgen_h2o.evaluation.figures import (
 )
 from flexgen_h2o.evaluation.rows import Question, TextRow, make_cells
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, H2ONorm
+from tests.extras import needs
 
 
 def test_all_policies_at_all_budgets_each_half_heavy_and_half_recent() -> None:
@@ -195,8 +196,8 @@ def test_the_compared_full_cache_and_the_reference_have_other_names(result: dict
     }  # fmt: skip
 
 
+@needs("plot")
 def test_the_picture(result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     draw(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FlexgenError, match="--plot"):

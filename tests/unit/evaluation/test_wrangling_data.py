@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.data_wrangling import is_right, metrics
 from flexgen_h2o.evaluation.wrangling_data import Item, Task, drawn, find_task, near_misses, read_items, shuffled
+from tests.extras import needs
 from tests.unit.evaluation.wrangling import BEER, HOSPITAL, RESTAURANT, write_folder
 
 Folder = Callable[[Mapping[str, str], str], Path]
@@ -109,9 +111,10 @@ def test_a_folder_that_is_not_right(name: str, files: dict[str, str], says: str,
         read_items(task_of(tmp_path, name, files), "validation", ".", "nan")
 
 
+@needs("eval")
 def test_tables_and_draws_are_as_pandas_has_them(tmp_path: Path) -> None:
     """The same texts and examples as fm_data_tasks' steps give."""
-    pandas = pytest.importorskip("pandas")
+    pandas = import_module("pandas")  # comes with lm-eval
     rows = [f'{i},"n, {i}",{["", "1.50", "2"][i % 3]},{i % 4 == 1:d}' for i in range(23)]
     files = {**RESTAURANT, "train.csv": "id,name,city,label\n" + "\n".join(rows) + "\n"}
     task = task_of(tmp_path, "Restaurant", files)

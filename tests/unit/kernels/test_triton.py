@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -37,6 +38,9 @@ from flexgen_h2o.kernels.packed import (
     unpack_columns,
 )
 from flexgen_h2o.kvcache.rows import query_weight_table
+from tests.extras import needs
+
+pytestmark = needs("gpu")
 
 ON_CARD = os.environ.get("FLEXGEN_GPU_TEST_DEVICE") == "cuda"
 HAS_BF16 = not ON_CARD or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -54,7 +58,7 @@ def some_slow(*lists: Iterable[Any], fast: tuple[Any, ...]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    interpreter = import_module("triton.runtime.interpreter")
     if ON_CARD:
         with torch.device("cuda"):
             yield

@@ -28,8 +28,11 @@ from flexgen_h2o.kernels.prompt_columns import (
     put_prompts,
     put_prompts_reference,
 )
+from tests.extras import needs
 from tests.parity.cases import thinned
 from tests.unit.kernels.test_triton import CLOSE, DTYPES, MULTIPLIED, on_card, some_slow
+
+pytestmark = needs("gpu")
 
 __all__ = ["on_card"]  # a fixture of all tests
 

@@ -28,7 +28,10 @@ from flexgen_h2o.kernels.linear import DenseRows, RowParts, grouped_linear, line
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows, unpack_rows_reference
 from flexgen_h2o.kernels.quantised import unpack_mxfp4, unpack_mxfp4_reference
 from flexgen_h2o.tiers.stream import Part
+from tests.extras import needs
 from tests.unit.kernels.test_triton import CLOSE, DTYPES, MULTIPLIED, ON_CARD, on_card, some_slow
+
+pytestmark = needs("gpu")
 
 __all__ = ["on_card"]  # a fixture of all tests
 
