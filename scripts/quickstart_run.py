@@ -64,13 +64,19 @@ def memory_lines(report: Mapping[str, Any], process_bytes: int) -> list[str]:
 
 
 def time_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return the measured time beside the predicted one, if this machine has been measured."""
+    """Return the measured time beside the predicted one, which is rough until this machine has been measured."""
     total = report["total"]
     predicted = report["predicted"]
     line = f"Time   {format_seconds(total['seconds'])} for {total['tokens']} tokens, after loading"
-    if report["extra"]["profile"] == "nominal" or None in predicted.values():
-        return [line, "       no prediction: this machine has not been measured (flexgen-h2o hardware, 1 to 2 minutes)"]
-    return [f"{line}; predicted {format_seconds(sum(predicted.values()))}"]
+    if None in predicted.values():
+        return [line]
+    seconds = format_seconds(sum(predicted.values()))
+    if report["extra"]["profile"] == "nominal":
+        return [
+            f"{line}; predicted roughly {seconds}, with typical figures",
+            "       flexgen-h2o hardware measures this machine in 1 to 2 minutes; predictions are closer then",
+        ]
+    return [f"{line}; predicted {seconds}"]
 
 
 def next_lines(model: str) -> list[str]:
