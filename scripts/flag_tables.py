@@ -83,7 +83,7 @@ def documented() -> list[str]:
 
 
 def flags_of(command: str) -> list[Flag]:
-    """Return what a command's --help shows, group by group, without the flags for help. KeyError for an unknown command."""
+    """Return the flags of a command, group by group, without those for help. KeyError for an unknown command."""
     parser = parsers()[command]
     return [
         Flag(group.title or "", _names(action), _value(action), _escape(_help(parser, action)))
