@@ -83,14 +83,15 @@ def documented() -> list[str]:
 
 
 def flags_of(command: str) -> list[Flag]:
-    """Return what a command's --help shows, group by group, without --help itself. KeyError for an unknown command."""
+    """Return the flags of a command, group by group, without those for help. KeyError for an unknown command."""
     parser = parsers()[command]
     return [
         Flag(group.title or "", _names(action), _value(action), _escape(_help(parser, action)))
         for group in parser._action_groups
         for action in group._group_actions
         if action.help is not argparse.SUPPRESS
-        and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+        and not isinstance(action, argparse._SubParsersAction)
+        and not any(name.startswith("--help") for name in action.option_strings)
     ]
 
 
@@ -149,7 +150,7 @@ def _link(flags: list[Flag], shared: Iterable[Flag], page: Path) -> list[str]:
         else:
             parts += having
     where = f"{os.path.relpath(SHARED_PAGE, page.parent)}#{SHARED_SECTION}"
-    return [f"[Shared flags]({where}): {', '.join(parts)}."] if parts else []
+    return [f"[Shared flags]({where}): {'; '.join(parts)}."] if parts else []
 
 
 def _names(action: argparse.Action) -> tuple[str, ...]:

@@ -306,7 +306,7 @@ def test_flags_of_groups_that_many_commands_have_are_shown_once(monkeypatch: pyt
     assert "| `-r`, `--revision REVISION` |" in shared and "host-mem" not in shared
     own = flag_tables.table("serve", page)
     assert own.startswith("\n**Memory**\n\n| flag | meaning |\n|---|---|\n| `--serve-mem` | its own |\n\n")
-    assert own.endswith("[Shared flags](../cli.md#shared-flags): Model (not `--dry-run`), Memory.\n\n")
+    assert own.endswith("[Shared flags](../cli.md#shared-flags): Model (not `--dry-run`); Memory.\n\n")
 
 
 def test_flags_are_shown_as_they_are_typed() -> None:
