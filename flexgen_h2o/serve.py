@@ -47,6 +47,7 @@ ROWS = 64  # of a block that `auto` plans
 MOST_LENGTH = 2048  # tokens of a row, without --max-len
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 STATE_DIR = "~/flexgen_h2o_server"
+PLANNED = "facebook/opt-30b"  # what the planner's page begins with, if no model is named
 COMPARED_ROWS, COMPARED_QUEUE = 2, 16  # of the engine for comparisons
 SHOWN = (
     *SHOWN_OF_ENGINE,
@@ -172,7 +173,7 @@ def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
     from flexgen_h2o.serving.pages import Pages
 
     given = [f"--{name}={value}" for name in ("path", "revision") if (value := getattr(args, name)) is not None]
-    return Pages(machines(args.offload_dir), profile_from_json, ask, [*filter(None, [args.model]), *given], has_engine)
+    return Pages(machines(args.offload_dir), profile_from_json, ask, [args.model or PLANNED, *given], has_engine)
 
 
 def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:

@@ -81,7 +81,7 @@ def test_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> None:
 
 
 @needs("plot")
-@pytest.mark.parametrize("flags", ["fidelity --policies h2o --budgets 0.2", "attention"])
+@pytest.mark.parametrize("flags", ["fidelity --policies h2o --budgets 0.2 --recall-prompts 0", "attention"])
 def test_pictures(evaluate: Door, tmp_path: Path, flags: str) -> None:
     evaluate(f"{flags} --num-prompts 2 --prompt-len 32 --gen-len 4 --offload-dir o --resamples 20 --plot r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000

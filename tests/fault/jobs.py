@@ -23,6 +23,7 @@ os._exit(code)
 """
 FILES = ("--input", "in.jsonl", "--output", "out.jsonl")
 FLAGS = (
+    *("--model", "opt-tiny"),
     *("--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
     *("--gpu-batch-size", "4", "--num-gpu-batches", "2", "--window", "16"),
 )

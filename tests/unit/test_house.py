@@ -50,7 +50,7 @@ EDGES = {
         "batch": "cli_common parser generate",
         "serve": "core tiers kvcache planner cli_common parser flags policy_search jobs serving",
         "evaluate": "core kvcache cli_common parser flags evaluation",
-        "cache": "core tiers checkpoint cli_common parser",
+        "cache": "core tiers checkpoint models cli_common parser",
         "cli": "core synonyms cli_common",
     }.items()
 }

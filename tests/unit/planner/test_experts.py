@@ -192,22 +192,6 @@ def test_rows_that_compute_for_as_long_as_weights_load() -> None:
         assert evaluate(at, Policy(round(factor * rows), 1, ON_DISK)).prediction.binds("decode") == binds
 
 
-def test_the_documented_shares_of_skewed_routers() -> None:
-    """An expert's chance is as 1 / rank^s: of so many tokens, the expected share of experts that any chooses."""
-
-    def share(count: int, per_token: int, tokens: int, skew: float) -> float:
-        chances = [rank**-skew for rank in range(1, count + 1)]
-        each = (min(1.0, per_token * chance / sum(chances)) for chance in chances)
-        return sum(1 - (1 - chance) ** tokens for chance in each) / count
-
-    page = (DOCS / "developers" / "planner.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| ([\d. ]+) \| ([\d. ]+) \| ([\d. ]+) \| ([\d. ]+) \|$", page, re.MULTILINE)
-    assert len(rows) == 6
-    for tokens, *shares in rows:
-        found = [share(count, k, int(tokens), skew) for count, k in ((128, 8), (8, 2)) for skew in (0, 0.5)]
-        assert [float(told) for told in shares] == pytest.approx(found, abs=0.006)
-
-
 def test_the_tables_say_what_a_token_uses_and_how_many_rows_would_do() -> None:
     known = Machine(read_profile(find_profile("build-2core")), "bfloat16", device_is_host=True)
     at = replace(space(public("Qwen/Qwen3-30B-A3B"), 16, 64, 8), machine=known, budgets=dict.fromkeys(HUGE, 2**42))
