@@ -26,8 +26,9 @@ os._exit(code)
 """
 LOAD = "from flexgen_h2o import evaluate; from flexgen_h2o.evaluation import summary; from flexgen_h2o.jobs import job"
 FLAGS = shlex.split(
-    "summarize --model opt-tiny --input in.jsonl --output-dir d --policies full h2o --hh-size 4 --gen-len 12 --dtype float32 "
-    "--device cpu --offload-dir offload --gpu-batch-size 2 --num-gpu-batches 1 --resamples 10 --json r.json"
+    "summarize -m opt-tiny --input in.jsonl --output-dir d --policies full h2o --hh-size 4 --gen-len 12 "
+    "--dtype float32 --device cpu --offload-dir offload --gpu-batch-size 2 --num-gpu-batches 1 --resamples 10 "
+    "--json r.json"
 )
 CELLS = ("full", "h2o-4+4")
 

@@ -176,11 +176,7 @@ def test_what_the_command_refuses(
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    engine = (
-        []
-        if "--plan-only" in words
-        else ["--model", "opt-tiny", "--device", "cpu", "--dtype", "float32", "--max-len", "64"]
-    )
+    engine = [] if "--plan-only" in words else ["opt-tiny", "--device", "cpu", "--dtype", "float32", "--max-len", "64"]
     place = [] if "--plan-only" in words else ["--percent", "0", "100", "0", "100", "0", "100", "--state-dir", "s"]
     assert serve.main(["--port", "0", *engine, *place, *words]) == code
     err = capfd.readouterr().err
