@@ -46,7 +46,7 @@ EDGES = {
         "batch": "core kvcache engine cli_common flags jobs",
         "serve": "core tiers kvcache planner cli_common flags policy_search jobs serving",
         "evaluate": "core kvcache cli_common flags evaluation",
-        "cache": "core tiers checkpoint cli_common",
+        "cache": "core tiers checkpoint models cli_common",
         "cli": "core cli_common",
     }.items()
 }
