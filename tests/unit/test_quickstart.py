@@ -1,0 +1,46 @@
+"""What scripts/quickstart.sh prints after its run, and that it refuses what it does not know."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts import quickstart_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_toy_answers_and_all_is_summed_up(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    assert quickstart_run.main("opt-tiny") == 0
+    out = capfd.readouterr().out
+    prompts = quickstart_run.TOY_PROMPTS.read_text().splitlines()
+    assert all(f"\n{prompt}" in out for prompt in prompts)
+    for beginning in ("RAM    ", "       ", "Time   ", "Next:", "  flexgen-h2o generate opt-tiny -p "):
+        assert f"\n{beginning}" in out
+    assert "limit 256 MiB" in out and "for the whole process" in out
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["flexgen_h2o_offload_dir"])
+
+
+def test_a_model_that_is_not_there_ends_with_the_runs_exit_code(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert quickstart_run.main("/no/such/model") == 2
+    found = capfd.readouterr()
+    assert found.out == "" and "/no/such/model" in found.err
+
+
+@pytest.mark.parametrize("words", [["--model"], ["--other", "x"], ["x"], ["--model", "a", "b"]])
+def test_wrong_use(words: list[str]) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/quickstart.sh"), *words], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "usage: bash scripts/quickstart.sh [--model MODEL]\n"
