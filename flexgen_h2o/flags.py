@@ -92,6 +92,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, dry_run: bool = True) -> N
     add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
     add("--path", type=not_empty, help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
     add("--revision", type=not_empty, help="branch, tag or commit of a hub id")
+    add(
+        "--max-model-len",
+        type=positive,
+        metavar="N",
+        help="most tokens of a prompt and its answer (default: the model's)",
+    )
     where = "disk tier, imported and random weights (default ~/flexgen_h2o_offload_dir)"
     add("--offload-dir", type=not_empty, help=where)
     add("--device", default="auto", help="auto, cpu or cuda")
@@ -135,6 +141,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
         args.model, AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
+        max_model_len=args.max_model_len,
     )  # fmt: skip
 
 

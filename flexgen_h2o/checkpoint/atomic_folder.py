@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from flexgen_h2o.core import interrupts
@@ -33,12 +32,14 @@ from flexgen_h2o.core.files import (
     try_lock,
     wait_for_lock,
 )
+from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.units import format_bytes, format_free
 
 WHOLE_BYTES = 32 * 2**20
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a larger file, evenly from its first byte to its last
 LABEL_BYTES = 100  # file systems take names of 255 bytes, and ours get endings
 
+_METADATA = "a checkpoint file has another mode, owner, name or number of links, and the same contents; the run goes on"
 _STEADY_TRIES = 5  # to find a file in one state before and after its contents are sampled
 _GONE_S, _GONE_POLL_S = 0.5, 0.02  # a file that was renamed may be renamed back
 
@@ -152,29 +153,19 @@ def _check_contents(path: Path, before: FileState) -> None:
     """Accept a file whose ctime alone has changed if its sampled contents are those of `before`."""
     if not os.access(path, os.R_OK, effective_ids=True):
         # Its mode or owner is what has changed. What reads it has it open since before.
-        _say_metadata()
+        say_once(_METADATA)
         return
     now = file_state(path)
     if now is None or now.digest is None or now.digest != before.digest:
         raise _changed(path, "written to")
     before.ctime_ns = now.ctime_ns
-    _say_metadata()
+    say_once(_METADATA)
 
 
 def _changed(path: Path, what: str) -> CheckpointChangedError:
     return CheckpointChangedError(
         f"{path}: was {what} after this run had opened it, and what was computed since is not handed out; "
         "leave the checkpoint alone while it is in use, and start again"
-    )
-
-
-@cache
-def _say_metadata() -> None:
-    """Once per process."""
-    print(
-        "# a checkpoint file has another mode, owner, name or number of links, and the same contents; the run goes on",
-        file=sys.stderr,
-        flush=True,
     )
 
 

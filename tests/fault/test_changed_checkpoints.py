@@ -19,6 +19,7 @@ from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint import atomic_folder
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import CheckpointChangedError
+from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, prompts_from_python
 from tests.fault.jobs import Job, Jobs, rows_of, tokens_of, write_input
@@ -200,7 +201,7 @@ def test_metadata_is_not_content(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A file with another ctime and the same contents ends no run; that is said once. Then new contents end it."""
-    atomic_folder._say_metadata.cache_clear()
+    say_once.cache_clear()
     path = shards(folder)[-1].resolve()
     with opened(folder, tmp_path, Policy(2, 1, ON_DISK)) as llm:
         for _ in range(2):
