@@ -145,6 +145,8 @@ def add_engine_flags(parser: OneLineParser, dry_run: bool = True, positional: bo
     random_weights = "random weights at the model's true shape, to measure speed"
     model("--random-weights", dest="path", action="store_const", const=DUMMY, help=random_weights)
     model("--revision", type=not_empty, help="branch, tag or commit of a hub id")
+    length = "most tokens of a prompt and its answer (the model's)"
+    model("--max-model-len", type=positive, metavar="N", help=length)
     model("--device", default="auto", help="auto, cpu or cuda (auto)")
     model("--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)} (auto: the checkpoint's)")
     for f in fields(MemoryBudget):
@@ -209,6 +211,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
         model_of(args), AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
+        max_model_len=args.max_model_len,
     )  # fmt: skip
 
 

@@ -66,6 +66,7 @@ class LLM:
     margin. hardware: the profile that plans are made with, its file or the name of a shipped one; by default this
     machine's, measured by `python -m flexgen_h2o.hardware`. on_plan: for a dry run, called with the plan of the first
     rows where the engine would be opened; it ends the run by raising. Weights are neither fetched nor imported then.
+    max_model_len: most tokens of a prompt and its answer, by default as many as the model has positions.
 
     Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`, CheckpointChangedError there, after
     which a new LLM is needed. Nothing big is allocated before the first `generate`. Close it, or use it as a context
@@ -78,6 +79,7 @@ class LLM:
         eviction: object = None, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
         offload_dir: str | Path | None = None, path: str | Path | None = None, revision: str | None = None,
         hardware: HardwareProfile | str | Path | None = None, on_plan: Callable[[Answer], NoReturn] | None = None,
+        max_model_len: int | None = None,
     ) -> None:  # fmt: skip
         self._eviction = check_eviction(eviction)
         self.asked_policy = read_policy_argument(policy)
@@ -95,7 +97,14 @@ class LLM:
         name, where = _text("model", model), _text_or_none("path", path)
         self._on_plan = on_plan
         version = _text_or_none("revision", revision)
-        self.model: Model = find_model(name, where, version, on_plan is None, self.offload_dir)
+        self.model: Model = find_model(
+            name,
+            where,
+            version,
+            weights=on_plan is None,
+            offload_dir=self.offload_dir,
+            max_model_len=max_model_len,
+        )
         self._asked_dtype = None if dtype == "auto" else _text("dtype", dtype)
         if self._asked_dtype is not None and self._asked_dtype not in DTYPE_BYTES:
             raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")

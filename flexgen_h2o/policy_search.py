@@ -75,8 +75,8 @@ EXAMPLES = (
 USUAL_DTYPES = ("float16", "bfloat16")  # of OPT checkpoints, and what a CPU computes them in
 # Flags of flex_opt besides the policy, which the command that runs the plan repeats where they were given.
 REPEATED = (
-    "--path", "--revision", "--offload-dir", "--device-mem", "--host-mem", "--disk-mem", "--eviction",
-    *EVICTION_FLAGS.values(),
+    "--path", "--revision", "--max-model-len", "--offload-dir", "--device-mem", "--host-mem", "--disk-mem",
+    "--eviction", *EVICTION_FLAGS.values(),
 )  # fmt: skip
 MOST_PROMPTS = 10**9
 
@@ -207,7 +207,7 @@ def _question(args: argparse.Namespace) -> Answer:
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace
 
-    spec = find_spec(model_of(args), args.path, args.revision, args.offload_dir)
+    spec = find_spec(model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len)
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
     by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits

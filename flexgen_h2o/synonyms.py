@@ -70,7 +70,6 @@ ADVICE = {
         _PIPELINE,
     ),
     # vLLM
-    "--max-model-len": _CONTEXT,
     "--tensor-parallel-size": _PIPELINE,
     "--pipeline-parallel-size": _PIPELINE,
     "--gpu-memory-utilization": "give --gpu-mem SIZE, such as 14GiB",

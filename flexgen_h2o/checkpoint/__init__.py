@@ -10,10 +10,10 @@ from pathlib import Path
 
 from flexgen_h2o.checkpoint.atomic_folder import states_of
 from flexgen_h2o.checkpoint.bin_import import import_bin
+from flexgen_h2o.checkpoint.matching import match, no_weights
 from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
-from flexgen_h2o.checkpoint.resolve import ModelSource, match, resolve
+from flexgen_h2o.checkpoint.resolve import ModelSource, resolve
 from flexgen_h2o.checkpoint.safetensors import (
-    BIN,
     SAFETENSORS,
     Checkpoint,
     StoredTensor,
@@ -22,7 +22,6 @@ from flexgen_h2o.checkpoint.safetensors import (
     shards,
 )
 from flexgen_h2o.checkpoint.writing import write_random_checkpoint
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
 
 __all__ = [
@@ -51,14 +50,14 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
     if names == SAFETENSORS:
         return match(spec, read_index(folder), folder)
     if names is None:
-        raise UsageError(f"--model {folder}: no weights there (no {SAFETENSORS[0]}, no {BIN[0]}, no index of either)")
+        raise no_weights(folder)
     sources = states_of(weight_files(folder))
     imported = import_bin(folder, cache_dir)
-    return replace(match(spec, read_index(imported), imported), sources=sources)
+    return replace(match(spec, read_index(imported), folder), folder=imported, sources=sources)
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The files in `folder` that `open_checkpoint` takes weights from; none where there are none. UsageError names a
     damaged index or a missing shard."""
     names = names_in(folder)
-    return list(shards(folder, names)) if names else []
+    return shards(folder, names) if names else []

@@ -13,8 +13,10 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.core import interrupts
@@ -30,24 +32,52 @@ from flexgen_h2o.core.files import (
     try_lock,
     wait_for_lock,
 )
+from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.units import format_bytes, format_free
 
 WHOLE_BYTES = 32 * 2**20
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a larger file, evenly from its first byte to its last
 LABEL_BYTES = 100  # file systems take names of 255 bytes, and ours get endings
 
-FileState = tuple[int, int, int, int]  # bytes, mtime and ctime in ns, inode
+_METADATA = "a checkpoint file has another mode, owner, name or number of links, and the same contents; the run goes on"
+_STEADY_TRIES = 5  # to find a file in one state before and after its contents are sampled
+_GONE_S, _GONE_POLL_S = 0.5, 0.02  # a file that was renamed may be renamed back
+
+
+@dataclass
+class FileState:
+    """A file, or what a link leads to, as it was when it was opened.
+
+    The first four say that a file was written to or replaced. A new ctime alone does not: it also comes with another
+    mode, owner, name or number of hard links, and then the contents decide.
+    """
+
+    nbytes: int
+    mtime_ns: int
+    inode: int
+    device: int
+    ctime_ns: int  # the newest one whose contents are known to be the same
+    digest: str | None  # of its contents (`sample_digest`); None if they could not be read, or changed meanwhile
+
+    def is_like(self, now: os.stat_result) -> bool:
+        """Is it the same file, of the same size and time of change?"""
+        then = (self.nbytes, self.mtime_ns, self.inode, self.device)
+        return then == (now.st_size, now.st_mtime_ns, now.st_ino, now.st_dev)
+
+
 States = Mapping[Path, FileState | None]  # None: the file is not there
 
 
 def fingerprint(paths: Sequence[Path], *more: object) -> str:
-    """16 hex digits of names and states; `more`: other facts that count, as JSON takes them.
+    """16 hex digits of names, sizes, times of change, inodes and sampled contents of files.
 
-    No byte is read. A copy of a file and one that was written to have another inode or ctime, which no program can set
-    back (it can the mtime). A file that is moved with its folder stays the same. One that is restored, or whose mode
-    changes, counts as another: then its products are made again.
+    `more`: other facts that count, as JSON takes them. A file that is moved with its folder stays the same, and so does
+    one whose mode, owner or number of links changes. A copy has another inode and counts as another file.
     """
-    facts = [(path.name, *_state(path.stat())) for path in paths]
+    facts: list[object] = []
+    for path in paths:
+        stat = path.stat()
+        facts.append((path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino, sample_digest([path])))
     return hashlib.sha256(json.dumps([*facts, *more]).encode()).hexdigest()[:16]
 
 
@@ -72,11 +102,19 @@ def sample_digest(paths: Sequence[Path]) -> str:
 
 
 def file_state(path: Path) -> FileState | None:
-    """Of a file, or of what a link leads to; None where there is none that can be looked at."""
+    """The state of a file, or of what a link leads to; None if there is none that can be looked at."""
     try:
-        return _state(path.stat())
+        before = path.stat()
+        for _ in range(_STEADY_TRIES):
+            digest = _digest_of(path)
+            now = path.stat()
+            if now.st_ctime_ns == before.st_ctime_ns:
+                break
+            before = now
+            digest = None
     except OSError:
         return None
+    return FileState(before.st_size, before.st_mtime_ns, before.st_ino, before.st_dev, before.st_ctime_ns, digest)
 
 
 def states_of(paths: Iterable[Path]) -> States:
@@ -84,19 +122,58 @@ def states_of(paths: Iterable[Path]) -> States:
 
 
 def check_unchanged(states: States) -> None:
-    """CheckpointChangedError where a file is in another state than in `states`. One `stat` a file, no byte is read."""
+    """Raise CheckpointChangedError if a file is in another state than in `states`.
+
+    This takes one `stat` per file. Contents are sampled only after a change of a file's ctime alone; if they are the
+    same, that is said once, and the new ctime is kept in `states`.
+    """
     for path, before in states.items():
-        now = file_state(path)
-        if now != before:
-            what = "removed" if now is None else "written to or replaced"
-            raise CheckpointChangedError(
-                f"{path}: was {what} after this run had opened it, and what was computed since is not handed out; "
-                "leave the checkpoint alone while it is in use, and start again"
-            )
+        now = _stat_of(path, waits=before is not None)
+        if before is None and now is None:
+            continue
+        if before is None or now is None or not before.is_like(now):
+            raise _changed(path, "removed" if now is None else "written to or replaced")
+        if before.ctime_ns != now.st_ctime_ns:
+            _check_contents(path, before)
 
 
-def _state(stat: os.stat_result) -> FileState:
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+def _stat_of(path: Path, waits: bool) -> os.stat_result | None:
+    """None if there is no such file; `waits`: a moment later either."""
+    end = time.monotonic() + _GONE_S
+    while True:
+        try:
+            return path.stat()
+        except OSError:
+            if not waits or time.monotonic() > end:
+                return None
+        time.sleep(_GONE_POLL_S)
+
+
+def _check_contents(path: Path, before: FileState) -> None:
+    """Accept a file whose ctime alone has changed if its sampled contents are those of `before`."""
+    if not os.access(path, os.R_OK, effective_ids=True):
+        # Its mode or owner is what has changed. What reads it has it open since before.
+        say_once(_METADATA)
+        return
+    now = file_state(path)
+    if now is None or now.digest is None or now.digest != before.digest:
+        raise _changed(path, "written to")
+    before.ctime_ns = now.ctime_ns
+    say_once(_METADATA)
+
+
+def _changed(path: Path, what: str) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"{path}: was {what} after this run had opened it, and what was computed since is not handed out; "
+        "leave the checkpoint alone while it is in use, and start again"
+    )
+
+
+def _digest_of(path: Path) -> str | None:
+    try:
+        return sample_digest([path])
+    except OSError:
+        return None
 
 
 def label(name: str) -> str:

@@ -20,7 +20,6 @@ from flexgen_h2o.checkpoint.safetensors import (
     SAFETENSORS,
     Entry,
     header,
-    not_in_shard,
     shard_name,
     shards,
     write_index,
@@ -83,22 +82,22 @@ def _carried_files(folder: Path) -> list[Path]:
     )
 
 
-def _convert(sources: dict[Path, list[str] | None], out: Path) -> None:
+def _convert(sources: list[Path], out: Path) -> None:
     weight_map: dict[str, str] = {}
     nbytes = 0
-    for i, (path, listed) in enumerate(sources.items()):
+    for i, path in enumerate(sources):
         name = shard_name(i, len(sources))
-        for entry in _convert_shard(path, listed, out / name):
+        for entry in _convert_shard(path, out / name):
             weight_map[entry.name] = name
             nbytes += entry.nbytes
     write_index(out, weight_map, nbytes)
 
 
-def _convert_shard(path: Path, listed: list[str] | None, out: Path) -> list[Entry]:
+def _convert_shard(path: Path, out: Path) -> list[Entry]:
     """Write one shard's tensors; a tied one (same storage, offset, shape) once, its other names in the metadata."""
     import torch
 
-    tensors, mapped = _load(path, listed)
+    tensors, mapped = load_tensors(path)
     every = [_entry(path, name, tensor) for name, tensor in tensors.items()]
     kept: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -144,13 +143,18 @@ def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
     return entry
 
 
-def _load(path: Path, listed: list[str] | None) -> tuple[dict[str, torch.Tensor], bool]:
-    """The tensors of a .bin file by name (all, or the listed ones), and whether they are mapped from the file."""
+def load_tensors(path: Path, only_mapped: bool = False) -> tuple[dict[str, torch.Tensor], bool]:
+    """The tensors of a .bin file by name, and whether they are mapped from the file.
+
+    only_mapped: none of a file that would have to be read whole. Raises UsageError that names the file.
+    """
     import torch
 
     try:
         with path.open("rb") as file:
             mapped = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+        if only_mapped and not mapped:
+            return {}, False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -169,12 +173,7 @@ def _load(path: Path, listed: list[str] | None) -> tuple[dict[str, torch.Tensor]
     tensors = {name: t for name, t in found if isinstance(name, str) and isinstance(t, torch.Tensor)}
     if not tensors:
         raise UsageError(f"{path}: it holds no named tensors; give a folder with a model's state_dict")
-    if listed is None:
-        return tensors, mapped
-    missing = sorted(set(listed) - set(tensors))
-    if missing:
-        raise not_in_shard(path, missing[0], BIN)
-    return {name: tensors[name] for name in listed}, mapped
+    return tensors, mapped
 
 
 def _forget(tensor: torch.Tensor) -> None:

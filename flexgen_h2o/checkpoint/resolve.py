@@ -1,111 +1,16 @@
-"""Finds a model's folder (packaged, local, under --path, on the hub) and checks a checkpoint against the model's spec.
-
-Reads no weights, but for the second table of a tied model.
-"""
+"""Finds a model's folder: packaged, local, under --path, on the hub. Reads no weights."""
 
 from __future__ import annotations
 
 import errno
-from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint.formats import StoredRows, checkpoint_format, layouts_of
-from flexgen_h2o.checkpoint.safetensors import (
-    BIN,
-    SAFETENSORS,
-    Checkpoint,
-    StoredTensor,
-    names_in,
-    read_weight_map,
-)
-from flexgen_h2o.core import interrupts
+from flexgen_h2o.checkpoint.safetensors import BIN, SAFETENSORS, names_in, read_weight_map
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.files import open_regular, usable_path
-from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import MIB
-
-# Checkpoints of the bare model, saved without its head, have names without it.
-_PREFIX = "model."
-_HEADS = ("lm_head.weight", "embed_out.weight")  # of heads with a table of their own
-
-
-def match(spec: ModelSpec, stored: dict[str, StoredTensor], folder: Path) -> Checkpoint:
-    """The stored tensors of `spec`, by their keys; what the files hold besides is ignored.
-
-    A name is found as it is, or with a leading "model." added or removed. Raises UsageError that names the tensor and
-    the folder (missing) or the file (shape or dtype; a head that is not the table which the config ties it to).
-    """
-    tensors: dict[str, StoredTensor] = {}
-    form = checkpoint_format(spec)
-    units = [layouts_of(form, unit.tensors) for unit in spec.layers(sep_layer=False).units]
-    wanted = [rows for layouts in units for layout in layouts for rows in layout.stored]
-    slices = Counter(rows.name for rows in wanted if rows.index is not None)
-    for rows in wanted:
-        names = [name for own in rows.names for name in (own, _other_name(own))]
-        found = next((stored[name] for name in names if name in stored), None)
-        if found is None:
-            raise UsageError(
-                f"{folder}: tensor {rows.name!r} is not in this checkpoint; give a folder whose weights belong"
-                " to its config.json"
-            )
-        _check(rows, rows.shape if rows.index is None else (slices[rows.name], *rows.shape), found)
-        tensors[rows.key] = found if rows.index is None else found.item(rows.index)
-    if spec.tied and spec.head:
-        _check_tied(spec.head[-1].name, tensors[spec.head[-1].key], stored)
-    return Checkpoint(folder, tensors)
-
-
-def _other_name(name: str) -> str:
-    return name[len(_PREFIX) :] if name.startswith(_PREFIX) else _PREFIX + name
-
-
-def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor) -> None:
-    if found.shape != shape:
-        raise UsageError(
-            f"{found.path}: tensor {wanted.name!r} has shape {found.shape}, config.json asks for {shape};"
-            " give a folder whose weights belong to its config.json"
-        )
-    if found.dtype not in wanted.dtypes:
-        raise UsageError(
-            f"{found.path}: tensor {wanted.name!r} is stored as {found.dtype}, and is read as"
-            f" {' or '.join(wanted.dtypes)}; give a checkpoint in one of the formats that"
-            " docs/reference/models.md lists"
-        )
-
-
-def _check_tied(name: str, table: StoredTensor, stored: dict[str, StoredTensor]) -> None:
-    """Files may have a head besides the table `name`: as a copy, or as another one, which transformers then uses."""
-    for other in _HEADS:
-        head = stored.get(other)
-        if head is not None and not _is_copy(head, table):
-            raise UsageError(
-                f"{head.path}: {other!r} differs from {name!r}, to which config.json ties it; set tie_word_embeddings"
-                " to false in config.json"
-            )
-
-
-def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether both have the same dtype, shape and bytes. All bytes count: training of some tokens changes few rows."""
-    if one == other:
-        return True
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    try:
-        with open_regular(one.path) as first, open_regular(other.path) as second:
-            first.seek(one.offset)
-            second.seek(other.offset)
-            for at in range(0, one.nbytes, MIB):
-                interrupts.check()
-                size = min(MIB, one.nbytes - at)
-                if first.read(size) != second.read(size):
-                    return False
-    except OSError as error:
-        raise UsageError(f"{one.path}: {error.strerror or error}") from error
-    return True
-
+from flexgen_h2o.core.files import usable_path
 
 DUMMY = "_DUMMY_"
 CONFIG_NAME = "config.json"
@@ -197,6 +102,11 @@ def _local(model: str) -> Path | None:
 
 def _with_config(folder: Path, what: str) -> Path:
     if not (folder / CONFIG_NAME).is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UsageError(
+                f"{what}: holds an adapter (adapter_config.json), not a model; merge it into its base model (peft's"
+                " merge_and_unload), and give the folder that this makes"
+            )
         raise UsageError(f"{what}: there is no {CONFIG_NAME} in this folder; give a Hugging Face model folder")
     return folder
 

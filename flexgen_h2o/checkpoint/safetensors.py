@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from flexgen_h2o.checkpoint.atomic_folder import FileState, States, check_unchanged, file_state
-from flexgen_h2o.core.config import DTYPE_BYTES
+from flexgen_h2o.core.config import DTYPE_BYTES, WIDE
 from flexgen_h2o.core.errors import UsageError, json_reason
 from flexgen_h2o.core.files import open_regular, read_json, write_new
 from flexgen_h2o.core.units import round_up
@@ -28,8 +28,8 @@ from flexgen_h2o.core.units import round_up
 class StoredTensor:
     """One tensor's bytes: `nbytes` from `offset` (bytes from the start of the file), row-major, little-endian.
 
-    dtype: a key of `config.DTYPE_BYTES`, `uint8`, or the safetensors name of a type that is not computed with (`I8`,
-    ...). state: of the file, before anything of it was read.
+    dtype: a key of `config.DTYPE_BYTES`, `config.WIDE`, `uint8`, or the safetensors name of a type that is not computed
+    with (`I8`, ...). state: of the file, before anything of it was read.
     """
 
     path: Path
@@ -70,11 +70,12 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The float dtype that most bytes have (`float32`, `bfloat16`, `float16`)."""
+        """The float dtype that most bytes have (`float32`, `bfloat16`, `float16`). float64 counts as float32."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
-            if tensor.dtype in DTYPE_BYTES:
-                sizes[tensor.dtype] += tensor.nbytes
+            dtype = "float32" if tensor.dtype == WIDE else tensor.dtype
+            if dtype in DTYPE_BYTES:
+                sizes[dtype] += tensor.nbytes
         return sizes.most_common(1)[0][0]
 
     @property
@@ -100,7 +101,7 @@ DTYPE_BITS = {
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "U8": "uint8"}
+TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": WIDE, "U8": "uint8"}
 FROM_ENGINE = {ours: theirs for theirs, ours in TO_ENGINE.items()}
 
 # Direct reads fetch whole blocks: data that starts on one costs no extra block.
@@ -154,42 +155,34 @@ def names_in(folder: Path) -> Names | None:
     return next((names for names in both if any((folder / name).is_file() for name in names)), None)
 
 
-def shards(folder: Path, names: Names) -> dict[Path, list[str] | None]:
-    """The files of a checkpoint of these names, each with the tensors that the index lists for it (None: all).
+def shards(folder: Path, names: Names) -> list[Path]:
+    """The files of a checkpoint of these names, in the order of their names.
 
     UsageError names what is wrong: no such checkpoint, a damaged index, a missing shard.
     """
     single, index = (folder / name for name in names)
     if single.is_file():
-        return {single: None}
+        return [single]
     if not index.is_file():
         raise UsageError(f"{folder}: there is no {single.name} and no {index.name}; give a folder that has one")
-    listed: dict[str, list[str]] = {}
-    for tensor, shard in read_weight_map(index).items():
-        listed.setdefault(shard, []).append(tensor)
-    return {_shard_path(index, shard): listed[shard] for shard in sorted(listed)}
+    return [_shard_path(index, shard) for shard in sorted(set(read_weight_map(index).values()))]
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the safetensors checkpoint in `folder`, by its name in the files.
 
-    A name that the file's metadata gives as another name of a stored tensor (tied weights) points at the same bytes.
+    As in transformers, an index only says which files there are. A tensor may be in another of them than the index
+    says, or not be listed at all. If two files have one name, the last file counts. A name that the file's metadata
+    gives as another name of a stored tensor (tied weights) points at the same bytes.
     Raises UsageError that names the file: missing or truncated shard, damaged header or index.
     """
     found: dict[str, StoredTensor] = {}
-    extra: dict[str, StoredTensor] = {}
-    for path, listed in shards(folder, SAFETENSORS).items():
-        tensors = read_file(path)
-        extra.update(tensors)
-        for name in listed or ():
-            if name not in tensors:
-                raise not_in_shard(path, name, SAFETENSORS)
-            found[name] = tensors[name]
-    return {**extra, **found}
-
-
-def not_in_shard(path: Path, name: str, names: Names) -> UsageError:
-    return UsageError(f"{path}: {names[1]} says that tensor {name!r} is in it, but it is not; {AGAIN}")
+    aliases: dict[str, StoredTensor] = {}
+    for path in shards(folder, SAFETENSORS):
+        tensors, also = _read_file(path)
+        found.update(tensors)
+        aliases.update(also)
+    return {**aliases, **found}
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -209,8 +202,9 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def _shard_path(index: Path, shard: str) -> Path:
     """Where the shard `shard` of `index` lies. Raises UsageError: not there, or a name that leaves the folder."""
     shown = repr(shard) if len(shard) <= 80 else f"{shard[:60]!r}... ({len(shard)} characters)"
-    if Path(shard).name != shard or shard == ".." or "\0" in shard:
-        raise UsageError(f"{index}: {shown} is not a plain file name; {AGAIN}")
+    parts = Path(shard).parts
+    if not parts or Path(shard).is_absolute() or ".." in parts or "\0" in shard:
+        raise UsageError(f"{index}: {shown} is not the name of a file in this folder; {AGAIN}")
     path = index.parent / shard
     try:
         is_there = path.is_file()
@@ -223,6 +217,12 @@ def _shard_path(index: Path, shard: str) -> Path:
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of one safetensors file. Raises UsageError that names the file and what is wrong with it."""
+    tensors, aliases = _read_file(path)
+    return {**aliases, **tensors}
+
+
+def _read_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """As `read_file`: the tensors of a file by name, and those that its metadata has further names for."""
     state = file_state(path)  # first, so that whatever is written from here on is noticed
     head, start, size = _read_header(path)
     metadata = head.pop("__metadata__", None)
@@ -238,11 +238,8 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     if size != end:
         what = "is truncated" if size < end else "has bytes that belong to no tensor"
         raise UsageError(f"{path}: {what}: {size} bytes, {end} expected; {AGAIN}")
-    if metadata:
-        # safetensors.torch.save_model notes tied weights this way; the import of .bin files does too.
-        aliases = {a: tensors[kept] for a, kept in metadata.items() if kept in tensors}
-        tensors = {**aliases, **tensors}
-    return tensors
+    # safetensors.torch.save_model notes tied weights this way; the import of .bin files does too.
+    return tensors, {a: tensors[kept] for a, kept in (metadata or {}).items() if kept in tensors}
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:

@@ -17,6 +17,7 @@ from flexgen_h2o.core.units import check_int, parse_bytes
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIDE = "float64"  # is read from checkpoints, and never computed with
 TIERS = ("device", "host", "disk")
 POLICY_SCHEMA = 5  # 5: cache_bits may be text such as "4/2"
 # Fields by the schema that has them first; in a file of an older one they are at their defaults.

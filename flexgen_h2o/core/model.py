@@ -23,6 +23,19 @@ def slice_key(name: str, index: int | None) -> str:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """Rows of one slice of a larger tensor, as some checkpoints have an expert's matrices.
+
+    `shape` is the larger tensor's: (slices, rows of a slice, columns).
+    """
+
+    names: tuple[str, ...]  # that the larger tensor may have
+    shape: tuple[int, int, int]
+    index: int  # of the slice, along the first dimension
+    first: int  # row of the slice that is the matrix's first
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape.
 
@@ -31,6 +44,7 @@ class TensorSpec:
     `shape` is the slice's. A model has all slices of such a tensor. transposed: checkpoints with plain numbers have the
     matrix as (columns, rows), for x W; `shape` is that of W^T, as of all matrices. looked_up: rows of it are looked up
     by token, and nothing else is done with it. whole: it is rows of that tensor, from its row `first` on (`rows`).
+    stacked: where some checkpoints have it instead of under a name of its own.
     """
 
     role: str
@@ -43,6 +57,7 @@ class TensorSpec:
     looked_up: bool = False
     whole: TensorSpec | None = None
     first: int = 0
+    stacked: Stacked | None = None
 
     @property
     def key(self) -> str:
@@ -180,6 +195,7 @@ class ModelSpec:
     embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
     The head's last tensor is its table, which has a row for each token.
     head_rows: rows of that table in a unit; the head is then as many layers (`with_head_rows`). 0: all of them.
+    prefix: what the names of all tensors but the head's begin with. Checkpoints of the bare model lack it.
     """
 
     name: str
@@ -206,6 +222,7 @@ class ModelSpec:
     experts: Experts | None = None
     windows: tuple[int | None, ...] = ()
     head_rows: int = 0
+    prefix: str = "model"
 
     def __hash__(self) -> int:
         """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""

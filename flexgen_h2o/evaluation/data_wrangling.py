@@ -218,7 +218,9 @@ def _show_prompts(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     """For --dry-run: prompts with their tokens, and how long all are."""
     from flexgen_h2o.models.load import find_model
 
-    model = find_model(model_of(args), args.path, args.revision, offload_dir=args.offload_dir)
+    model = find_model(
+        model_of(args), args.path, args.revision, max_model_len=args.max_model_len, offload_dir=args.offload_dir
+    )
     if model.tokenizer is None:
         raise UsageError(f"--model {model.name}: has no tokenizer to count the tokens of prompts")
     sizes = [len(model.encode(prompt)) for prompt in prompts]
@@ -358,7 +360,9 @@ def _write_press(
         "compression": compression_flags(policy) or None, "seed": args.seed, "k": args.k,
         "sample_method": args.sample_method, "run_tag": args.run_tag, "results": str(folder),
     }  # fmt: skip
-    spec = find_model(model_of(args), args.path, args.revision, offload_dir=args.offload_dir).spec
+    spec = find_model(
+        model_of(args), args.path, args.revision, max_model_len=args.max_model_len, offload_dir=args.offload_dir
+    ).spec
     ratio = dropped_share(eviction, spec, policy, [(n, args.gen_len) for n in prompts])
     run = PressRun(whole["data"], args.model, eviction.name, ratio, whole["split"], whole["fraction"], settings)
     rows = (

@@ -122,7 +122,7 @@ def score(args: argparse.Namespace, names: list[str]) -> int:
         raise UsageError("--input: is missing; name the file that `evaluate lm-eval run` wrote")
     check_files(args, ("input",), ("json",))
     results_are_in(args.json)
-    model = find_model(model_of(args), args.path, args.revision)
+    model = find_model(model_of(args), args.path, args.revision, max_model_len=args.max_model_len)
     if model.tokenizer is None:
         raise UsageError(f"--model {model.name}: has no tokenizer; name the model that answered")
     answers = read_answers(args.input)

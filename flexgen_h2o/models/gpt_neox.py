@@ -27,6 +27,7 @@ from flexgen_h2o.models.layers import (
     read_common,
     read_positive,
     read_rotary,
+    table_tensor,
     token_chunks,
 )
 
@@ -83,8 +84,8 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     if parallel:
         attention, mlp = tuple(a + b for a, b in zip(attention, mlp, strict=True)), ((),) * len(blocks)
     tied = bool(config.get("tie_word_embeddings", False))
-    table = TensorSpec("embed_in.weight", "gpt_neox.embed_in.weight", (vocab, hidden), looked_up=not tied)
     head_table = TensorSpec("embed_out.weight", "embed_out.weight", (vocab, hidden), ("lm_head.weight",))
+    table = table_tensor("embed_in", "gpt_neox.embed_in.weight", (vocab, hidden), head_table if tied else None)
     final_norm = layer_norm_tensors("final_layer_norm", "gpt_neox.final_layer_norm", hidden)
     return ModelSpec(
         family="gpt_neox",
@@ -96,6 +97,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         options=(("activation", activation), ("eps", eps), ("parallel", parallel)),
         rotary=rotary,
         buffers=(StepBuffer("qkv", 3 * hidden, "attention"),),
+        prefix="gpt_neox",
         **common,
     )
 

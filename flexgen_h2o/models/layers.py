@@ -17,7 +17,7 @@ from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
 from flexgen_h2o.kernels.elementwise import add_weighted, silu_gated
 from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import Hidden, Weights, read_ends
+from flexgen_h2o.models import MOST_POSITIONS, Hidden, Weights, read_ends
 
 
 def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
@@ -57,10 +57,29 @@ def read_common(config: Mapping[str, Any], name: str, ffn_field: str = "intermed
     return {
         "name": name, "num_blocks": blocks, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads,
         "head_dim": hidden // heads, "ffn_size": ffn, "vocab_size": vocab,
-        "max_positions": check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1),
+        "max_positions": read_positions(config),
         "eos_token_ids": read_ends(config.get("eos_token_id")),
         "bos_token_id": config.get("bos_token_id"),
     }  # fmt: skip
+
+
+def read_positions(config: Mapping[str, Any]) -> int:
+    """The positions that a model has: max_position_embeddings, or more if its rotary embeddings are stretched.
+
+    As vLLM counts them: rope_type "linear" has max_position_embeddings x factor, and "yarn"
+    original_max_position_embeddings x factor. "dynamic" depends on the length of each sequence, and is not stretched.
+    """
+    positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or rope.get("rope_type") not in STRETCHED:
+        return positions
+    trained = positions
+    if rope["rope_type"] == "yarn" and type(rope.get("original_max_position_embeddings")) is int:
+        trained = rope["original_max_position_embeddings"]
+    factor = rope.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MOST_POSITIONS:
+        return positions  # `read_rotary` refuses what is no factor
+    return max(positions, min(int(trained * factor), MOST_POSITIONS))
 
 
 def check_heads(hidden: int, heads: int) -> None:
@@ -74,6 +93,16 @@ def linear_tensors(
     """`role`.weight (rows, columns), and `role`.bias (rows,) where there is one; `name` as in the checkpoint."""
     weight = TensorSpec(f"{role}.weight", f"{name}.weight", (rows, columns), exact=exact)
     return (weight, TensorSpec(f"{role}.bias", f"{name}.bias", (rows,))) if bias else (weight,)
+
+
+def table_tensor(role: str, name: str, shape: tuple[int, int], tied_head: TensorSpec | None) -> TensorSpec:
+    """The embedding's table `role`.weight; `name` as in the checkpoint.
+
+    tied_head: the head that is the same table, if the model ties them. A checkpoint may have it under either name.
+    """
+    if tied_head is None:
+        return TensorSpec(f"{role}.weight", name, shape, looked_up=True)
+    return TensorSpec(f"{role}.weight", name, shape, (tied_head.name, *tied_head.aliases))
 
 
 def layer_norm_tensors(role: str, name: str, width: int) -> tuple[TensorSpec, ...]:
@@ -93,6 +122,7 @@ def bias_of(w: Weights, role: str) -> torch.Tensor | None:
 # The others depend on the length of a sequence, so that keys would have to be rotated anew, or on the layer. dynamic
 # does too, but not up to max_position_embeddings, and nothing goes beyond it.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+STRETCHED = ("linear", "yarn")
 
 
 def read_rotary(config: Mapping[str, Any]) -> Rotary:

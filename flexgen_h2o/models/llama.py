@@ -28,6 +28,7 @@ from flexgen_h2o.models.layers import (
     read_rotary,
     read_sizes,
     read_windows,
+    table_tensor,
     token_chunks,
 )
 
@@ -134,8 +135,10 @@ def read_decoder(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"rope_parameters: turn {rotary.width} numbers of a head of {width}; all or nothing here")
     activation, eps = check_activation("hidden_act", config.get("hidden_act")), read_positive(config, "rms_norm_eps")
     tied = bool(config.get("tie_word_embeddings", False))
-    table = TensorSpec("embed_tokens.weight", "model.embed_tokens.weight", (vocab, hidden), looked_up=not tied)
-    head_table = table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
+    head_table = TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
+    table = table_tensor("embed_tokens", "model.embed_tokens.weight", (vocab, hidden), head_table if tied else None)
+    if tied:
+        head_table = table
     windows = read_windows(config, common["num_blocks"], common["max_positions"])
     own = {
         "num_kv_heads": kv_heads, "head_dim": width, "embedding": (table,),

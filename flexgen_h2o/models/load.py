@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -13,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,37 @@ from flexgen_h2o.checkpoint import (
 )
 from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label, sample_digest, states_of
 from flexgen_h2o.checkpoint.formats import PackedFormat
-from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, NotOnHubError, find_folder, has_weights
+from flexgen_h2o.checkpoint.resolve import (
+    CONFIG_NAME,
+    DUMMY,
+    PACKAGED,
+    NotOnHubError,
+    find_folder,
+    has_weights,
+)
 from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, names_in
+from flexgen_h2o.checkpoint.side_files import say_adapter
+from flexgen_h2o.checkpoint.tied import has_other_head
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import TooLongError, UsageError
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import MIB
-from flexgen_h2o.models import GENERATION_CONFIG, built_in_names, built_in_spec, one_line, spec_from_folder
+from flexgen_h2o.core.notes import say_once
+from flexgen_h2o.core.units import MIB, check_int
+from flexgen_h2o.models import (
+    GENERATION_CONFIG,
+    built_in_names,
+    built_in_spec,
+    one_line,
+    spec_from_config,
+    spec_from_folder,
+)
 from flexgen_h2o.models.named import BY_HUB_ID, NAMED, fetch_command, fetched_folder, folder_of, is_fetched
 
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not known yet
 _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
+_SENTENCEPIECE = "tokenizer.model"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", _SENTENCEPIECE, "tokenizer_config.json")
 _LOGGING_LIBRARIES = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
 _logging_lock = threading.RLock()
 _compiling = threading.Lock()
@@ -189,10 +208,12 @@ def find_model(
     revision: str | None = None,
     weights: bool = True,
     offload_dir: str | Path | None = None,
+    max_model_len: int | None = None,
 ) -> Model:
     """Locate a model and read its shape; no weights are read. UsageError says what is wrong and the way out.
 
-    weights: False fetches none either. offload_dir: where named models are; None is the default one.
+    weights: False fetches none either. offload_dir: where named models are; None is the default one. max_model_len: as
+    of `with_max_len`.
     """
     with _suggesting(model):
         source, note = _find_source(model, path, revision, weights, offload_dir)
@@ -200,7 +221,7 @@ def find_model(
         names = ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, *_TOKENIZER_EXTRAS)
         files = states_of(source.folder / name for name in names)
         with _quiet():
-            spec, config = spec_from_folder(source.name, source.folder)
+            spec, config = _read_shape(source.name, source.folder, max_model_len)
             return Model(
                 source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files, note
             )
@@ -212,7 +233,8 @@ def find_model(
             f"{' such as ' + ', '.join(near) if near else ''} (docs/reference/models.md lists them), or a local folder"
             " with a config.json; with a quantization_config in it they are in that format"
         )
-    return Model(built_in[0].name, *built_in, None, True, None)
+    spec, config = built_in
+    return Model(spec.name, with_max_len(spec, max_model_len), config, None, True, None)
 
 
 def _find_source(
@@ -248,19 +270,56 @@ def said_dtype(model: Model) -> str:
 
 
 def find_spec(
-    model: str, path: str | None, revision: str | None = None, offload_dir: str | Path | None = None
+    model: str,
+    path: str | None,
+    revision: str | None = None,
+    offload_dir: str | Path | None = None,
+    max_model_len: int | None = None,
 ) -> ModelSpec:
     """A model's shape, for plans: as `find_model`, but weights are never fetched, and a built-in shape needs no hub."""
     folder = find_folder(model, path)
     if folder is None and (known := built_in_spec(model)) is not None:
-        return known[0]
+        return with_max_len(known[0], max_model_len)
     if folder is None and path is not None and DUMMY in path:
-        return find_model(model, path, offload_dir=offload_dir).spec  # says which shapes there are
+        found = find_model(model, path, offload_dir=offload_dir, max_model_len=max_model_len)
+        return found.spec  # says which shapes there are
     with _suggesting(model):
         folder = folder or _find_source(model, path, revision, False, offload_dir)[0].folder
     assert folder is not None
     with _quiet():
-        return spec_from_folder(model, folder)[0]
+        return _read_shape(model, folder, max_model_len)[0]
+
+
+def _read_shape(name: str, folder: Path, max_model_len: int | None) -> tuple[ModelSpec, dict[str, Any]]:
+    """The shape of the model in `folder` and its config, both as its files have it."""
+    spec, config = spec_from_folder(name, folder)
+    if has_other_head(spec, folder):
+        config = {**config, "tie_word_embeddings": False}
+        spec = spec_from_config(name, config, str(folder / CONFIG_NAME))
+        say_once(
+            f"{folder}: has a head with other numbers than the embedding that config.json ties it to; the head is used,"
+            " as in transformers"
+        )
+    say_adapter(folder)
+    return with_max_len(spec, max_model_len), config
+
+
+def with_max_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
+    """The model with at most so many tokens per sequence. None: as many as it has positions.
+
+    UsageError for more than it has positions.
+    """
+    if max_model_len is None:
+        return spec
+    most = check_int("--max-model-len", max_model_len, low=1)
+    if most > spec.max_positions:
+        way = (
+            "lower it"
+            if spec.rotary is None
+            else f"lower it, or stretch the positions by rope_scaling in {CONFIG_NAME}"
+        )
+        raise UsageError(f"--max-model-len {most}: {spec.name} has {spec.max_positions} positions; {way}")
+    return replace(spec, max_positions=most)
 
 
 @contextlib.contextmanager
@@ -394,8 +453,29 @@ def _load_tokenizer(folder: Path) -> Any | None:
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # a setting of a wrong type is found at first use
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
+        missing = _missing_for_sentencepiece(folder)
+        if missing:
+            raise UsageError(
+                f"{folder}: its tokenizer is {_SENTENCEPIECE} alone, and packages that read it are not installed; run"
+                f" pip install {' '.join(missing)}, or give a folder with a tokenizer.json"
+            ) from error
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(f"{folder}: its tokenizer cannot be read ({reason})") from error
+
+
+def _missing_for_sentencepiece(folder: Path) -> list[str]:
+    """What is to be installed to read a folder that has a SentencePiece model and no tokenizer.json."""
+    if (folder / "tokenizer.json").exists() or not (folder / _SENTENCEPIECE).exists():
+        return []
+    modules = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
+    return [package for module, package in modules.items() if not _is_installed(module)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of the package that it would be in
+        return False
 
 
 def _check_tokenizer_file(path: Path) -> None:

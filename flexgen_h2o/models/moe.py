@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import Experts, ModelSpec, StepBuffer, TensorSpec
+from flexgen_h2o.core.model import Experts, ModelSpec, Stacked, StepBuffer, TensorSpec
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import grouped_linear
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, Weights
-from flexgen_h2o.models.layers import gated, linear_tensors, mix_experts, read_sizes, route_tokens
+from flexgen_h2o.models.layers import gated, mix_experts, read_sizes, route_tokens
 from flexgen_h2o.models.llama import (
     attention,
     attention_tensors,
@@ -96,7 +96,17 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     qk_norms = {
         "qwen3_moe": (width, width), "mixtral": (), "olmoe": (found["num_heads"] * width, found["num_kv_heads"] * width)
     }[kind]  # fmt: skip
-    prefix, names = ("block_sparse_moe", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp", _PROJECTIONS)
+    # Mixtral's files have another name for the MLP than transformers' model; both are read.
+    places = ("block_sparse_moe", "mlp") if kind == "mixtral" else ("mlp",)
+    names = ("w1", "w3", "w2") if kind == "mixtral" else _PROJECTIONS
+
+    # Of each projection: the stack of all experts that transformers holds it in, its first row there, and the rows of
+    # a slice of the stack. Checkpoints may have the stacks.
+    in_stacks = {
+        "gate_proj": ("gate_up_proj", 0, 2 * ffn),
+        "up_proj": ("gate_up_proj", ffn, 2 * ffn),
+        "down_proj": ("down_proj", 0, hidden),
+    }
 
     def norm_of(i: int) -> TensorSpec:
         return norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)
@@ -105,14 +115,18 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         tensors = attention_tensors(i, found, bias, bias, qk_norms)
         if i in dense:
             return tensors
-        router = TensorSpec("router.weight", f"model.layers.{i}.{prefix}.gate.weight", (count, hidden), exact=True)
+        name, *aliases = (f"model.layers.{i}.{place}.gate.weight" for place in places)
+        router = TensorSpec("router.weight", name, (count, hidden), tuple(aliases), exact=True)
         return (*tensors, norm_of(i), router)
 
     def expert_of(i: int, expert: int) -> tuple[TensorSpec, ...]:
-        shapes, tensors = ((ffn, hidden), (ffn, hidden), (hidden, ffn)), list[TensorSpec]()
-        for role, own, shape in zip(_PROJECTIONS, names, shapes, strict=True):
-            stored = f"model.layers.{i}.{prefix}.experts.{expert}.{own}"
-            tensors += linear_tensors(f"experts.{expert}.{role}", stored, *shape, bias=False)
+        tensors = []
+        for (role, (kind, first, rows_in_all)), own in zip(in_stacks.items(), names, strict=True):
+            shape = (hidden, ffn) if kind == "down_proj" else (ffn, hidden)
+            name, *aliases = (f"model.layers.{i}.{place}.experts.{expert}.{own}.weight" for place in places)
+            stacks = tuple(f"model.layers.{i}.{place}.experts.{kind}" for place in places)
+            stacked = Stacked(stacks, (count, rows_in_all, shape[1]), expert, first)
+            tensors.append(TensorSpec(f"experts.{expert}.{role}.weight", name, shape, tuple(aliases), stacked=stacked))
         return tuple(tensors)
 
     mixtures = Experts(

@@ -26,6 +26,7 @@ from flexgen_h2o.models.layers import (
     layer_norm_tensors,
     linear_tensors,
     read_common,
+    table_tensor,
     token_chunks,
 )
 
@@ -91,10 +92,11 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         fc1 = linear_tensors("fc1", f"{block}.fc1", ffn, hidden, bias)
         return (*fc1, *linear_tensors("fc2", f"{block}.fc2", hidden, ffn, bias), *norm("final_layer_norm", block))
 
-    def table(role: str, prefix: str, rows: int, width: int, looked_up: bool = False) -> TensorSpec:
-        return TensorSpec(f"{role}.weight", f"{prefix}{role}.weight", (rows, width), looked_up=looked_up)
+    def table(role: str, prefix: str, rows: int, width: int) -> TensorSpec:
+        return TensorSpec(f"{role}.weight", f"{prefix}{role}.weight", (rows, width))
 
-    tokens = table("embed_tokens", f"{root}.", vocab, narrow, looked_up=not tied)
+    head_table = table("lm_head", "", vocab, narrow)
+    tokens = table_tensor("embed_tokens", f"{root}.embed_tokens.weight", (vocab, narrow), head_table if tied else None)
     positional = table("embed_positions", f"{root}.", positions + POSITION_OFFSET, hidden)
     is_narrow = narrow != hidden
     project_in = (table("project_in", f"{root}.", hidden, narrow),) if is_narrow else ()
@@ -107,7 +109,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         mlp=tuple(map(mlp_tensors, blocks)),
         head=(
             *(norm("final_layer_norm", root) if final_norm else ()), *project_out,
-            tokens if tied else table("lm_head", "", vocab, narrow),
+            tokens if tied else head_table,
         ),
         tied=tied,
         options=(("activation", activation), ("final_norm", final_norm), ("narrow", narrow), ("pre_norm", pre_norm)),

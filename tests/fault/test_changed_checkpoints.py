@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +16,10 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.checkpoint import atomic_folder
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import CheckpointChangedError
+from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, prompts_from_python
 from tests.fault.jobs import Job, Jobs, rows_of, tokens_of, write_input
@@ -121,6 +126,130 @@ def test_a_run_that_streams_weights_ends(
         with pytest.raises(CheckpointChangedError):  # the LLM is of the checkpoint that it has opened
             run(llm, known, refill, lambda step: None)
     assert_clean()
+
+
+def link(path: Path) -> None:
+    os.link(path, path.with_name(f"link-{path.name}"))
+
+
+def unlink(path: Path) -> None:
+    other = path.with_name(f"link-{path.name}")
+    if not other.exists():
+        os.link(path, other)
+    other.unlink()
+
+
+def copy_with_links(path: Path) -> None:
+    """As `cp -al` makes a copy of the folder."""
+    copy = path.parent.with_name(f"copy-{random.getrandbits(60):x}")
+    copy.mkdir()
+    for one in path.parent.iterdir():
+        os.link(one, copy / one.name, follow_symlinks=False)
+
+
+def change_mode(path: Path) -> None:
+    path.chmod(random.choice((0o600, 0o444, 0o755, 0o000)))
+
+
+def change_owner(path: Path) -> None:
+    owner = path.stat()
+    os.chown(path, owner.st_uid, owner.st_gid)
+
+
+def set_attribute(path: Path) -> None:
+    try:
+        os.setxattr(path, "user.note", str(random.getrandbits(60)).encode())
+    except OSError:  # not every file system has them
+        change_mode(path)
+
+
+def rename_and_back(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.with_name("elsewhere").rename(path)
+
+
+def rename_for_a_while(path: Path) -> None:
+    """The check may come while the file is away."""
+    path.rename(path.with_name("elsewhere"))
+    threading.Timer(0.1, path.with_name("elsewhere").rename, [path]).start()
+
+
+def touch_access(path: Path) -> None:
+    """As `touch -a` does."""
+    os.utime(path, ns=(random.getrandbits(60), path.stat().st_mtime_ns))
+
+
+METADATA = (
+    link,
+    unlink,
+    copy_with_links,
+    change_mode,
+    change_owner,
+    set_attribute,
+    rename_and_back,
+    rename_for_a_while,
+    touch_access,
+)
+
+
+@pytest.mark.parametrize("change", METADATA)
+def test_metadata_is_not_content(
+    change: Callable[[Path], None],
+    folder: Path,
+    known: Reference,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A file with another ctime and the same contents ends no run; that is said once. Then new contents end it."""
+    say_once.cache_clear()
+    path = shards(folder)[-1].resolve()
+    with opened(folder, tmp_path, Policy(2, 1, ON_DISK)) as llm:
+        for _ in range(2):
+            before = path.stat().st_ctime_ns
+            done = run(llm, known, True, lambda step: change(path) if step == 3 else None)
+            assert len(done) == len(known.prompts)
+            assert path.stat().st_ctime_ns != before
+            path.with_name(f"link-{path.name}").unlink(missing_ok=True)
+        path.chmod(0o644)
+        llm.digests()
+        assert capfd.readouterr().err.count("the same contents; the run goes on") == 1
+        with pytest.raises(CheckpointChangedError, match=shards(folder)[-1].name):
+            run(llm, known, True, lambda step: overwrite(path) if step == 3 else None)
+
+
+def test_many_changes_of_metadata(folder: Path, known: Reference, tmp_path: Path) -> None:
+    """Fifty, of any kind and any file, at any step."""
+    generator = random.Random(82)
+    changes = 0
+
+    def change(step: int) -> None:
+        nonlocal changes
+        changes += 1
+        path = generator.choice(shards(folder)).resolve()
+        path.with_name(f"link-{path.name}").unlink(missing_ok=True)
+        generator.choice([one for one in METADATA if one is not rename_for_a_while])(path)
+
+    with opened(folder, tmp_path, Policy(2, 1, ON_DISK)) as llm:
+        while changes < 50:
+            assert len(run(llm, known, True, change)) == len(known.prompts)
+
+
+def test_a_copy_keeps_its_fingerprint_through_changes_of_metadata(tmp_path: Path) -> None:
+    """What was imported or packed is found again; other contents of the same size and time are not."""
+    path = tmp_path / "model" / "pytorch_model.bin"
+    path.parent.mkdir()
+    path.write_bytes(bytes(1000))
+    first = atomic_folder.fingerprint([path])
+    for change in METADATA:
+        change(path)
+        path.with_name(f"link-{path.name}").unlink(missing_ok=True)
+        time.sleep(0.2 if change is rename_for_a_while else 0)
+        path.chmod(0o644)
+        assert atomic_folder.fingerprint([path]) == first
+    time_before = path.stat().st_mtime_ns
+    path.write_bytes(bytes(999) + b"1")
+    os.utime(path, ns=(time_before, time_before))
+    assert atomic_folder.fingerprint([path]) != first
 
 
 def test_what_is_in_memory_is_not_reached(folder: Path, known: Reference, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, WIDE, Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import ModelSpec, TensorSpec, slice_key
+from flexgen_h2o.core.model import ModelSpec, Stacked, TensorSpec, slice_key
 from flexgen_h2o.core.units import BLOCK_ROWS, CUT_IN_BLOCKS, FEW_ROWS, ROW_BLOCK
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
@@ -49,9 +49,9 @@ class StoredRows:
     row_bytes: of one of its rows, along its first dimension, in memory. rows_each: rows of the matrix that share a row
     of it, such as 128 for the scales of blocks of 128 x 128; 0: each part needs all of it. is_values: numbers, which
     are converted to the compute dtype as they are read; in_float32: numbers, which become float32; otherwise bytes.
-    index: it is this slice of what has the name (TensorSpec.index). random: of random weights, byte i is
-    (any byte & mask) + base, where both repeat; by default any byte. first: it is `shape[0]` rows of what has the name,
-    from this one on, and its rows are counted from there (`of_rows`).
+    index: it is this slice of what has the name (TensorSpec.index). stacked: as of TensorSpec. random: of random
+    weights, byte i is (any byte & mask) + base, where both repeat; by default any byte. first: it is `shape[0]` rows of
+    what has the name, from this one on, and its rows are counted from there (`of_rows`).
     """
 
     names: tuple[str, ...] = field(compare=False)
@@ -62,6 +62,7 @@ class StoredRows:
     is_values: bool = False
     in_float32: bool = False
     index: int | None = field(default=None, compare=False)
+    stacked: Stacked | None = field(default=None, compare=False)
     random: tuple[bytes, bytes] = field(default=(b"\xff", b"\0"), compare=False)
     first: int = field(default=0, compare=False)
 
@@ -184,7 +185,9 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
     row_bytes = itemsize * (tensor.numel // shape[0])
     names = (tensor.name, *tensor.aliases)
-    stored = StoredRows(names, shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
+    stored = StoredRows(
+        names, shape, (*DTYPE_BYTES, WIDE), row_bytes, is_values=True, index=tensor.index, stacked=tensor.stacked
+    )
     return TensorLayout(tensor.shape, (stored,), by_columns=tensor.transposed, looked_up=tensor.looked_up)
 
 

@@ -45,7 +45,7 @@ _FREE = (
 _RULES: Rules = {
     **dict.fromkeys(_FREE), "bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2"),
     "pack_dtype": ("int32",), "lm_head": (False, None), "is_marlin_format": (False,), "adapter": (None, {}),
-    "modules_in_block_to_quantize": (None,), "rotation": (None,),
+    "awq_gemm_checkpoint": (False,), "modules_in_block_to_quantize": (None,), "rotation": (None,),
 }  # fmt: skip
 _WORD_BITS = 32
 _LEAVES_OUT = "-:"

@@ -146,7 +146,7 @@ def test_tensors_that_are_not_plain(source: Path, cache: Path) -> None:
 
 def test_mapped_pages_are_dropped_without_losing_values(source: Path, weights) -> None:
     torch.save({"big": torch.arange(100_000)}, source / BIN)
-    tensors, mapped = bin_import._load(source / BIN, None)
+    tensors, mapped = bin_import.load_tensors(source / BIN)
     assert mapped
     bin_import._forget(tensors["big"])
     assert torch.equal(tensors["big"], torch.arange(100_000))
@@ -181,11 +181,10 @@ def test_truncated_file(source: Path, cache: Path, weights, names_in, keep: floa
 
 
 def test_shards_that_do_not_belong_to_the_index(source: Path, cache: Path, weights, names_in) -> None:
+    """An index that is wrong about where a tensor lies is no reason to refuse it; a shard that is not there is."""
     save_sharded(weights, source)
     torch.save({"other": torch.zeros(1)}, source / SHARDS[1])
-    with pytest.raises(UsageError, match=rf"{SHARDS[1]}: {INDEX} says"):
-        import_bin(source, cache)
-    assert names_in(cache) == []
+    assert read_index(import_bin(source, cache)).keys() == torch.load(source / SHARDS[0]).keys() | {"other"}
     (source / SHARDS[1]).unlink()
     with pytest.raises(UsageError, match=rf"{SHARDS[1]}.*missing"):
         import_bin(source, cache)

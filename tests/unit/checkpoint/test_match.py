@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from flexgen_h2o.checkpoint import match, open_checkpoint, read_index
+from flexgen_h2o.checkpoint import match, open_checkpoint, read_index, tied
 from flexgen_h2o.checkpoint.safetensors import read_file
+from flexgen_h2o.checkpoint.tied import has_other_head
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.core.model import Stacked, TensorSpec
+from flexgen_h2o.core.notes import say_once
+from flexgen_h2o.models import spec_from_config
 
 FC1 = "model.decoder.layers.1.fc1.weight"
+TABLE = "model.decoder.embed_tokens.weight"
 
 
 def opened(spec, tensors, folder: Path):
@@ -30,13 +36,31 @@ def test_all_tensors_by_their_spec_name(tmp_path: Path, spec, weights, read) -> 
     assert checkpoint.folder == tmp_path
 
 
-def test_names_without_and_with_the_prefix(tmp_path: Path, spec, weights) -> None:
-    bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-    assert opened(spec, bare, tmp_path).tensors.keys() == weights.keys()
-    only = TensorSpec("tokens", "decoder.embed_tokens.weight", (4, 2))
-    small = dataclasses.replace(spec, num_blocks=0, embedding=(only,), attention=(), mlp=(), head=(only,))
-    checkpoint = opened(small, {"model.decoder.embed_tokens.weight": torch.zeros(4, 2)}, tmp_path)
-    assert list(checkpoint.tensors) == ["decoder.embed_tokens.weight"]
+def test_names_without_and_with_the_prefix(tmp_path: Path, spec, weights, read) -> None:
+    for rename in (lambda name: name.removeprefix("model."), lambda name: f"model.{name}"):
+        renamed = {rename(name): tensor for name, tensor in weights.items()}
+        assert opened(spec, renamed, tmp_path).tensors.keys() == weights.keys()
+    twice = {**weights, **{name.removeprefix("model."): tensor + 1 for name, tensor in weights.items()}}
+    found = opened(spec, twice, tmp_path).tensors[FC1]
+    assert torch.equal(read(found), weights[FC1] + 1)  # as transformers: the first in the order of the alphabet
+
+
+def test_rows_of_a_slice_of_a_larger_tensor(tmp_path: Path, spec, weights, read) -> None:
+    """As some checkpoints have an expert's matrices."""
+
+    def tensor(index: int, first: int, rows: int) -> TensorSpec:
+        stacked = Stacked(("model.other", "model.stack"), (3, 5, 4), index, first)
+        return TensorSpec(f"{index} {first}", f"model.{index}.{first}.weight", (rows, 4), stacked=stacked)
+
+    parts = tuple(tensor(i, first, rows) for i in range(3) for first, rows in ((0, 2), (2, 3)))
+    small = dataclasses.replace(spec, num_blocks=1, attention=(parts,), mlp=((),))
+    own = {t.name: weights[t.name] for t in (*spec.embedding, *spec.head)}
+    stack = torch.randn(3, 5, 4)
+    found = opened(small, {**own, "stack": stack}, tmp_path).tensors
+    assert torch.equal(read(found["model.1.2.weight"]), stack[1, 2:])
+    assert torch.equal(read(found["model.2.0.weight"]), stack[2, :2])
+    with pytest.raises(UsageError, match=r"'model.0.0.weight' has shape \(3, 4, 5\), config.json asks for \(3, 5, 4\)"):
+        opened(small, {**own, "stack": stack.mT.contiguous()}, tmp_path)
 
 
 def test_dtype_of_most_bytes(tmp_path: Path, spec, weights) -> None:
@@ -50,9 +74,8 @@ def test_dtype_of_most_bytes(tmp_path: Path, spec, weights) -> None:
         (None, r"tensor '{}' is not in this checkpoint"),
         (torch.zeros(3, 5), r"model.safetensors: tensor '{}' .*\(3, 5\).*\(32, 16\)"),
         (torch.zeros(32, 16, dtype=torch.int8), r"model.safetensors: tensor '{}' is stored as I8"),
-        (torch.zeros(32, 16, dtype=torch.float64), r"model.safetensors: tensor '{}' is stored as F64"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_belong_to_the_spec(tmp_path: Path, spec, weights, value: torch.Tensor | None, says: str) -> None:
     del weights[FC1]
     with pytest.raises(UsageError, match=says.format(FC1)):
@@ -62,21 +85,109 @@ def test_what_does_not_belong_to_the_spec(tmp_path: Path, spec, weights, value: 
 @pytest.mark.parametrize("name", ["lm_head.weight", "embed_out.weight"])
 def test_a_tied_model_may_have_its_head_as_a_copy_only(tmp_path: Path, spec, weights, monkeypatch, name: str) -> None:
     """transformers uses one that differs, whatever the config says."""
-    monkeypatch.setitem(match.__globals__, "MIB", 1000)  # several pieces, and a last one
-    table = weights["model.decoder.embed_tokens.weight"]
+    monkeypatch.setattr(tied, "_PIECE_BYTES", 1000)  # several pieces, and a last one
+    table = weights[TABLE] = weights[TABLE].bfloat16()
     copy, changed = table.clone(), table.clone()
     changed[-1, -1] += 1
-    assert opened(spec, {**weights, name: copy}, tmp_path).tensors.keys() == weights.keys()
+    for equal in (copy, copy.float(), copy.double()):  # in another dtype, too
+        assert opened(spec, {**weights, name: equal}, tmp_path).tensors.keys() == weights.keys()
+        assert not has_other_head(spec, tmp_path)
     says = rf"model.safetensors: '{name}' differs from 'model.decoder.embed_tokens.weight'.*set tie_word_embeddings"
-    for head in (changed, copy.bfloat16(), copy[1:].clone()):
+    for head in (changed, changed.double(), copy[1:].clone()):
         with pytest.raises(UsageError, match=says):
             opened(spec, {**weights, name: head}, tmp_path)
+        assert has_other_head(spec, tmp_path)
     save_file(weights, tmp_path / "model-1.safetensors")
     save_file({name: copy}, tmp_path / "model-2.safetensors")
-    assert match(spec, {**read_file(tmp_path / "model-2.safetensors"), **read_file(tmp_path / "model-1.safetensors")},
-                 tmp_path).nbytes == spec.num_weights * 4  # fmt: skip
+    found = {**read_file(tmp_path / "model-2.safetensors"), **read_file(tmp_path / "model-1.safetensors")}
+    assert match(spec, found, tmp_path).tensors.keys() == weights.keys()
 
 
-def test_open_without_weights(tmp_path: Path, spec) -> None:
-    with pytest.raises(UsageError, match=rf"{tmp_path}: no weights"):
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.lm_head.weight"])
+def test_a_tied_table_under_its_other_name(tmp_path: Path, spec, weights, name: str) -> None:
+    weights[name] = weights.pop(TABLE)
+    found = opened(spec, weights, tmp_path).tensors
+    assert found[TABLE].shape == weights[name].shape
+    assert not has_other_head(spec, tmp_path)
+
+
+def said_of(spec, tensors, folder: Path, capsys) -> list[str]:
+    say_once.cache_clear()
+    for _ in range(2):
+        opened(spec, tensors, folder)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_what_is_not_used_is_said_once(tmp_path: Path, spec, weights, capsys) -> None:
+    """Not buffers of older versions, copies of a tied table, names of the metadata, or biases of zeros."""
+    harmless = {
+        "lm_head.weight": weights[TABLE].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "model.layers.0.attention.masked_bias": torch.ones(1),
+        "model.decoder.layers.0.zero.bias": torch.zeros(8),
+    }
+    assert said_of(spec, {**weights, **harmless}, tmp_path, capsys) == []
+    [line] = said_of(spec, {**weights, "extra.bias": torch.ones(2)}, tmp_path, capsys)
+    assert "'extra.bias' in the checkpoint: not used" in line and str(tmp_path) in line
+    [line] = said_of(spec, {**weights, "a": torch.ones(2), "b": torch.ones(2, dtype=torch.int8)}, tmp_path, capsys)
+    assert "'a' and 1 more in the checkpoint: not used" in line
+
+
+@pytest.mark.parametrize(
+    ("rename", "says"),
+    [
+        (lambda base: f"{base}qweight", "quantised (GPTQ or AWQ), and config.json has no quantization_config"),
+        (lambda base: f"{base}weight_packed", "quantised (compressed-tensors), and config.json has no"),
+        (lambda base: f"{base}lora_A.weight", "holds a LoRA adapter, not a model; merge it"),
+        (lambda base: f"language_model.{base}weight", "rename the tensors, or save the language model alone"),
+        (lambda base: f"{base}other", "give a folder whose weights belong to its config.json"),
+    ],
+)
+def test_a_missing_tensor_comes_with_advice_that_fits(tmp_path: Path, spec, weights, rename, says: str) -> None:
+    tensors = {rename(FC1.removesuffix("weight")) if name == FC1 else name: one for name, one in weights.items()}
+    with pytest.raises(UsageError, match=re.escape(says)) as caught:
+        opened(spec, tensors, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_advice_on_what_bitsandbytes_has_quantised(tmp_path: Path, spec, weights) -> None:
+    weights[FC1] = torch.zeros(256, 1, dtype=torch.uint8)
+    weights[f"{FC1}.absmax"] = torch.zeros(8)
+    with pytest.raises(UsageError, match=f"'{FC1}' is quantised by bitsandbytes, and config.json says nothing of it"):
+        opened(spec, weights, tmp_path)
+
+
+def test_advice_on_a_head_that_is_not_there(tmp_path: Path, config) -> None:
+    untied = spec_from_config("tiny", {**config.to_dict(), "tie_word_embeddings": False}, "here")
+    tensors = {t.name: torch.randn(t.shape) for t in untied.tensors if t.name != "lm_head.weight"}
+    with pytest.raises(UsageError, match=r"set tie_word_embeddings to true in config\.json"):
+        opened(untied, tensors, tmp_path)
+
+
+def test_a_tensor_that_the_index_lists_and_no_file_has(tmp_path: Path, spec, weights) -> None:
+    del weights[FC1]
+    save_file(weights, tmp_path / "part.safetensors")
+    weight_map = dict.fromkeys([*weights, FC1], "part.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UsageError, match=rf"part.safetensors: model.safetensors.index.json says that tensor '{FC1}'"):
         open_checkpoint(spec, tmp_path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ((), "no index of either)"),
+        (
+            ("gptq_model-4bit.safetensors",),
+            "there is gptq_model-4bit.safetensors: if it is the whole model, name it model",
+        ),
+        (("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"), "but no index of its shards"),
+        (("model.Q4_K_M.gguf",), "there is model.Q4_K_M.gguf, which is not read"),
+    ],
+)
+def test_open_without_weights(tmp_path: Path, spec, files: tuple[str, ...], says: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=rf"{tmp_path}: no weights") as caught:
+        open_checkpoint(spec, tmp_path, tmp_path / "cache")
+    assert says in str(caught.value)

@@ -1,0 +1,42 @@
+"""Files beside a model's config.json that say how it is to be read: settings of older quantisers, and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.checkpoint.names import names_of_tensors
+from flexgen_h2o.core.files import read_object
+from flexgen_h2o.core.notes import say_once
+
+ADAPTER = "adapter_config.json"
+# AutoGPTQ's and AutoAWQ's names, in the order in which vLLM looks for them.
+_SETTINGS = ("quantize_config.json", "quant_config.json")
+_OF_AWQ = ("w_bit", "q_group_size", "zero_point")
+
+
+def quantization_beside(folder: Path) -> dict[str, Any] | None:
+    """The quantization_config of a checkpoint whose quantiser wrote its settings into a file of their own.
+
+    None if there is no such file, or if the checkpoint's names show that it is not quantised so. Raises UsageError for
+    a file that is no JSON object.
+    """
+    path = next((path for name in _SETTINGS if (path := folder / name).is_file()), None)
+    if path is None:
+        return None
+    names = names_of_tensors(folder)
+    if names and not any(name.endswith(".qweight") for name in names):
+        return None
+    found = read_object(path, str(path))
+    method = "awq" if any(key in found for key in _OF_AWQ) else "gptq"
+    say_once(f"{path}: read as quantization_config, which config.json does not have")
+    return {"quant_method": method, **found}
+
+
+def say_adapter(folder: Path) -> None:
+    """Say that an adapter beside a model is not used."""
+    if (folder / ADAPTER).is_file():
+        say_once(
+            f"{folder / ADAPTER}: this adapter is not used, the base model answers; merge it into the model (peft's"
+            " merge_and_unload), and give the folder that this makes"
+        )

@@ -1,0 +1,273 @@
+"""Checkpoints laid out in any way that transformers loads give transformers' tokens.
+
+A layout is drawn from its index alone. The default suite takes a few; `scripts/slow_tests.sh` takes LAYOUTS of them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.notes import say_once
+from flexgen_h2o.models import load, spec_from_folder
+from tests.parity.cases import BASES, PLACEMENTS
+from tests.parity.layouts import lay_out
+from tests.parity.quantisers import QUANTISERS, save_quantised
+from tests.parity.reference import (
+    LEAST_GAP,
+    Reference,
+    greedy,
+    random_model,
+    random_prompts,
+    run,
+    teacher_forced,
+    tokens_of,
+)
+
+LAYOUTS, FEW, CHUNK = 300, 20, 40
+NEW_TOKENS = 4
+PROMPTS = random_prompts((6, 3))
+
+
+@cache
+def source(kind: str, tied: bool) -> PreTrainedModel:
+    return random_model(3, model_type=kind, tie_word_embeddings=tied)
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+
+
+def check_layout(number: int, folder: Path, offload: Path) -> None:
+    rng = random.Random(number)
+    kind = rng.choice(sorted(BASES))
+    made = lay_out(rng, source(kind, rng.random() < 0.5), folder)
+    theirs = loaded(folder)
+    want = [greedy(theirs, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    policy = Policy(2, 1, PLACEMENTS[rng.choice(sorted(PLACEMENTS))])
+    got = tokens_of(run(folder, PROMPTS, policy, offload, SamplingParams(max_tokens=NEW_TOKENS)))
+    if got == want:
+        return
+    best = torch.cat([teacher_forced(theirs, p, t) for p, t in zip(PROMPTS, want, strict=True)]).topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() < LEAST_GAP, (number, kind, made.said, want, got)
+
+
+@pytest.mark.parametrize("start", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(FEW, LAYOUTS, CHUNK))])
+def test_any_layout_that_transformers_loads(start: int, tmp_path: Path) -> None:
+    end = FEW if start == 0 else min(start + CHUNK, LAYOUTS)
+    for number in range(start, end):
+        check_layout(number, tmp_path / str(number), tmp_path / "offload")
+
+
+# ---- What the files say besides
+
+
+def stderr_lines(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("# ")]
+
+
+@pytest.fixture
+def copy_of(reference: Callable[[str], Reference], tmp_path: Path) -> Callable[[str], Path]:
+    """A model's folder that a test may change."""
+
+    def copied(shape: str) -> Path:
+        say_once.cache_clear()
+        return Path(shutil.copytree(reference(shape).folder, tmp_path / "model"))
+
+    return copied
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def assert_tokens(folder: Path, tmp_path: Path) -> None:
+    theirs = loaded(folder)
+    want = [greedy(theirs, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert (
+        tokens_of(run(folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS))) == want
+    )
+
+
+def test_tensors_that_are_not_used_are_said(
+    copy_of: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of("llama")
+    biases = {f"model.layers.{i}.self_attn.q_proj.bias": torch.ones(144) for i in range(2)}
+    change_tensors(folder, lambda tensors: tensors.update(biases))
+    assert_tokens(folder, tmp_path)
+    [line] = stderr_lines(capfd)
+    assert "'model.layers.0.self_attn.q_proj.bias' and 1 more in the checkpoint: not used" in line
+
+
+def test_an_adapter_beside_a_model_is_said(
+    copy_of: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of("llama")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.safetensors")
+    got = run(folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS))
+    assert got
+    [line] = stderr_lines(capfd)
+    assert "adapter_config.json: this adapter is not used" in line
+    (folder / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"holds an adapter \(adapter_config.json\), not a model; merge it"):
+        LLM(str(folder))
+
+
+def test_a_head_that_the_config_ties_and_that_differs(
+    copy_of: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of("llama, a kv-head for each query head, tied")
+    table = "model.embed_tokens.weight"
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table].flip(0)}))
+    assert_tokens(folder, tmp_path)
+    [line] = stderr_lines(capfd)
+    assert "has a head with other numbers than the embedding that config.json ties it to" in line
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_settings_of_a_quantiser_in_a_file_of_their_own(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """AutoGPTQ's quantize_config.json and AutoAWQ's quant_config.json, where config.json has no quantization_config."""
+    say_once.cache_clear()
+    quantiser = QUANTISERS[name]
+    model = random_model(2, **quantiser.shape)
+    save_quantised(model, tmp_path / "model", quantiser)
+    model.save_pretrained(tmp_path / "decoded")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    found = config.pop("quantization_config")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"quantised \(GPTQ or AWQ\), and config.json has no quantization_config"):
+        run(tmp_path / "model", PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=1))
+    if name == "awq":
+        side = {"zero_point": True, "q_group_size": found["group_size"], "w_bit": 4, "version": "GEMM"}
+        (tmp_path / "model" / "quant_config.json").write_text(json.dumps(side))
+    else:
+        side = {"bits": found["bits"], "group_size": found["group_size"], "desc_act": False, "sym": True}
+        more = {
+            "damp_percent": 0.01,
+            "true_sequential": True,
+            "model_file_base_name": "model",
+            "is_marlin_format": False,
+        }
+        (tmp_path / "model" / "quantize_config.json").write_text(json.dumps({**side, **more}))
+    params = SamplingParams(max_tokens=NEW_TOKENS)
+    want = tokens_of(run(tmp_path / "decoded", PROMPTS, Policy(2, 1), tmp_path / "off", params))
+    capfd.readouterr()
+    assert tokens_of(run(tmp_path / "model", PROMPTS, Policy(2, 1), tmp_path / "off", params)) == want
+    [line] = stderr_lines(capfd)
+    assert "read as quantization_config, which config.json does not have" in line
+
+
+def test_settings_of_a_quantiser_beside_plain_weights(
+    copy_of: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are of the checkpoint that was quantised, not of this one."""
+    folder = copy_of("llama")
+    (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 32}')
+    assert_tokens(folder, tmp_path)
+    assert stderr_lines(capfd) == []
+
+
+# ---- Positions
+
+
+def with_rope(folder: Path, positions: int, scaling: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    fields = {"max_position_embeddings": positions, "rope_theta": 100.0, "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "most"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 64}, 160),
+        ({"rope_type": "yarn", "factor": 4.0}, 128),
+        ({"type": "linear", "factor": 3.0}, 96),
+    ],
+)
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "mistral, windows"])
+def test_stretched_positions(
+    shape: str, scaling: dict[str, Any], most: int, copy_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As vLLM counts them; tokens are transformers', which has no limit."""
+    folder = copy_of(shape)
+    with_rope(folder, 32, scaling)
+    if shape == "mistral, windows":
+        change_config(folder, sliding_window=40)  # that would hide nothing of 32 positions
+    theirs, [prompt] = loaded(folder), random_prompts((most - NEW_TOKENS + 1,))
+    with LLM(str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off") as llm:
+        assert llm.model.spec.max_positions == most
+        [got] = llm.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS))
+        assert got.token_ids == greedy(theirs, prompt, NEW_TOKENS)
+        with pytest.raises(UsageError, match=f"{most} positions"):
+            llm.generate([[*prompt, 5, 6, 7, 8]], SamplingParams(max_tokens=1))
+
+
+def test_positions_that_are_not_stretched(copy_of: Callable[[str], Path]) -> None:
+    """ "dynamic" depends on a sequence's length; a stretch that ends before max_position_embeddings lowers nothing."""
+    folder = copy_of("llama")
+    cases = [
+        ({"type": "dynamic", "factor": 4.0}, 64),
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}, 64),
+    ]
+    for scaling, most in cases:
+        with_rope(folder, 64, scaling)
+        assert spec_from_folder("it", folder)[0].max_positions == most
+
+
+def test_at_most_so_many_tokens_of_a_sequence(copy_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copy_of("llama")
+    want = LLM(str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off").generate(PROMPTS)
+    with LLM(str(folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "off", max_model_len=40) as llm:
+        assert llm.model.spec.max_positions == 40
+        assert tokens_of(llm.generate(PROMPTS)) == tokens_of(want)
+        with pytest.raises(UsageError, match="40 positions"):
+            llm.generate([list(range(4, 45))])
+    for wrong in (0, 65, True, "8"):
+        with pytest.raises(UsageError, match="--max-model-len"):
+            LLM(str(folder), max_model_len=wrong)  # type: ignore[arg-type]
+    with pytest.raises(
+        UsageError, match=r"65: .* has 64 positions; lower it, or stretch .* rope_scaling in config.json"
+    ):
+        LLM(str(folder), max_model_len=65)
+
+
+# ---- Tokenizers
+
+
+def test_a_sentencepiece_model_alone(copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the packages that are missing, not one that would not help."""
+    folder = copy_of("llama")
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}')
+    for missing in (("sentencepiece", "google.protobuf"), ("google.protobuf",)):
+        monkeypatch.setattr(load, "_is_installed", lambda module, missing=missing: module not in missing)
+        names = " ".join(name.replace("google.", "") for name in missing)
+        with pytest.raises(UsageError, match=f"tokenizer.model alone, .*; run pip install {names}, or") as caught:
+            LLM(str(folder))
+        assert "tiktoken" not in str(caught.value)
