@@ -29,6 +29,9 @@ class Interrupted(BaseException):
         self.number = number
 
 
+# What asks the program, a thread or a generator to end. Everything else is a failure of what was being done.
+_REQUESTS_TO_END = (Interrupted, KeyboardInterrupt, SystemExit, GeneratorExit)
+
 _arrived: list[int] = []
 _held = 0
 
@@ -36,6 +39,14 @@ _held = 0
 def arrived() -> Interrupted | None:
     """The signal that has arrived, also where its exception was swallowed."""
     return Interrupted(_arrived[0]) if _arrived else None
+
+
+def asks_to_end(error: BaseException) -> bool:
+    """Return whether an exception is a request to end: no handler of a row's errors may keep it.
+
+    Other exceptions that are no `Exception` are failures: pyo3's PanicException is one, of a tokenizer in Rust.
+    """
+    return isinstance(error, _REQUESTS_TO_END)
 
 
 def check() -> None:

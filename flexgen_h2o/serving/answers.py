@@ -100,7 +100,7 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: i
             _check_length(request, length, reader.model.spec.max_positions)
         except RowError as error:
             where = f"{error}" if prompts is None else f"{error} (prompt {i} of {len(prompts)})"
-            raise Refused(400, where, error.code) from error
+            raise Refused(500 if error.is_ours else 400, where, error.code) from error
         found += (_variant(request, c) for c in range(n))
     positions = reader.model.spec.max_positions
     if sum(_numbers(one, positions) for one in found) > MOST_NUMBERS:

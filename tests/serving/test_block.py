@@ -13,7 +13,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.generation import Callbacks, Row
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.prompts import CODE_NOT_FINITE, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
@@ -74,7 +74,8 @@ class StubLLM:
 
     def _completion(self, row: Row) -> Completion:
         if row.prompt.token_ids[0] == NAN:
-            return Completion(row.prompt.index, None, None, [], "error", error="logits are not finite")
+            why = "logits are not finite"
+            return Completion(row.prompt.index, None, None, [], "error", error=why, error_code=CODE_NOT_FINITE)
         return Completion(row.prompt.index, None, None, row.token_ids, "length")
 
 
