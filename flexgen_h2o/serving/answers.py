@@ -5,6 +5,7 @@ A client's body is a line's body of `batch` (jobs/requests.py) that may also hav
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import secrets
@@ -13,9 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flexgen_h2o.core.errors import json_reason
+from flexgen_h2o.cli_common import say
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import first_line, json_reason
+from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.conversation import AnswerText
-from flexgen_h2o.engine.prompts import STRICT_JSON, Completion
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, STRICT_JSON, Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.requests import (
     Request,
@@ -28,6 +32,7 @@ from flexgen_h2o.jobs.requests import (
 from flexgen_h2o.models.load import Model
 
 MOST_NUMBERS = 2_000_000  # in an answer, which is held until its last row is done
+MOST_SAID = 500  # characters of an error in the log
 
 
 class Refused(Exception):
@@ -44,6 +49,24 @@ class Refused(Exception):
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return whether something went wrong and nobody asked for the end, in code that asyncio may cancel."""
+    return not interrupts.asks_to_end(error) and not isinstance(error, asyncio.CancelledError)
+
+
+def say_fault(where: str, error: BaseException) -> None:
+    """A line in the log about a bug of ours. where: what it happened to."""
+    what = shortened(f"{type(error).__name__}: {first_line(error)}", MOST_SAID)
+    line = f"{where}: internal error: {what}"
+    say("serve", line.encode(errors="backslashreplace").decode())  # half surrogates cannot be printed
+
+
+def internal_error(where: str, error: BaseException) -> Refused:
+    """What a client is told of a bug of ours, once the log has it."""
+    say_fault(where, error)
+    return Refused(500, "internal error", CODE_INTERNAL)
 
 
 @dataclass(frozen=True)

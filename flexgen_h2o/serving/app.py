@@ -19,12 +19,22 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.serving.answers import Asked, Pieces, Refused, body_of, error_event, json_of, read_asked
+from flexgen_h2o.serving.answers import (
+    Asked,
+    Pieces,
+    Refused,
+    body_of,
+    error_event,
+    internal_error,
+    is_fault,
+    json_of,
+    read_asked,
+)
 from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import Service, Ticket
-from flexgen_h2o.serving.guard import INTERNAL, Answer, refusal
+from flexgen_h2o.serving.guard import Answer, refusal
 from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
 MOST_LISTED, LISTED = 10_000, 20  # entries of a page, at most and by default
@@ -142,6 +152,10 @@ class Server:
                     yield pieces.end(place, event[1])
             for piece in pieces.last([done[i] for i in range(len(done))]):
                 yield piece
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            yield error_event(internal_error("a stream", error))
         finally:
             self.service.give_up(ticket)
 
@@ -275,7 +289,7 @@ async def _failed(request: Request, error: FlexgenError) -> Response:
 
 
 async def _internal(request: Request, error: Exception) -> Response:
-    return refusal(INTERNAL)  # the guard gets the error too, and says it
+    return refusal(Refused(500, "internal error", CODE_INTERNAL))  # the guard gets the error too, and says it
 
 
 HANDLERS: Any = {

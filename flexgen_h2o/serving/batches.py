@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flexgen_h2o.cli_common import say
-from flexgen_h2o.core import files
+from flexgen_h2o.core import files, interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.interrupts import Interrupted
-from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.input import Cut, read_cut, read_lines
 from flexgen_h2o.jobs.job import settle, writing
 from flexgen_h2o.jobs.output import OutputFile, count_rows, rows_of
 from flexgen_h2o.jobs.requests import URLS, Request, RequestReader, RowError
 from flexgen_h2o.jobs.runner import JobRows, JobWriter
-from flexgen_h2o.serving.answers import Refused
-from flexgen_h2o.serving.block import Service
+from flexgen_h2o.serving.answers import Refused, say_fault
+from flexgen_h2o.serving.block import NO_FAULT_OF_THE_ROW, Service
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
@@ -250,11 +250,11 @@ def _check_metadata(metadata: Any) -> None:
 class Batch:
     """A batch whose rows run: an `Owner` of the running block (block.py). on_end: called when no row runs any more."""
 
-    def __init__(self, record: dict[str, Any], on_end: Callable[[Batch, FlexgenError | None], None]) -> None:
+    def __init__(self, record: dict[str, Any], on_end: Callable[[Batch, BaseException | None], None]) -> None:
         self.record, self._on_end = record, on_end
         self.is_gone = False  # cancelled, or failed
         self.asks_again = False
-        self._error: FlexgenError | None = None
+        self._error: BaseException | None = None
         self.stack = contextlib.ExitStack()
         self.writer: JobWriter
 
@@ -273,6 +273,10 @@ class Batch:
 
     def _say(self, line: str) -> None:
         say("serve", f"{self.record['id']}: {line}")
+
+    @property
+    def name(self) -> str:
+        return str(self.record["id"])
 
     @property
     def counts(self) -> dict[str, int]:
@@ -295,22 +299,31 @@ class Batch:
     def finish(self, request: Request, done: Completion) -> None:
         with self._failing():
             self.writer.status.tokens += len(done.token_ids)
-            self._rows.finish([(request, done)])
+            try:
+                self._rows.finish([(request, done)])
+            except BaseException as error:
+                if isinstance(error, FlexgenError) or interrupts.asks_to_end(error):
+                    raise
+                say_fault(f"{self.name}, line {request.prompt.index}", error)  # of this row alone
+                self._rows.fail(request, RowError(CODE_INTERNAL, NO_FAULT_OF_THE_ROW))
 
     def fail(self, request: Request, error: RowError) -> None:
         with self._failing():
             self._rows.fail(request, error)
 
-    def end(self, error: FlexgenError | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         self._on_end(self, error or self._error)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What ends this batch, a full disk for one, does not end the others."""
+        """What ends this batch, a full disk or a line that breaks its reader, does not end the others."""
         try:
             yield
-        except FlexgenError as error:
-            self._error, self.is_gone = self._error or error, True
+        except BaseException as error:
+            if interrupts.asks_to_end(error):
+                raise
+            self._error = self._error or error
+            self.is_gone = True
 
 
 class Batches:
@@ -386,7 +399,9 @@ class Batches:
                     self.store.save(batch, status="in_progress", in_progress_at=int(time.time()))
                 run.is_gone = batch["status"] == "cancelling"
                 self.running[batch["id"]] = run
-        except Exception as error:
+        except BaseException as error:
+            if interrupts.asks_to_end(error):
+                raise
             with contextlib.suppress(Exception):
                 run.stack.__exit__(type(error), error, None)
             self._fail(batch, error)
@@ -402,12 +417,12 @@ class Batches:
             counts["total"] = sum(1 for _ in read_lines(self.store.path(batch["input_file_id"])))
         return counts
 
-    def _clerk_end(self, run: Batch, error: FlexgenError | None) -> None:
+    def _clerk_end(self, run: Batch, error: BaseException | None) -> None:
         """Called by the engine's thread; a clerk that is shut down has left the rest to the next start."""
         with contextlib.suppress(RuntimeError):
             self._clerk.submit(self._end, run, error)
 
-    def _end(self, run: Batch, error: FlexgenError | None) -> None:
+    def _end(self, run: Batch, error: BaseException | None) -> None:
         batch = run.record
         try:
             with self._lock:
@@ -426,7 +441,9 @@ class Batches:
             if error is not None and not is_cancelled:
                 raise error
             self._results(batch, "cancelled" if is_cancelled else "completed", run.counts)
-        except Exception as found:
+        except BaseException as found:
+            if not interrupts.is_fault(found):
+                raise
             self._fail(batch, found, run.counts)
         finally:
             self.running.pop(batch["id"], None)
@@ -436,11 +453,11 @@ class Batches:
         self.store.save(batch, status=status, request_counts=counts, **found, **{f"{status}_at": int(time.time())})
         self.store.remove_job(batch)
 
-    def _fail(self, batch: dict[str, Any], error: Exception, counts: dict[str, int] | None = None) -> None:
+    def _fail(self, batch: dict[str, Any], error: BaseException, counts: dict[str, int] | None = None) -> None:
         """What is done becomes the batch's files, now or at a start with room for them; nothing goes on with it."""
         message = getattr(error, "strerror", None) or self.store.for_clients(str(error))
         if not isinstance(error, FlexgenError | Refused | OSError):  # our own bug
-            say("serve", f"{batch['id']}: internal error: {type(error).__name__}: {error}")
+            say_fault(batch["id"], error)
             message = "internal error"
         one = {"code": "failed", "message": message.replace("\n", " ")[:2000], "line": None, "param": None}
         errors = {"object": "list", "data": [one]}

@@ -20,12 +20,12 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.packing import PAGE_STEP
 from flexgen_h2o.core.timeline import Span
 from flexgen_h2o.engine.generation import Callbacks, Row
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import Request, RowError
 from flexgen_h2o.jobs.runner import MOST_BAD_LINES
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.serving.answers import Refused, say_fault
 
 TEMPLATE_PROMPT = 128  # tokens of a usual prompt, which the engine is opened for
 LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)  # seconds: upper ends of the histogram
@@ -34,12 +34,19 @@ PLAIN_ROW_S = 1.0  # what a row is taken to need before one has been timed
 MOST_RETRY_S = 120
 MOST_ENDS = 64
 MOST_SPANS, WATCHED_S = 1000, 15.0  # of the timeline, and for how long after somebody has asked
+NO_FAULT_OF_THE_ROW = "the server failed on this row; its log says how"
 NO_ROOM = "prompt: it and max_tokens need more of the KV cache than this server was opened for; raise --max-len"
 
 
 class Owner(Protocol):
-    """Whose rows they are. is_gone: nobody waits for them any more. asks_again: `next` gave none for now, of a batch
-    that has read many bad lines. All is called by the engine's thread."""
+    """Whose rows they are. All is called by the engine's thread.
+
+    name: in the log. is_gone: nobody waits for the rows any more. asks_again: `next` gave none for now, of a batch that
+    has read many bad lines.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     is_gone: bool
     asks_again: bool
@@ -56,7 +63,7 @@ class Owner(Protocol):
     def fail(self, request: Request, error: RowError) -> None:
         """A row cannot be run."""
 
-    def end(self, error: FlexgenError | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """No row of it runs or waits any more. error: of the engine, which ended all of them."""
 
 
@@ -71,6 +78,10 @@ class Ticket:
     asks_again: bool = False
     began: float = field(default_factory=time.monotonic)
 
+    @property
+    def name(self) -> str:
+        return "a request"
+
     def next(self) -> Request | None:
         return self.waiting.popleft() if self.waiting else None
 
@@ -84,9 +95,11 @@ class Ticket:
     def fail(self, request: Request, error: RowError) -> None:
         self.tell(("error", Refused(500 if error.is_ours else 400, str(error), error.code)))
 
-    def end(self, error: FlexgenError | None = None) -> None:
-        if error is not None:
+    def end(self, error: BaseException | None = None) -> None:
+        if isinstance(error, FlexgenError):
             self.tell(("error", Refused(500, str(error), "engine_error")))
+        elif error is not None:
+            self.tell(("error", Refused(500, "internal error", CODE_INTERNAL)))
 
 
 @dataclass
@@ -128,8 +141,15 @@ class Counts:
 
 @dataclass
 class _Running:
+    """A row that runs, or that is to run again because a run with it has failed."""
+
     owner: Owner
     request: Request
+
+    @property
+    def can_run_again(self) -> bool:
+        """Tokens that a client has seen are not taken back."""
+        return not (isinstance(self.owner, Ticket) and self.owner.streams)
 
 
 class Service:
@@ -146,7 +166,12 @@ class Service:
         self._tickets: deque[Ticket] = deque()  # with rows that wait
         self._batches: deque[Owner] = deque()
         self._running: dict[int, _Running] = {}
-        self._of_owner: dict[int, int] = {}  # rows that run, by id() of their owner
+        self._of_owner: dict[int, int] = {}  # rows that run, now or again, by id() of their owner
+        # Rows of a run that failed. Groups of them run by themselves: the row that fails it is found, and others go on.
+        self._is_trying = False
+        self._suspects: deque[list[_Running]] = deque()  # groups that are to run
+        self._group: deque[_Running] = deque()  # of the group that runs, rows that have not entered yet
+        self._failed_runs = 0  # since a row was done
         self._serial = self._batch_rows = 0
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._template = self._make_template(rows)
@@ -280,10 +305,13 @@ class Service:
                     [first[0]], [first[1]], self._finish,
                     Callbacks(listener=self, goes_on=self._goes_on, spares_rows=True), refill=True, more=self._more,
                 )  # fmt: skip
-            except FlexgenError as error:
+            except BaseException as error:
+                is_of_rows = not interrupts.asks_to_end(error) and (self._running or isinstance(error, FlexgenError))
+                if not is_of_rows:
+                    raise
                 interrupts.check()  # the error may be its consequence
                 with interrupts.held():
-                    self._fail_running(error)
+                    self._after(error)
             self.open()
 
     def close(self) -> None:
@@ -291,7 +319,9 @@ class Service:
         with self._lock:
             self.is_open = False
             tickets = {id(one): one for one in self._tickets}
-            tickets |= {id(r.owner): r.owner for r in list(self._running.values()) if isinstance(r.owner, Ticket)}
+            groups = [list(self._running.values()), list(self._group), *list(self._suspects)]
+            owners = [one.owner for group in groups for one in group]
+            tickets |= {id(owner): owner for owner in owners if isinstance(owner, Ticket)}
             self._tickets.clear()
         for ticket in tickets.values():
             ticket.is_gone = True
@@ -305,31 +335,59 @@ class Service:
     def _next_row(self) -> tuple[Prompt, SamplingParams] | None:
         """The row that enters next; None also where many have been refused, and `run` has to ask again. A single place
         has no share for batches: it is theirs where no client waits."""
+        if self._is_trying:
+            return self._next_suspect()
         is_their_turn = self.capacity > 1 and self._batch_rows < self.batch_share * self.capacity
         for take in (self._of_batches, self._of_tickets) if is_their_turn else (self._of_tickets, self._of_batches):
             for _ in range(MOST_BAD_LINES):
                 if (found := take()) is None:
                     break
-                owner, request = found
-                error = RowError("context_length_exceeded", NO_ROOM)
-                try:
-                    if self.llm.has_room([request.prompt], [request.params]):
-                        return self._enter(owner, request)
-                except FlexgenError as why:  # of this row alone: others run
-                    error = RowError("does_not_fit", str(why))
+                one = _Running(*found)
+                error = self._why_not(one)
+                if error is None:
+                    key = id(one.owner)
+                    self._of_owner[key] = self._of_owner.get(key, 0) + 1
+                    self.counts.prompt_tokens += len(one.request.prompt.token_ids)
+                    return self._enter(one)
                 self.counts.failed += 1
-                owner.fail(request, error)
+                one.owner.fail(one.request, error)
             else:
                 self._wake.set()  # others first, and signals
         return None
 
-    def _enter(self, owner: Owner, request: Request) -> tuple[Prompt, SamplingParams]:
+    def _why_not(self, one: _Running) -> RowError | None:
+        """Why the row cannot join the block; that is of this row alone, and others run."""
+        try:
+            if self.llm.has_room([one.request.prompt], [one.request.params]):
+                return None
+            return RowError("context_length_exceeded", NO_ROOM)
+        except FlexgenError as error:
+            return RowError("does_not_fit", str(error))
+        except BaseException as error:
+            if interrupts.asks_to_end(error):
+                raise
+            return _fault_of(one, error)
+
+    def _next_suspect(self) -> tuple[Prompt, SamplingParams] | None:
+        """The next row of the group that runs by itself; of the next group when all rows of this one have ended."""
+        while True:
+            if not self._group:
+                if self._running:
+                    return None
+                if not self._suspects:
+                    self._is_trying = False
+                    return self._next_row()
+                self._group.extend(self._suspects.popleft())
+            one = self._group.popleft()
+            if not one.owner.is_gone:
+                return self._enter(one)
+            self._forget(one)
+
+    def _enter(self, one: _Running) -> tuple[Prompt, SamplingParams]:
         self._serial += 1
-        self._running[self._serial] = _Running(owner, request)
-        self._of_owner[id(owner)] = self._of_owner.get(id(owner), 0) + 1
-        self._batch_rows += not isinstance(owner, Ticket)
-        self.counts.prompt_tokens += len(request.prompt.token_ids)
-        return Prompt(self._serial, request.prompt.token_ids, None), request.params
+        self._running[self._serial] = one
+        self._batch_rows += not isinstance(one.owner, Ticket)
+        return Prompt(self._serial, one.request.prompt.token_ids, None), one.request.params
 
     def _of_tickets(self) -> tuple[Owner, Request] | None:
         """A row of each request in turn."""
@@ -362,21 +420,27 @@ class Service:
             if id(batch) not in self._of_owner:
                 batch.end()
 
-    def _leave(self, serial: int) -> _Running:
-        one = self._running.pop(serial)
-        self._batch_rows -= not isinstance(one.owner, Ticket)
-        key = id(one.owner)
+    def _forget(self, one: _Running) -> None:
+        """The row has ended, and so does a batch whose last one it is."""
+        owner = one.owner
+        key = id(owner)
+        if key not in self._of_owner:  # it has failed as a whole
+            return
         self._of_owner[key] -= 1
-        if not self._of_owner[key]:
-            del self._of_owner[key]
-        return one
+        if self._of_owner[key]:
+            return
+        del self._of_owner[key]
+        if not isinstance(owner, Ticket) and owner not in self._batches:
+            owner.end()
 
     def _finish(self, done: list[Completion]) -> None:
         """Called by the engine with rows that have ended."""
         with interrupts.held():
             for completion in done:
-                one = self._leave(completion.index)
+                one = self._running.pop(completion.index)
                 owner = one.owner
+                self._batch_rows -= not isinstance(owner, Ticket)
+                self._failed_runs = 0
                 if owner.is_gone:
                     self.counts.given_up += 1
                 elif completion.error is not None:
@@ -387,9 +451,7 @@ class Service:
                     if isinstance(owner, Ticket):
                         self.counts.add_latency(time.monotonic() - owner.began)
                     owner.finish(one.request, completion)
-                is_last = id(owner) not in self._of_owner
-                if is_last and not isinstance(owner, Ticket) and owner not in self._batches:
-                    owner.end()
+                self._forget(one)
 
     def _goes_on(self, row: Row) -> bool:
         one = self._running[row.prompt.index]
@@ -398,18 +460,46 @@ class Service:
             one.owner.token(one.request.prompt.index, row.token_ids[-1], logprobs)
         return not one.owner.is_gone
 
-    def _fail_running(self, error: FlexgenError) -> None:
-        owners = {id(one.owner): one.owner for one in self._running.values()}
-        self.counts.failed += len(self._running)
+    def _after(self, error: BaseException) -> None:
+        """A run has failed. An error that the package raises itself is of all its rows. Anything else may be the fault
+        of one row: halves of the rows run by themselves, and a row that fails alone is that one. Runs that fail one
+        after another are not the fault of a row."""
+        rows = list(self._running.values())
         self._running.clear()
-        self._of_owner.clear()
         self._batch_rows = 0
+        self._failed_runs += 1
+        most_failed = self.capacity.bit_length() + 2  # halves down to one row, and some more
+        if isinstance(error, FlexgenError):
+            self._end_owners(rows, error)
+            return
+        if not self._is_trying:
+            say_fault(f"a run of {len(rows)} rows", error)
+        if self._failed_runs > most_failed:
+            self._end_owners(rows, error)
+            return
+        self._end_owners([one for one in rows if not one.can_run_again], error)
+        rows = [one for one in rows if one.can_run_again]
+        if len(rows) == 1:
+            self.counts.failed += 1
+            rows[0].owner.fail(rows[0].request, _fault_of(rows[0], error))
+            self._forget(rows[0])
+            return
+        middle = len(rows) // 2
+        halves = [half for half in (rows[:middle], rows[middle:]) if half]
+        self._suspects.extendleft(reversed(halves))
+        self._is_trying = bool(self._suspects)
+
+    def _end_owners(self, rows: Sequence[_Running], error: BaseException) -> None:
+        owners = {id(one.owner): one.owner for one in rows}
+        self.counts.failed += len(rows)
         with self._lock:
             for owner in owners.values():
                 for queue in (self._tickets, self._batches):
                     if owner in queue:
                         queue.remove(owner)  # type: ignore[arg-type]
-        for owner in owners.values():
+        for key, owner in owners.items():
+            self._of_owner.pop(key, None)
+            owner.is_gone = True
             owner.end(error)
 
     # Listener of a run
@@ -427,3 +517,9 @@ class Service:
         answered = sum(row.answered for row in rows)
         self.counts.tokens += answered
         self.counts.computed -= sum(len(row.token_ids) for row in rows) - answered
+
+
+def _fault_of(one: _Running, error: BaseException) -> RowError:
+    """What a row's owner is told of a bug of ours, once the log has it."""
+    say_fault(f"{one.owner.name}, row {one.request.prompt.index}", error)
+    return RowError(CODE_INTERNAL, NO_FAULT_OF_THE_ROW)

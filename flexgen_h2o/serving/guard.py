@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flexgen_h2o.cli_common import say
-from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.serving.answers import Refused, internal_error, is_fault
 
 LEAST_RATE = 2**14  # bytes a second that a body must come with, after the patience
 KEEP_ALIVE_S = 30  # for a client's next request
@@ -30,7 +29,6 @@ OPEN_TO_ALL = ("/health", "/", "/plan")  # without a key, and what is below STAT
 STATIC = "/static/"
 PORT = re.compile(r":\d*$")
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
-INTERNAL = Refused(500, "internal error", "internal_error")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -100,10 +98,12 @@ class Guard:
         except Refused as error:
             if not has_begun:
                 await refusal(error)(scope, receive, send)
-        except Exception as error:  # our own bug: the client gets a status, and the log a line
-            say("serve", f"{scope['path'][:80]!r}: internal error: {type(error).__name__}: {error}")
+        except BaseException as error:  # our own bug: the client gets a status, and the log a line
+            if not is_fault(error):
+                raise
+            told = internal_error(repr(scope["path"][:80]), error)
             if not has_begun:
-                await refusal(INTERNAL)(scope, receive, send)
+                await refusal(told)(scope, receive, send)
         finally:
             self._coming[kind] -= size
 

@@ -15,6 +15,7 @@ import pytest
 
 from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.serving.answers import Refused
 from flexgen_h2o.serving.app import Server
 from flexgen_h2o.serving.batches import Batch, Batches, Store
@@ -158,6 +159,61 @@ def test_a_bug_of_ours_ends_its_batch(
         batches._end(batches.running[batch["id"]], None)
     assert message_of(batch) == "internal error" and not batches.running
     assert capsys.readouterr().err == f"serve: {batch['id']}: internal error: KeyError: 'x'\n"
+
+
+class Panic(BaseException):
+    """What a Rust library's panic is in Python: no Exception."""
+
+
+@pytest.mark.parametrize("fault", [Panic("Rust"), ValueError("half an emoji")], ids=repr)
+def test_a_line_that_breaks_its_reader_ends_its_batch(
+    fault: BaseException, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> Iterator[Any]:
+        yield SimpleNamespace()
+        raise fault
+
+    monkeypatch.setattr(Batch, "counts", COUNTS)
+    record = new_batch(store)
+    batches._start(record)
+    run = batches.running[record["id"]]
+    run._rows = SimpleNamespace(requests=read())  # type: ignore[assignment]
+    assert run.next() is not None and run.next() is None and run.is_gone
+    run.end()
+    batches._clerk.shutdown()
+    assert message_of(record) == "internal error" and not batches.running
+
+
+@pytest.mark.parametrize("fault", [Panic("Rust"), ValueError("half an emoji")], ids=repr)
+def test_an_answer_that_cannot_be_written_is_an_error_row(
+    fault: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed: list[tuple[Any, str]] = []
+
+    def finish(done: Any) -> None:
+        raise fault
+
+    batch = Batch({"id": "batch_1"}, lambda run, error: None)
+    batch.writer = SimpleNamespace(status=SimpleNamespace(tokens=0))  # type: ignore[assignment]
+    batch._rows = SimpleNamespace(  # type: ignore[assignment]
+        finish=finish, fail=lambda request, error: failed.append((request, error.code))
+    )
+    request: Any = SimpleNamespace(prompt=SimpleNamespace(index=7))
+    batch.finish(request, SimpleNamespace(token_ids=[5]))  # type: ignore[arg-type]
+    assert failed == [(request, "internal_error")] and not batch.is_gone
+    assert capsys.readouterr().err.startswith("serve: batch_1, line 7: internal error: ")
+
+
+def test_a_signal_goes_through_a_batch() -> None:
+    def read() -> Iterator[Any]:
+        raise Interrupted(15)
+        yield
+
+    batch = Batch({}, lambda run, error: None)
+    batch._rows = SimpleNamespace(requests=read())  # type: ignore[assignment]
+    with pytest.raises(Interrupted):
+        batch.next()
+    assert not batch.is_gone
 
 
 def test_a_batch_is_asked_again_after_many_bad_lines() -> None:

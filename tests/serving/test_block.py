@@ -22,11 +22,15 @@ from flexgen_h2o.serving import block
 from flexgen_h2o.serving.answers import Refused, read_asked
 from flexgen_h2o.serving.block import Service, Ticket
 
-PLACES, LENGTH, NO_COLUMN, NAN = 4, 50, 3, 99
+PLACES, LENGTH, NO_COLUMN, NAN, BROKEN = 4, 50, 3, 99, 66
 
 
 class Over(Exception):
     """No row is left."""
+
+
+class Panic(BaseException):
+    """What a Rust library's panic is in Python: no Exception."""
 
 
 class StubLLM:
@@ -38,6 +42,8 @@ class StubLLM:
         self.entered: list[int] = []
         self.peak_bytes: dict[str, int] = {}
         self.after_sweep: Callable[[int], None] = lambda sweep: None
+        self.fault: BaseException | None = None  # that a sweep with the row BROKEN raises
+        self.failed_runs = 0
 
     def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Any:
         self.peak_bytes = {"host": 1}
@@ -63,6 +69,10 @@ class StubLLM:
                 if not row.token_ids:
                     self.entered.append(row.prompt.token_ids[0])
                 row.token_ids.append(7)
+            if self.fault is not None and any(row.prompt.token_ids[0] == BROKEN for row in running):
+                self.failed_runs += 1
+                self.peak_bytes = {}
+                raise self.fault
             self.after_sweep(sweep)
             ended = [r for r in running if len(r.token_ids) >= r.max_new or not callbacks.goes_on(r)]
             running = [r for r in running if r not in ended]
@@ -83,8 +93,9 @@ class StubBatch:
     """Rows of a batch. later: how often it gives none for now."""
 
     def __init__(self, rows: Sequence[Request], later: int = 0) -> None:
-        self.rows, self.done, self.ended = deque(rows), list[int](), list[FlexgenError | None]()
+        self.rows, self.done, self.ended = deque(rows), list[int](), list[BaseException | None]()
         self.is_gone, self.asks_again, self.later = False, False, later
+        self.name = "batch_1"
 
     def next(self) -> Request | None:
         self.asks_again = self.later > 0
@@ -100,7 +111,7 @@ class StubBatch:
     def fail(self, request: Request, error: RowError) -> None:
         self.done.append(-request.prompt.token_ids[0])
 
-    def end(self, error: FlexgenError | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         self.ended.append(error)
 
 
@@ -305,6 +316,79 @@ def test_an_engine_that_fails_ends_its_rows_only(service: Service, llm: StubLLM)
     assert [event[0] for event in told] == ["error"] and told[0][1].status == 500
     assert [str(error) for error in batch.ended] == ["logits are not finite"]
     assert [event[0] for event in others] == ["done"] and llm.peak_bytes, "the engine is open again"
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("half an emoji"), Panic("Rust"), MemoryError()], ids=repr)
+def test_a_row_that_a_run_fails_on_fails_alone(
+    service: Service, llm: StubLLM, fault: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that ran with it run again in parts, and are done; a batch goes on behind it."""
+    llm.fault = fault
+    (ticket, told), batch = ticket_of(10, 3, tokens=3), StubBatch(rows_of(BROKEN - 2, 8, tokens=2))
+    service.submit(ticket)
+    service.add_batch(batch)
+    run(service)
+    assert sorted(batch.done) == [-BROKEN, 64, 65, 67, 68, 69, 70, 71] and batch.ended == [None]
+    assert [event[0] for event in told] == ["done"] * 3
+    assert llm.failed_runs <= 3 and llm.peak_bytes and service.running == (0, 0) and not service._of_owner
+    assert (service.counts.failed, service.counts.rows) == (1, 10)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and said[1].startswith(f"serve: batch_1, row 2: internal error: {type(fault).__name__}")
+
+
+def test_a_clients_row_that_a_run_fails_on_is_a_500(service: Service, llm: StubLLM) -> None:
+    llm.fault = Panic("Rust")
+    (bad, told), (good, others) = ticket_of(BROKEN, 1), ticket_of(20, 2)
+    service.submit(bad)
+    service.submit(good)
+    run(service)
+    assert [event[0] for event in told] == ["error"]
+    assert (told[0][1].status, told[0][1].code) == (500, "internal_error")
+    assert [event[0] for event in others] == ["done"] * 2
+
+
+def test_a_stream_that_a_run_fails_on_ends_and_others_go_on(service: Service, llm: StubLLM) -> None:
+    """Its client has seen tokens, which would come again."""
+    llm.fault = Panic("Rust")
+    (stream, told), batch = ticket_of(20, 1, tokens=5), StubBatch(rows_of(BROKEN - 1, 3))
+    stream.streams = True
+    service.submit(stream)
+    service.add_batch(batch)
+    run(service)
+    assert [event[0] for event in told][-1:] == ["error"] and told[-1][1].status == 500
+    assert sorted(batch.done) == [-BROKEN, 65, 67] and batch.ended == [None]
+
+
+def test_runs_that_all_fail_end_their_batches(service: Service, llm: StubLLM) -> None:
+    """It is no row's fault, and the server goes on with what comes."""
+    batch, later = StubBatch(rows_of(50, 100)), StubBatch(rows_of(80, 1))
+    service.add_batch(batch)
+
+    def end(error: BaseException | None = None) -> None:
+        batch.ended.append(error)
+        llm.after_sweep = lambda sweep: None
+        service.add_batch(later)
+
+    def fail(sweep: int) -> None:
+        llm.failed_runs += 1
+        raise RuntimeError("broken")
+
+    batch.end = end  # type: ignore[method-assign]
+    llm.after_sweep = fail
+    run(service)
+    assert [str(error) for error in batch.ended] == ["broken"] and llm.failed_runs < 10
+    assert later.done == [80] and later.ended == [None]
+
+
+def test_a_client_that_goes_away_from_a_row_that_is_to_run_again(service: Service, llm: StubLLM) -> None:
+    llm.fault = Panic("Rust")
+    (gone, told), batch = ticket_of(20, 2, tokens=9), StubBatch(rows_of(BROKEN, 2))
+    service.submit(gone)
+    service.add_batch(batch)
+    gone.tell = lambda event: None
+    llm.after_sweep = lambda sweep: service.give_up(gone) if service._is_trying else None
+    run(service)
+    assert not told and sorted(batch.done) == [-BROKEN, 67] and batch.ended == [None] and not service._of_owner
 
 
 def test_an_answer_that_is_too_large_is_refused() -> None:
