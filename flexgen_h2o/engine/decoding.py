@@ -146,7 +146,7 @@ class Decoding:
         if isinstance(self.sampler, Sampler):
             found, ready = read_back(self.sampler.choose(logits, indices, steps))
         else:
-            found, ready = torch.tensor(self.sampler.sample(logits, indices, steps)), NOTHING
+            found, ready = torch.tensor(self.sampler.sample(logits, indices, steps), device="cpu"), NOTHING
 
         def tokens() -> list[int]:
             ready.wait()
