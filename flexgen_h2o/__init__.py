@@ -6,6 +6,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+import flexgen_h2o.core.forks  # noqa: F401  before any fork, and before torch is imported here
+
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import MemoryBudget, Policy
     from flexgen_h2o.engine.prompts import Completion

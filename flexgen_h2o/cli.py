@@ -21,7 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("flexgen_h2o.policy_search", "say what fits, what limits the speed and how long it takes, before a run"),
     "doctor": ("flexgen_h2o.doctor", "list what would slow down or stop a run on this machine"),
     "hardware": ("flexgen_h2o.hardware", "measure this machine, so that plans can be relied on"),
-    "cache": ("flexgen_h2o.cache", "list and remove weights and files that are kept for later runs"),
+    "cache": ("flexgen_h2o.cache", "list, fetch and remove weights that are kept for later runs"),
     "evaluate": ("flexgen_h2o.evaluate", "measure what a smaller KV cache costs; repeat the papers' experiments"),
     "bench": ("flexgen_h2o.flex_opt", "run FlexGen's benchmark: prompts and answers of fixed lengths"),
     "run": ("flexgen_h2o.generate", "another name of generate"),
@@ -31,6 +31,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "complete": ("flexgen_h2o.complete", "generate -p TEXT with raw text, as older scripts call it"),
     "flex-opt": ("flexgen_h2o.flex_opt", "bench, as FlexGen calls it; also answers --prompts FILE"),
 }
+
+
+OTHER_NAMES = list(VERBS).index("run")  # from here on
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,7 +76,8 @@ def _nearest(word: str) -> str:
 
 
 def _usage() -> str:
-    verbs = "\n".join(f"  {line}" for line in aligned([(verb, text) for verb, (_, text) in VERBS.items()]))
+    lines = [f"  {line}" for line in aligned([(verb, text) for verb, (_, text) in VERBS.items()])]
+    verbs = "\n".join([*lines[:OTHER_NAMES], "", "Other names:", *lines[OTHER_NAMES:]])
     return (
         f"usage: flexgen-h2o VERB ... | --help | --version\n\n{verbs}\n\n"
         'flexgen-h2o VERB --help lists the flags of a verb. To begin: flexgen-h2o generate smollm2-135m -p "Hello!"'

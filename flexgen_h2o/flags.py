@@ -138,7 +138,7 @@ def add_engine_flags(parser: OneLineParser, dry_run: bool = True, positional: bo
     """
     model = parser.section(MODEL).add_argument
     what = "model folder, hub id, or smollm2-135m"
-    model("-m", "--model", metavar="MODEL", help=f"{what}; -m may be left out" if positional else what)
+    model("-m", "--model", metavar="MODEL", help=f"{what}; also without -m" if positional else what)
     if positional:
         parser.take_positional_model()
     model("--path", type=not_empty, help="folder with checkpoints")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import (
     check_separate,
@@ -54,7 +54,9 @@ if TYPE_CHECKING:
 MAX_TOKENS = 256
 RULE = "-" * 70
 SYNOPSIS = "MODEL (-p TEXT ... | -i FILE [-o OUT.jsonl]) [flags]"
-SHOWN = (*SHOWN_OF_ENGINE, *SHOWN_OF_SAMPLING, "--prompt", "--input", "--output", "--system", "--dry-run")
+SHOWN = (
+    *SHOWN_OF_ENGINE, *SHOWN_OF_SAMPLING, "--prompt", "--input", "--output", "--status", "--system", "--dry-run",
+)  # fmt: skip
 EXAMPLES = (
     'flexgen-h2o generate smollm2-135m -p "What is the capital of France?"',
     "flexgen-h2o generate Qwen/Qwen3-8B -i prompts.txt -o answers.jsonl --ram 8GiB",
@@ -91,7 +93,7 @@ def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
         action=argparse.BooleanOptionalAction,
         help='texts are messages in the model\'s chat template (if it has one; of {"prompt"} lines no)',
     )
-    add("--status", action="store_true", help="print how the job that writes --output stands, and end")
+    add("--status", action="store_true", help="print how far the job that writes --output is, and end")
     add_max_tokens_flag(parser, max_tokens, "most new tokens of an answer")
     add_sampling_flags(parser)
     _add_job_flags(parser)
@@ -225,10 +227,8 @@ def print_answers(args: argparse.Namespace) -> int:
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.check_plan()
-        requests = list(_requests(args, llm, texts, defaults))
+        titles, requests = zip(*_titles_and_requests(args, llm, texts, defaults), strict=True)
         say_notes("generate", args, llm)
-        titles = [shortened(" ".join(text.split()), len(RULE)) for text in texts]
-        titles = titles or [f"prompt {i}" for i in range(1, len(requests) + 1)]
         prompts = [replace(one.prompt, index=i) for i, one in enumerate(requests)]
         print_completions(llm, prompts, [one.params for one in requests], titles)
     return EXIT_DONE
@@ -251,12 +251,17 @@ def standard_input(advice: str) -> str:
     except UnicodeDecodeError as error:
         raise UsageError("standard input: not UTF-8 text") from error
     if not text:
-        raise UsageError(f"standard input: is empty; {advice}")
+        raise UsageError(f"standard input: is empty, and there is no other prompt; {advice}")
     return text
 
 
-def _requests(args: argparse.Namespace, llm: LLM, texts: Sequence[str], defaults: SamplingParams) -> Iterator[Request]:
-    """Read the prompts. UsageError names the flag, or the file and its line, of one that cannot be run."""
+def _titles_and_requests(
+    args: argparse.Namespace, llm: LLM, texts: Sequence[str], defaults: SamplingParams
+) -> Iterator[tuple[str, Request]]:
+    """Read the prompts, each with what it is called when it is printed.
+
+    UsageError names the flag, or the file and its line, of one that cannot be run.
+    """
     from flexgen_h2o.jobs.input import read_lines
     from flexgen_h2o.jobs.job import reader_of
     from flexgen_h2o.jobs.requests import RowError
@@ -266,15 +271,25 @@ def _requests(args: argparse.Namespace, llm: LLM, texts: Sequence[str], defaults
     try:
         for i, text in enumerate(texts, start=1):
             place = "--prompt" if args.prompt else "standard input"
-            yield reader.request({"text": text}, i, f"line-{i}")
+            yield _title_of({"text": text}, i), reader.request({"text": text}, i, f"line-{i}")
         if args.input is not None:
             for line in read_lines(args.input):
                 place = f"--input {args.input}:{line.number}"
-                yield reader.read(line)
+                request = reader.read(line)
+                yield _title_of(line.parse(), line.row + 1), request
     except RowError as error:
         raise UsageError(f"{place}: {error}") from error
     if not place:
         raise UsageError(f"--input {args.input}: no prompt in it, only blank lines or nothing")
+
+
+def _title_of(value: Any, number: int) -> str:
+    """Return the question that a line asks, on one line; `prompt NUMBER` if it has no text."""
+    body = value.get("body", value)
+    messages = body.get("messages") or [{}]
+    texts = (body.get("text"), body.get("prompt"), messages[-1].get("content"))
+    found = next((text for text in texts if isinstance(text, str)), f"prompt {number}")
+    return shortened(" ".join(found.split()), len(RULE))
 
 
 def print_completions(

@@ -15,7 +15,7 @@ import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, formats
 from flexgen_h2o.checkpoint.formats import PackedFormat, weight_format
-from flexgen_h2o.core import interrupts
+from flexgen_h2o.core import forks, interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
@@ -81,6 +81,7 @@ class LLM:
         hardware: HardwareProfile | str | Path | None = None, on_plan: Callable[[Answer], NoReturn] | None = None,
         max_model_len: int | None = None,
     ) -> None:  # fmt: skip
+        forks.check_threads()
         self._eviction = check_eviction(eviction)
         self.asked_policy = read_policy_argument(policy)
         _check_together(self.asked_policy, self._eviction)

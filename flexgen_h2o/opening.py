@@ -33,18 +33,16 @@ def opening_line(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingP
     predicted = llm.foresee(prompts, params)
     if predicted is None:
         return about
-    seconds = predicted.total_s * num_prompts / len(prompts)
+    seconds = format_seconds(predicted.total_s * num_prompts / len(prompts))
     speed = f"{three_digits(predicted.tokens_per_s)} tokens/s"
     if num_prompts > 1:
         alone = llm.foresee(prompts[:1], params[:1])
         assert alone is not None
         speed += f", one prompt alone {three_digits(alone.tokens_per_s)}"
-    doubt = ""
     if llm.profile.machine == NOMINAL:
-        doubt = f"; a rough guess, {NOT_MEASURED}"
-    elif llm.profile.was_disturbed:
-        doubt = f"; {MEASURED_BUSY}"
-    return f"{about}; at most about {format_seconds(seconds)} ({speed}){doubt}"
+        return f"{about}; {seconds} ({speed}), if no answer ends early: may be several times off, {NOT_MEASURED}"
+    doubt = f"; {MEASURED_BUSY}" if llm.profile.was_disturbed else ""
+    return f"{about}; about {seconds} ({speed}), if no answer ends early{doubt}"
 
 
 def _places(what: str, shares: tuple[float, float, float], device_is_host: bool) -> str:

@@ -213,8 +213,8 @@ def _question(args: argparse.Namespace) -> Answer:
     by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits
     eviction = fitted(eviction, spec, kv_sizes_of(spec, policy))
     compress = [name for name in COMPRESSION if searched and getattr(args, name) and not (by_bytes and "cache" in name)]
-    if searched:
-        policy = replace(policy, compress_weight=False, compress_cache=policy.compress_cache and by_bytes)
+    if searched:  # bits alone are asked for, as in a run; with its switch the search may also leave them out
+        policy = replace(policy, **dict.fromkeys(compress, False))
     rows = args.num_prompts or (SEARCHED_PROMPTS if searched else policy.block_size)
     need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows)
     machine, budgets = _machine(args)

@@ -26,7 +26,7 @@ SAME = {
 _H2O = "give --hh-ratio R, or --eviction h2o"
 _PIPELINE = "torchrun and --pipeline do that here (docs/how-to/several-processes.md)"
 _THREADS = "set OMP_NUM_THREADS=N in the environment"
-_LAYERS = "layers are placed by --gpu-mem and --ram, or by --percent"
+_LAYERS = "layers are placed by --ram and --gpu-mem, or by --percent"
 _CONTEXT = "the length is that of each prompt with --max-tokens; leave it out"
 _BATCH = "the batch is chosen by the plan; give --gpu-batch-size and --num-gpu-batches to set it"
 _KV_BITS = "give --kv-bits 8, 4, 3 or 2"
@@ -62,7 +62,7 @@ ADVICE = {
     "--bf16": "give --dtype bfloat16",
     "--gbs": "give --gpu-batch-size",
     "--num-gb": "give --num-gpu-batches",
-    "--cpu-mem": "give --ram",
+    **dict.fromkeys(("--cpu-mem", "--memory", "--mem", "--max-ram", "--ram-limit"), "give --ram SIZE, such as 8GiB"),
     "--nvme-mem": "give --disk-mem",
     "--pad-to-seq-len": "nothing is padded; leave it out",
     **dict.fromkeys(
@@ -139,7 +139,7 @@ ADVICE = {
     "--load-in-4bit": "give --weight-bits 4",
     "--load-in-8bit": "give --weight-bits 8",
     "--device-map": _LAYERS,
-    "--max-memory": "give --gpu-mem SIZE and --ram SIZE",
+    "--max-memory": "give --ram SIZE, and --gpu-mem SIZE if there is a GPU",
     "--offload-folder": "give --offload-dir FOLDER",
     "--do-sample": _NOT_DRAWN,
     "--num-beams": _NOT_THERE,

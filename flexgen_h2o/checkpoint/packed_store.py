@@ -96,7 +96,7 @@ def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, 
 
             from flexgen_h2o.kernels.warm_up import compile_subprocess
 
-            compile_subprocess(form.encode, torch.zeros(1, GROUP))
+            compile_subprocess(form.encode, torch.zeros(1, GROUP, dtype=torch.float32, device="cpu"))
             if (source := checkpoint_format(spec)).decodes:
                 compile_subprocess(warm_up, source, torch.device("cpu"), torch.float32)
             write_new(temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n")
@@ -178,7 +178,9 @@ class _Reader:
             source = self._stored(tensor)
             numbers = held.pieces[0].view(getattr(torch, source.dtype)).view(source.shape)
             return numbers[:, first:end].t().contiguous()
-        return self._form.decode_range(layout, [held], first, torch.empty(end - first, tensor.shape[1]))
+        return self._form.decode_range(
+            layout, [held], first, torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu")
+        )
 
     def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
         """Some rows are in all that is stored: it is read once."""

@@ -123,8 +123,8 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
             ) from error
         raise NotOnHubError(
             f"--model {model}: not complete in the local cache, and not to be had from the hub ({_reason(error)});"
-            f" download it elsewhere and give its folder with --model, set HF_HOME to a cache that has it,"
-            f" or use --path {DUMMY} for random weights"
+            f" give a folder that has it, set HF_HOME to a cache that has it, or measure speed with --random-weights"
+            f"{'' if '/' in model else '; a hub id has the form OWNER/NAME'}"
         ) from error
 
 

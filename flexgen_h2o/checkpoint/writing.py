@@ -230,7 +230,9 @@ class RandomValues:
         import torch
 
         generator = torch.Generator().manual_seed(self._seed)
-        values = torch.empty(TABLE_VALUES, dtype=torch.float32).normal_(0.0, _MATRIX_STD, generator=generator)
+        values = torch.empty(TABLE_VALUES, dtype=torch.float32, device="cpu").normal_(
+            0.0, _MATRIX_STD, generator=generator
+        )
         return values.to(getattr(torch, self._dtype))
 
     @cached_property
@@ -238,7 +240,7 @@ class RandomValues:
         import torch
 
         generator = torch.Generator().manual_seed(self._seed)
-        return torch.randint(0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator)
+        return torch.randint(0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator, device="cpu")
 
     def stored(self) -> list[Written]:
         """What a checkpoint of the model stores: slices of one stored tensor together."""
@@ -283,7 +285,9 @@ class RandomValues:
         held = self._whole_of(tensor, layout) if layout.by_columns else self._held(tensor, layout, part)
         if not layout.decoded_row_bytes:
             return held.pieces[0].view(layout.cut_shape)[:, first:end].t().contiguous()
-        return self._form.decode_range(layout, [held], first, torch.empty(end - first, tensor.shape[1]))
+        return self._form.decode_range(
+            layout, [held], first, torch.empty(end - first, tensor.shape[1], dtype=torch.float32, device="cpu")
+        )
 
     def _held(self, tensor: TensorSpec, layout: TensorLayout, part: Part) -> Held:
         import torch
@@ -321,7 +325,7 @@ def any_bytes(rows: StoredRows) -> torch.Tensor:
     dtype = FROM_ENGINE.get(rows.dtypes[0], rows.dtypes[0])
     nbytes = Entry(rows.name, dtype, rows.shape).nbytes
     generator = torch.Generator().manual_seed(0)
-    values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
     return _masked(values, 0, *rows.random)
 
 
@@ -333,7 +337,7 @@ def _masked(values: torch.Tensor, begin: int, mask: bytes, base: bytes) -> torch
         return values
 
     def repeated(pattern: bytes) -> torch.Tensor:
-        once = torch.tensor(list(pattern), dtype=torch.uint8).roll(-begin)
+        once = torch.tensor(list(pattern), dtype=torch.uint8, device="cpu").roll(-begin)
         return once if len(pattern) == 1 else once.repeat(-(-len(values) // len(pattern)))[: len(values)]
 
     return (values & repeated(mask)) + repeated(base)

@@ -152,7 +152,7 @@ class UnitAttention:
         budgets, and copied to a card together."""
         key, (known, made) = (table.at(block), self._spec.window(block)), self._numbers.get(table, (None, {}))
         if known is not fed or key not in made:
-            past, made = torch.tensor(fed.past[: fed.decoding]), {}
+            past, made = torch.tensor(fed.past[: fed.decoding], device="cpu"), {}
             for b in range(self._spec.num_blocks):
                 budgets, window = table.at(b), self._spec.window(b)
                 if (budgets, window) not in made:

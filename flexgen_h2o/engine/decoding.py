@@ -147,7 +147,7 @@ class Decoding:
         if isinstance(self.sampler, Sampler):
             found, ready = read_back(self._choose(self.sampler, rows, logits, steps))
         else:
-            found, ready = torch.tensor(self.sampler.sample(logits, indices, steps)), NOTHING
+            found, ready = torch.tensor(self.sampler.sample(logits, indices, steps), device="cpu"), NOTHING
 
         def tokens() -> list[int]:
             ready.wait()

@@ -209,9 +209,9 @@ class Wire:
 
     def _send(self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         """Waits while too many messages are on their way."""
-        header = torch.zeros(_FIELDS + max(self._rows), dtype=torch.int64)
+        header = torch.zeros(_FIELDS + max(self._rows), dtype=torch.int64, device="cpu")
         nbytes = 0 if hidden is None else hidden.nbytes
-        header[: _FIELDS + len(tokens)] = torch.tensor([micro_batch, left, nbytes, len(tokens), *tokens])
+        header[: _FIELDS + len(tokens)] = torch.tensor([micro_batch, left, nbytes, len(tokens), *tokens], device="cpu")
         self.bytes_sent += nbytes + header.nbytes
         data, number, ready = None, -1, cast(Waitable, NOTHING)
         if hidden is not None:
@@ -264,7 +264,7 @@ class Wire:
 
     def _receive_one(self, rows: int) -> Message:
         """rows: of the largest micro-batch."""
-        header = torch.zeros(_FIELDS + rows, dtype=torch.int64)
+        header = torch.zeros(_FIELDS + rows, dtype=torch.int64, device="cpu")
         dist.recv(header, self._before)
         micro_batch, left, nbytes, count = header[:_FIELDS].tolist()
         tokens = tuple(header[_FIELDS : _FIELDS + count].tolist())

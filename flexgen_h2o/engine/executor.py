@@ -385,7 +385,9 @@ class Executor:
             return
         scored = scored_tokens(batch, fed)
         score_prompts(
-            scored, lambda places: logits_at(upload(torch.tensor(places), x.device)), self._decoding.watches.spares_rows
+            scored,
+            lambda places: logits_at(upload(torch.tensor(places, device="cpu"), x.device)),
+            self._decoding.watches.spares_rows,
         )
         for step in range(fed.steps):
             if step:

@@ -240,9 +240,11 @@ class MicroBatch:
         )
         steps = min(fits, default=1)
         return SweepInput(
-            ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids),
-            positions=torch.tensor([r.length - 1 + step for step in range(steps) for r in before] + positions),
-            ends=torch.tensor([*range(decoding), *(decoding + end - 1 for end in row_ends(self._new))]),
+            ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids, device="cpu"),
+            positions=torch.tensor(
+                [r.length - 1 + step for step in range(steps) for r in before] + positions, device="cpu"
+            ),
+            ends=torch.tensor([*range(decoding), *(decoding + end - 1 for end in row_ends(self._new))], device="cpu"),
             counts=(steps,) * decoding + tuple(map(len, prompts)),
             past=(*(r.length - 1 - self._common for r in before), *(0 for _ in prompts)),
             decoding=decoding,

@@ -17,7 +17,7 @@ import torch
 
 from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.checkpoint.safetensors import Checkpoint
-from flexgen_h2o.core import interrupts
+from flexgen_h2o.core import forks, interrupts
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import with_head_rows
@@ -84,7 +84,7 @@ class Engine:
             interrupts.check()  # a signal may have got lost in an import
             self.weights.load_resident(self._arenas("weights"))
             checkpoint.check_unchanged()
-            overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
+            overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8, device="cpu"))
             self.cache = CacheStore(
                 self.mover, dtype, self._arenas("cache"), self._files.get("cache"), overlay,
                 self._arenas("cache record"), attends_on_host(policy, device.is_host),
@@ -114,6 +114,7 @@ class Engine:
     def check_not_forked() -> None:
         """UsageError in a child of os.fork() whose parent has opened an engine: its threads, and those of OpenMP, are
         not in the child, which would wait for them for ever."""
+        forks.check_threads()
         if Engine._first_process not in (None, os.getpid()):
             raise UsageError(
                 "this process was forked from one whose LLM has run, and cannot run one: start it with "

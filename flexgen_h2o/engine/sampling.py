@@ -72,7 +72,8 @@ class Sampler:
             alike = isinstance(self._params, SamplingParams)
             order = [place for places in drawing.values() for place in places]
             drawn = [_uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in order]
-            numbers = upload(torch.tensor([order, drawn], dtype=torch.float64), logits.device)  # places are exact, too
+            pairs = torch.tensor([order, drawn], dtype=torch.float64, device="cpu")  # places are exact, too
+            numbers = upload(pairs, logits.device)
             sizes = [len(places) for places in drawing.values()]
             for params, part in zip(drawing, numbers.split(sizes, dim=1), strict=True):
                 if len(order) == len(rows) and len(sizes) == 1:

@@ -76,7 +76,9 @@ class _TableRows(Table):
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         source, stored = self._source, getattr(torch, self._source.dtype)
         wanted, places = ids.unique(return_inverse=True)
-        rows = torch.empty(len(wanted), source.shape[1], dtype=out.dtype if stored.is_floating_point else stored)
+        rows = torch.empty(
+            len(wanted), source.shape[1], dtype=out.dtype if stored.is_floating_point else stored, device="cpu"
+        )
         first = FileRange(self._open(source.path), source.offset, source.nbytes // source.shape[0], stored)
         self._mover.read_rows("look_up_weight", [*zip(rows, wanted.tolist(), strict=True)], first).wait()
         lookup(places, self._held(rows), out)

@@ -113,7 +113,7 @@ class AttentionMaps:
         kv_heads, n = one.k.shape[1:3]
         heads, at = one.q.shape[1], self._settings
         tile = max(1, at.keep_mem // (ENTRY_BYTES * heads * n))
-        sums = torch.zeros(kv_heads, n, dtype=torch.float64)
+        sums = torch.zeros(kv_heads, n, dtype=torch.float64, device="cpu")
         for first, p in probabilities(one, tile):
             sums += p.double().sum(dim=1).view(kv_heads, -1, n).sum(dim=1).cpu()
             skipped = min(max(0, at.first_query - first), p.shape[1])

@@ -187,13 +187,15 @@ class FullWatch:
 
     def __init__(self, prompt_lens: Sequence[int], steps: int, mass_steps: frozenset[int]) -> None:
         self.prompt_lens, self.steps, self.mass_steps = prompt_lens, steps, mass_steps
-        self.logits = torch.empty(0)
+        self.logits = torch.empty(0, dtype=torch.float32, device="cpu")
         self.weights: dict[tuple[int, int], torch.Tensor] = {}
         self.see_logits = by_step(len(prompt_lens), self._keep)
 
     def _keep(self, rows: list[int], steps: list[int], logits: torch.Tensor) -> None:
         if not len(self.logits):
-            self.logits = torch.empty(len(self.prompt_lens), self.steps, logits.shape[-1], dtype=logits.dtype)
+            self.logits = torch.empty(
+                len(self.prompt_lens), self.steps, logits.shape[-1], dtype=logits.dtype, device="cpu"
+            )
         self.logits[rows, steps] = logits.cpu()
 
     def decode_step(self, rows: Sequence[int], columns: Columns) -> int:
@@ -210,9 +212,9 @@ class FullWatch:
         place = (step, columns.block)
         if place not in self.weights:
             shape = (len(self.prompt_lens), positions.shape[1], max(self.prompt_lens) + self.steps)
-            self.weights[place] = torch.zeros(shape)
-        unused = torch.arange(positions.shape[-1]) >= filled.cpu().view(-1, 1, 1)
-        found = torch.zeros(len(rows), *self.weights[place].shape[1:])
+            self.weights[place] = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        unused = torch.arange(positions.shape[-1], device="cpu") >= filled.cpu().view(-1, 1, 1)
+        found = torch.zeros(len(rows), *self.weights[place].shape[1:], dtype=torch.float32, device="cpu")
         found.scatter_add_(-1, positions.masked_fill(unused, 0), scores.masked_fill(unused, 0.0))
         self.weights[place][rows] = found
 
@@ -248,7 +250,7 @@ class Runner:
         full_nll, results = np.zeros(shape), [self._unmeasured(case, rows, shape) for case in cases]
         for start in range(0, len(rows), size):
             part, chunk = slice(start, start + size), rows[start : start + size]
-            full, tokens = self._watch_full(chunk), torch.tensor([row.continuation for row in chunk])
+            full, tokens = self._watch_full(chunk), torch.tensor([row.continuation for row in chunk], device="cpu")
             _say(f"full cache, rows {start + 1} - {start + len(chunk)} of {len(rows)}")
             nll = surprise(full.logits[:, 1:].flatten(0, 1), tokens[:, 1:].flatten())
             full_nll[part] = nll.view(len(chunk), -1)

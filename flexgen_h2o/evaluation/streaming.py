@@ -111,9 +111,11 @@ def _measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], win
 
     Every token is a decode step: the policy decides after each, and no prompt is attended to as a whole.
     """
-    llm.eviction, tokens, blocks = case.eviction, torch.tensor([list(s) for s in streams]), llm.model.spec.num_blocks
+    llm.eviction = case.eviction
+    tokens = torch.tensor([list(s) for s in streams], device="cpu")
+    blocks = llm.model.spec.num_blocks
     (n, length), wanted = tokens.shape, tokens[:, 1:]
-    nats, bootstrap = torch.zeros(wanted.shape, dtype=torch.float64), Bootstrap(n, RESAMPLES, seed)
+    nats, bootstrap = torch.zeros(wanted.shape, dtype=torch.float64, device="cpu"), Bootstrap(n, RESAMPLES, seed)
 
     def see(rows: list[int], steps: list[int], logits: torch.Tensor) -> None:
         nats[rows, steps] = surprise(logits.cpu(), wanted[rows, steps])

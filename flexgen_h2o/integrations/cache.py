@@ -63,7 +63,7 @@ class EvictingLayer(CacheLayerMixin):
         self.is_initialized = False
         self.metadata: SlotMetadata | None = None
         self.budgets: RowBudgets | None = None
-        self.past = torch.zeros(0, dtype=torch.int64)
+        self.past = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._seen = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class EvictingLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(len(self.past)).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.past), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Sequences `indices` take the places 0, 1, ..., with all that is known of them."""
@@ -127,7 +127,7 @@ class EvictingLayer(CacheLayerMixin):
             self._attend_prompts(qkv, scale, spans, out)
         else:
             for i in range(q.shape[2]):
-                is_token = torch.tensor([first <= i < first + count for first, count in spans])
+                is_token = torch.tensor([first <= i < first + count for first, count in spans], device="cpu")
                 new = tuple(t[:, :, i].contiguous() for t in qkv)
                 out[:, i].copy_(self._attend_token(new, scale, is_token).view(out[:, i].shape))
                 self.past = self.past + is_token
@@ -149,7 +149,7 @@ class EvictingLayer(CacheLayerMixin):
             out[some, columns].copy_(attended.transpose(1, 2))
             self._store_prompts(some, first, k, v, keep_prompt_columns(rows, begin, (q, k, v), lse, scale))
             begin = some.stop
-        self.past = torch.tensor([count for _, count in spans])
+        self.past = torch.tensor([count for _, count in spans], device="cpu")
 
     def _rows(self) -> KVRows:
         """The slots as the engine sees them, one row for each (sequence, kv-head)."""
@@ -166,7 +166,8 @@ class EvictingLayer(CacheLayerMixin):
         if not wanted and self._drops:
             return
         scores, norms = (
-            torch.zeros(rows, slots, device=self.device) if name in wanted else None for name in (SCORES, NORMS)
+            torch.zeros(rows, slots, device=self.device, dtype=torch.float32) if name in wanted else None
+            for name in (SCORES, NORMS)
         )
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
         victims = torch.zeros(rows, dtype=torch.int32, device=self.device)
@@ -282,9 +283,11 @@ class MaskingLayer(EvictingLayer):
     ) -> None:
         """scores, received: (rows, slots), received being 0 where masked; a padding token leaves scores as they are."""
         needs = self._policy.needs
-        gains = needs.gain * (filled / (self.past + 1) if needs.even else torch.ones(len(self.past)))
+        gains = torch.full((len(self.past),), needs.gain, dtype=torch.float32, device="cpu")
+        if needs.even:
+            gains = gains * (filled.float() / (self.past + 1))
         kv_heads = len(scores) // len(gains)
-        gain, real = (t.repeat_interleave(kv_heads)[:, None].to(scores.device) for t in (gains.float(), is_token))
+        gain, real = (t.repeat_interleave(kv_heads)[:, None].to(scores.device) for t in (gains, is_token))
         scores.copy_(torch.where(real, needs.decay * scores + gain * received, scores))
 
     def _evict(self, positions: torch.Tensor, victims: torch.Tensor, filled: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import resource
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from flexgen_h2o.cli_common import note, say
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.interrupts import Interrupted
-from flexgen_h2o.core.units import counted, format_seconds
+from flexgen_h2o.core.units import counted, format_bytes, format_seconds
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import PLACEMENT, open_llm, say_notes
 from flexgen_h2o.jobs.input import Cut, Line, begins_as, read_cut, read_lines, scan_input
@@ -26,6 +27,7 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import shape_fingerprint
 from flexgen_h2o.opening import opening_line
+from flexgen_h2o.parser import as_typed
 
 OF_REQUESTS = ("prompt_logprobs", "score", "score_mode")  # sampling parameters that are never defaults of a job
 # What batch's flags say by default, for commands that run a job and have not all of them.
@@ -172,7 +174,8 @@ def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any
 
 
 def _say_rows(before: Before) -> None:
-    print(f"{counted(len(before.done), 'prompt')}, {before.rows} of them done before", flush=True)
+    done = f", {before.rows} of them done before" if before.rows else ""
+    print(f"{counted(len(before.done), 'prompt')}{done}", flush=True)
 
 
 @contextlib.contextmanager
@@ -188,7 +191,7 @@ def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> 
         state = f"ended by {signal}"
         raise
     except BaseException as error:
-        state = f"failed: {error}"
+        state = f"failed: {as_typed(str(error))}"
         raise
     finally:
         writer.end(state)
@@ -215,6 +218,9 @@ def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: st
     if status.spared_tokens:
         did += f"; {spared_text(status)}"
     print(f"{counted(status.done, 'answer')} in {args.output}, {status.errors} of them errors; {did}")
+    held = format_bytes(sum(status.peak_bytes.values()))
+    process = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(f"memory: at most {held} for weights, KV cache and buffers; {process} for the whole process")
     if status.errors:
         print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
     if notes.other_models:

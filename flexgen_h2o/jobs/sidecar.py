@@ -229,4 +229,5 @@ def spared_text(status: Status) -> str:
 
 
 def tiers_text(nbytes: dict[str, int]) -> str:
-    return ", ".join(f"{tier} {format_bytes(n)}" for tier, n in nbytes.items())
+    named = {"device": "GPU", "host": "RAM", "disk": "disk"}
+    return ", ".join(f"{named[tier]} {format_bytes(n)}" for tier, n in nbytes.items() if n)

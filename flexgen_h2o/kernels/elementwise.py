@@ -218,7 +218,7 @@ class Rotation:
         ok = keys.is_contiguous() and ranks.is_contiguous() and ranks.shape == keys.shape[:2]
         if not ok or ranks.dtype != torch.int32 or 2 * pairs > width:
             raise mismatch(f"rotated: keys, ranks and {pairs} pairs", keys, ranks)
-        cos, sin = self._angles(torch.arange(slots), torch.float32)
+        cos, sin = self._angles(torch.arange(slots, device="cpu"), torch.float32)
         out = torch.empty_like(keys)
         job = rotary_loops.RotaryJob(
             slots, width, pairs, keys.data_ptr(), ranks.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()

@@ -200,7 +200,7 @@ def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(values).all()):
         raise ValueError("holds values that are not finite")
     n, columns = values.shape
-    packed = torch.zeros(n, int8_row_bytes(columns), dtype=torch.uint8)
+    packed = torch.zeros(n, int8_row_bytes(columns), dtype=torch.uint8, device="cpu")
     codes = codes_of(packed, columns)
     quantise_rows(values, codes, scales_of(packed))
     packed[:, -INT8_ROW_BYTES:].view(torch.int32)[:, 1] = codes.sum(1, dtype=torch.int32)
@@ -329,7 +329,7 @@ def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torc
 @lru_cache
 def _int_mm_works(where: torch.device) -> bool:
     """torch._int_mm is private, and instructions of older CPUs cut sums of large products: is it there, and exact?"""
-    codes, weight = (torch.full((n, int8_row_bytes(256)), 127, dtype=torch.int8) for n in (3, 32))
+    codes, weight = (torch.full((n, int8_row_bytes(256)), 127, dtype=torch.int8, device="cpu") for n in (3, 32))
     codes[0, ::2], weight[1], weight[2, 1::2] = -127, -127, -127
     codes, weight = codes[:, :256].to(where).contiguous(), weight.to(where)[:, :256]  # packed rows lie apart, too
     out, want = (torch.empty(3, 32, dtype=torch.int32, device=where) for _ in range(2))
@@ -402,7 +402,9 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
     """
     for some in row_slices(len(packed), columns):
         here, rows = packed[some], out[some]
-        values = unpack_rows_reference(here, 4, torch.empty(len(here), columns, device=packed.device))
+        values = unpack_rows_reference(
+            here, 4, torch.empty(len(here), columns, device=packed.device, dtype=torch.float32)
+        )
         ends = here[:, WORD * SlotPacking(columns, 4).value_words :].contiguous().view(torch.bfloat16).float()
         scale, least = ends.view(len(here), -1, 2).unbind(dim=2)
         largest = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1)

@@ -329,8 +329,8 @@ def _attend_in_pieces(fused: _Fused, q: torch.Tensor, k: torch.Tensor, v: torch.
     head, and these and its own result are at most `TILE_BYTES`, or those of one kv-head."""
     (batch, heads, n, width), kv_heads = q.shape, k.shape[1]
     group = heads // kv_heads
-    out = torch.empty(batch, n, heads, width, dtype=q.dtype).transpose(1, 2)
-    lse = torch.empty(batch, heads, n, dtype=torch.float32)
+    out = torch.empty(batch, n, heads, width, dtype=q.dtype, device="cpu").transpose(1, 2)
+    lse = torch.empty(batch, heads, n, dtype=torch.float32, device="cpu")
     most = max(1, TILE_BYTES // (3 * group * n * width * q.itemsize))
     for rows, some in _pieces(batch, kv_heads, most):
         of_queries = slice(None) if some == slice(None) else slice(some.start * group, some.stop * group)
@@ -350,8 +350,8 @@ def _attend_compiled(
     ok = k.shape == v.shape == (batch, kv_heads, keys, width) and keys >= n and heads % kv_heads == 0
     if not ok or not k.dtype == v.dtype == q.dtype:
         raise mismatch("causal_attention: q, k, v", q, k, v)
-    out = torch.empty(batch, n, heads, width, dtype=q.dtype).transpose(1, 2)
-    lse = torch.empty(batch, heads, n, dtype=torch.float32)
+    out = torch.empty(batch, n, heads, width, dtype=q.dtype, device="cpu").transpose(1, 2)
+    lse = torch.empty(batch, heads, n, dtype=torch.float32, device="cpu")
 
     def heads_of(t: torch.Tensor) -> prompt_loops.Heads:
         batch_step, head_step, token_step = (t.itemsize * step for step in t.stride()[:3])
@@ -422,7 +422,9 @@ def _checked(device: str, dtype: torch.dtype, shared: bool) -> _Fused | None:
 def _is_right(fused: _Fused, device: str, dtype: torch.dtype, shared: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(2, _CHECK_ROWS, heads, 16, generator=generator).to(device, dtype).transpose(1, 2)
+        torch.randn(2, _CHECK_ROWS, heads, 16, generator=generator, dtype=torch.float32, device="cpu")
+        .to(device, dtype)
+        .transpose(1, 2)
         for heads in (4, 2 if shared else 4, 2 if shared else 4)
     )
     for queries, window in ((q, None), (q[:, :, -_CHECK_LAST:], None), (q, _CHECK_WINDOW)):

@@ -57,7 +57,7 @@ def _unpack_mxfp4_on_card(blocks: torch.Tensor, scales: torch.Tensor, out: torch
 
 def unpack_mxfp4_reference(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`unpack_mxfp4` in torch operations, with the same bits."""
-    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=out.device)
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=out.device, dtype=torch.float32)
     for some in row_slices(len(out), out.shape[1]):
         codes = torch.stack([blocks[some] & 15, blocks[some] >> 4], dim=-1).flatten(-2)
         exponents = scales[some].int().sub_(127).unsqueeze(-1)

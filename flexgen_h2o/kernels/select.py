@@ -72,9 +72,10 @@ class Sketch:
 def empty_sketch(rows: int, slots: int, width: int, device: torch.device | None = None) -> Sketch:
     """Room for the columns of so many slots, of zeros; steps are 1."""
     blocks, numbers = sketch_shape(slots, width)
-    centres, steps = torch.zeros(rows, width, device=device), torch.ones(rows, width, device=device)
+    centres = torch.zeros(rows, width, device=device, dtype=torch.float32)
+    steps = torch.ones(rows, width, device=device, dtype=torch.float32)
     codes = torch.zeros(rows, blocks, numbers, SKETCH_BLOCK, dtype=torch.int16, device=device)
-    return Sketch(centres, steps, codes, torch.zeros(rows, blocks, width, device=device))
+    return Sketch(centres, steps, codes, torch.zeros(rows, blocks, width, device=device, dtype=torch.float32))
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def attend_selected_reference(
     p, beside = softmax(products, form.sinks).tensor_split(2, dim=2)
     blocks = sketch.sums.shape[1]
     number = places // SKETCH_BLOCK
-    by_block = torch.zeros(longest, blocks, device=q.device)
+    by_block = torch.zeros(longest, blocks, device=q.device, dtype=torch.float32)
     by_block[places, number] = 1.0
     share = (beside @ by_block) / (rest.float() @ by_block).clamp(min=1).unsqueeze(1)  # of each column that is not read
     weights = torch.where(chosen.unsqueeze(1), p - share[..., number], 0.0)

@@ -100,8 +100,8 @@ def attend_lse(
     if not loops_can_read(q, keys, values):
         return attend_lse_reference(q, keys, values, filled, scale, sinks)
     if filled is None:
-        filled = torch.full((len(q),), keys.shape[0] * keys.shape[2], dtype=torch.int32)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        filled = torch.full((len(q),), keys.shape[0] * keys.shape[2], dtype=torch.int32, device="cpu")
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device="cpu")
     return _attend_compiled((q, keys, values, filled), scale, form=SlotForm(sinks=sinks), lse=lse), lse
 
 
@@ -183,7 +183,7 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None) -> 
     copy of some rows at a time."""
     length, longest = values.shape[2], p.shape[2]
     least = longest if filled is None else int(filled.min())
-    out = torch.zeros(*p.shape[:2], values.shape[3], device=p.device)
+    out = torch.zeros(*p.shape[:2], values.shape[3], device=p.device, dtype=torch.float32)
     for start in range(0, longest, length):
         end = min(longest, start + length)
         part, of_part = values[start // length, :, : end - start], p[:, :, start:end].to(values.dtype)

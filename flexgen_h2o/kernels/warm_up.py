@@ -112,7 +112,8 @@ def warm_up(
     positions, oldest, newest, victims = (
         torch.zeros(size, dtype=torch.int32, device=device) for size in (whole, single, single, single)
     )
-    scores, gains = torch.zeros(whole, device=device), torch.ones(single, device=device)
+    scores = torch.zeros(whole, device=device, dtype=torch.float32)
+    gains = torch.ones(single, device=device, dtype=torch.float32)
     state = ScoreState(scores, positions, oldest, newest, 1.0, gains, victims)
     filled = victims.new_full(single, _SLOTS)
     first, column = torch.zeros(_ROWS, 1, dtype=torch.int64, device=device), columns[0, :, :1].clone()
@@ -127,7 +128,7 @@ def warm_up(
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())
         silu_gated(columns[0, 0], columns[0, 0])
         clamped_gate(columns[0, 0], 1.0, 1.0, columns[0, 0, :, ::2].clone(memory_format=torch.contiguous_format))
-        no_rows = torch.zeros(len(columns[0, 0]), device=columns.device)
+        no_rows = torch.zeros(len(columns[0, 0]), device=columns.device, dtype=torch.float32)
         add_weighted(columns[0, 0], no_rows.int(), no_rows, columns[0, 0].clone())
     if rolling:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotated(columns[0], positions)

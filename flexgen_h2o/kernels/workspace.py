@@ -101,7 +101,7 @@ def upload_together(hosts: Sequence[torch.Tensor], where: torch.device) -> list[
     if where.type == "cpu":
         return list(hosts)
     starts = list(itertools.accumulate((round_up(host.nbytes, ALIGN) for host in hosts), initial=0))
-    packed = torch.empty(starts[-1], dtype=torch.uint8)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
     for start, host in zip(starts, hosts, strict=False):
         packed[start : start + host.nbytes] = host.view(torch.uint8)
     packed = upload(packed, where)
@@ -141,7 +141,9 @@ class _Helper:
         self._pool, self._lock, self._is_awake = pool, threading.Lock(), False
         self._work: Callable[[], object] | None = None
         self._error: BaseException | None = None
-        self._given, self._done = torch.zeros(2, ALIGN // 8, dtype=torch.int64).numpy()  # torch aligns what it makes
+        self._given, self._done = torch.zeros(
+            2, ALIGN // 8, dtype=torch.int64, device="cpu"
+        ).numpy()  # torch aligns what it makes
         self._given_at, self._done_at = self._given.ctypes.data, self._done.ctypes.data
 
     def give(self, work: Callable[[], object]) -> None:

@@ -203,7 +203,7 @@ def sum_up_prompt(pages: Pages, page: int, k: torch.Tensor, v: torch.Tensor, kep
     """
     n, rows, width = k.shape
     page = min(page, n)  # a longer one holds the prompt as well: nothing is padded to it
-    gone = torch.ones(rows, n, device=k.device).scatter_(1, kept, 0.0)
+    gone = torch.ones(rows, n, device=k.device, dtype=torch.float32).scatter_(1, kept, 0.0)
     short = -n % page
     gone = torch.nn.functional.pad(gone, (0, short)).view(rows, -1, 1, page)
     used = gone.shape[1]

@@ -133,14 +133,14 @@ class StepNumbers:
     @property
     def gains(self) -> torch.Tensor:
         """(sequences,) fp32: what a score grows by with a whole probability."""
-        gain = self._needs.gain
-        return gain * (self.filled / (self.positions + 1)) if self._needs.even else gain * torch.ones(len(self.filled))
+        gains = torch.full((len(self.filled),), self._needs.gain, dtype=torch.float32, device="cpu")
+        return gains * (self.filled.float() / (self.positions + 1)) if self._needs.even else gains
 
     def whole_places(self, most: int) -> torch.Tensor:
         """(sequences,) int64: the places of the columns among the newest, which are whole beside packed slots; -1 for
         none. most: room for them in a row. Worked out once."""
         if most not in self._places:
-            windows = torch.tensor([window_of(most, held) for held in self._budgets.slots.tolist()])
+            windows = torch.tensor([window_of(most, held) for held in self._budgets.slots.tolist()], device="cpu")
             self._places[most] = torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
         return self._places[most]
 
@@ -221,4 +221,4 @@ class SlotTable:
             return [(fed or prompt_len) - before, budget.sinks, budget.heavy, budget.recent, slots]
 
         table = [[entry(block, *row) for row in rows] for block in range(num_blocks)]
-        return torch.tensor(table, dtype=torch.int64).view(num_blocks, len(rows), 5)
+        return torch.tensor(table, dtype=torch.int64, device="cpu").view(num_blocks, len(rows), 5)

@@ -63,7 +63,7 @@ class SlotMetadata:
         if had is not None and count <= had.counts.shape[1]:
             return self
         count = padded_pages(count)
-        keys, values = (torch.zeros(rows, count, width, device=where) for _ in range(2))
+        keys, values = (torch.zeros(rows, count, width, device=where, dtype=torch.float32) for _ in range(2))
         pages = Pages(keys, values, torch.zeros(rows, count, dtype=torch.int32, device=where))
         if had is not None:
             for new, old in zip(vars(pages).values(), vars(had).values(), strict=True):

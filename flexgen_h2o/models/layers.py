@@ -149,7 +149,7 @@ def _default(config: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     """theta^(-2i/d) for the pairs of the share of a head that turns (Su et al. 2021, section 3.2.2)."""
     parameters = config["rope_parameters"]
     width = int(_head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
-    return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width)), 1.0
+    return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float, device="cpu") / width)), 1.0
 
 
 def _scaled(config: Mapping[str, Any], kind: str) -> tuple[torch.Tensor, float]:
@@ -157,7 +157,8 @@ def _scaled(config: Mapping[str, Any], kind: str) -> tuple[torch.Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = AutoConfig.for_model(**deepcopy(dict(config)))
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](known, torch.device("cpu"))
+    with torch.device("cpu"):  # whatever the caller's default is: some of its tensors say no device
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](known, torch.device("cpu"))
     return frequencies.float(), float(scaling)
 
 

@@ -339,7 +339,9 @@ def _suggesting(model: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        near = difflib.get_close_matches(model, [*PACKAGED, *NAMED, *built_in_names()], n=1, cutoff=0.8)
+        known = {name.lower(): name for name in (*PACKAGED, *NAMED, *built_in_names())}
+        known |= {hub_id.rpartition("/")[2].lower(): one.name for hub_id, one in BY_HUB_ID.items()}
+        near = [known[name] for name in difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.8)]
         if not near or near[0] == model:
             raise
         raise UsageError(f"{error}; did you mean {near[0]}?") from error

@@ -442,7 +442,7 @@ class Batches:
                 raise error
             self._results(batch, "cancelled" if is_cancelled else "completed", run.counts)
         except BaseException as found:
-            if not not interrupts.asks_to_end(found):
+            if interrupts.asks_to_end(found):
                 raise
             self._fail(batch, found, run.counts)
         finally:

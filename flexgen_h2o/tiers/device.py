@@ -233,7 +233,9 @@ class CudaDevice(Device):
         return _CudaFence(event)
 
     def read_back(self, found: torch.Tensor) -> tuple[torch.Tensor, Waitable]:
-        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)  # torch keeps it for the next ones
+        host = torch.empty(
+            found.shape, dtype=found.dtype, device="cpu", pin_memory=True
+        )  # torch keeps it for the next ones
         host.copy_(found, non_blocking=True)
         return host, self.fence()
 

@@ -41,7 +41,7 @@ def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_
     lines(tmp_path / "in.jsonl", *({"custom_id": n, "url": "/v1/completions", "body": b} for n, b in body.items()), "{")
     ended = job("--gpu-batch-size", 2, "--num-gpu-batches", 2)
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines()[0] == "10 prompts, 0 of them done before"
+    assert ended.out.splitlines()[0] == "10 prompts"
     assert "10 answers in out.jsonl, 1 of them errors" in ended.out
     assert ended.out.splitlines()[-1] == "errors: 1 invalid_json"
     found, model = rows(tmp_path / "out.jsonl"), OPTForCausalLM.from_pretrained(ids_model).eval()

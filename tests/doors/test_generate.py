@@ -138,7 +138,7 @@ def test_a_job_of_a_text_file_is_resumed(run: Door, words_model: Path, tmp_path:
     (tmp_path / "p.txt").write_text("\n".join(PROMPTS))
     line = (words_model, "-i", "p.txt", "-o", "out.jsonl")
     first = run(*line)
-    assert first.code == EXIT_DONE and first.out.startswith("3 prompts, 0 of them done before")
+    assert first.code == EXIT_DONE and first.out.startswith("3 prompts")
     assert "3 prompts in batches of" in first.out and "tokens/s" in first.out
     assert answers_of(tmp_path / "out.jsonl") == texts_of(words_model, PROMPTS)
     rows = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)

@@ -128,7 +128,7 @@ def test_a_plan(browser: Browser, server: Running, tmp_path: Path) -> None:
     browser.fill("#host_mem", "1MiB")
     browser.fill("#disk_mem", "1MiB")
     browser.find("#plan").click()
-    browser.wait("document.querySelector('#error').textContent.includes('too small for any policy')")
+    browser.wait("document.querySelector('#error').textContent.includes('too small by')")
     (tmp_path / "profile.json").write_text('{"schema": 5}')
     browser.run("machine.value = machine.lastChild.value; machine.dispatchEvent(new Event('change'))")
     browser.find("#profile").send_keys(str(tmp_path / "profile.json"))

@@ -37,7 +37,7 @@ EDGES = {
         "cli_common": "core checkpoint parser",
         "flags": "core tiers checkpoint models kvcache engine planner llm cli_common parser",
         "opening": "core engine planner",
-        "jobs": "core tiers models kvcache engine llm cli_common flags opening",
+        "jobs": "core tiers models kvcache engine llm cli_common parser flags opening",
         "evaluation": "core models kvcache engine llm cli_common parser flags jobs",
         "serving": "core engine models llm cli_common jobs",
         "flex_opt": "core kvcache engine cli_common parser flags",

@@ -167,7 +167,9 @@ class Bench:
 
 @lru_cache(maxsize=2)
 def _table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(_TABLE, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return torch.randn(_TABLE, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
+        device, dtype
+    )
 
 
 HEAD_WIDTH = 64  # of prompts
@@ -245,7 +247,10 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
         return torch.full((rows,), value, dtype=torch.int32, device=where)
 
     positions = torch.arange(slots, dtype=torch.int32, device=where).repeat(rows, 1)
-    scores, weights = torch.zeros(rows, slots, device=where), torch.ones(rows, device=where)
+    scores, weights = (
+        torch.zeros(rows, slots, device=where, dtype=torch.float32),
+        torch.ones(rows, device=where, dtype=torch.float32),
+    )
     state = ScoreState(scores, positions, ints(0), ints(slots // 2), 1.0, weights, ints(0))
     if triton.takes(keys):
         return _step_calls(bench, keys, values, state)
@@ -261,10 +266,10 @@ def _step_calls(bench: Bench, keys: torch.Tensor, values: torch.Tensor, recorded
     one that a row may lose. A sequence has one kv-head."""
     _, rows, slots, width = keys.shape
     q, k, v, out = (bench.normal(keys.dtype, rows, 1, width) for _ in range(4))
-    state = torch.zeros(7, rows, dtype=torch.int32)
+    state = torch.zeros(7, rows, dtype=torch.int32, device="cpu")
     state[FILLED], state[SLOT], state[POSITION] = slots, slots - 1, slots - 1
     state[NEWEST], state[PLACE] = slots // 2, -1
-    state[GAIN] = torch.ones(rows).view(torch.int32)
+    state[GAIN] = torch.ones(rows, dtype=torch.float32, device="cpu").view(torch.int32)
     taken = torch.zeros(rows, dtype=torch.int64, device=keys.device)
     plain = StepSlots(keys, values, 0, 1, upload(state, keys.device), taken)
     scored = replace(plain, scores=recorded.scores, positions=recorded.positions, victims=recorded.victims)
