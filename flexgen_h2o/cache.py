@@ -1,4 +1,4 @@
-"""`python -m flexgen_h2o.cache`: list, fetch and remove what the package keeps for later runs."""
+"""List, fetch and remove the weights and files that are kept for later runs."""
 
 from __future__ import annotations
 

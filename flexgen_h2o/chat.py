@@ -1,6 +1,6 @@
-"""`python -m flexgen_h2o.chat`: a conversation with a model, its KV cache kept from turn to turn.
+"""Talk to a model. Its KV cache is kept from turn to turn.
 
-A turn is a line of standard input, typed or piped. Answers go to standard output as they come, all else to stderr.
+A turn is a line of standard input, typed or piped. Answers go to standard output, everything else to stderr.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`python -m flexgen_h2o.doctor`: what of this machine and this installation a run would suffer from, in some seconds.
+"""List what would make a run slow or fail on this machine, in a few seconds.
 
-A line for each finding: `ok`, or `look` with what to do. Ends with 1 where one of them makes runs slow or fail.
+Each line is `ok`, or `look` with what to do. The exit code is 1 if something makes runs slow or fail.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`python -m flexgen_h2o.evaluate`: what evicted KV columns cost, in figures (`fidelity`), to be read (`text`), and in
-streams longer than the cache (`streaming`).
+"""Measure what a smaller KV cache costs: in figures (fidelity), in texts to read (text), in long streams (streaming).
 
 Aliases are the flags of h2o_hf's run_text_generation and streaming scripts, and of llama-recipes' run_streaming.py.
 """

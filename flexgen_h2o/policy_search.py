@@ -1,6 +1,6 @@
-"""`python -m flexgen_h2o.policy_search`: the fastest policy for a pile of prompts, or what a given policy will cost.
+"""Find the fastest way to run a file of prompts, and say what it needs and how long it takes.
 
-Needs the model's config only: no weights, no GPU.
+Only the model's config is needed: no weights, no GPU. The first plan measures this machine for one to two minutes.
 """
 
 from __future__ import annotations
@@ -214,7 +214,9 @@ def _question(args: argparse.Namespace) -> Answer:
     eviction = fitted(eviction, spec, kv_sizes_of(spec, policy))
     compress = [name for name in COMPRESSION if searched and getattr(args, name) and not (by_bytes and "cache" in name)]
     if searched:  # bits alone are asked for, as in a run; with its switch the search may also leave them out
-        policy = replace(policy, **dict.fromkeys(compress, False))
+        weight = policy.compress_weight and "compress_weight" not in compress
+        cache = policy.compress_cache and "compress_cache" not in compress
+        policy = replace(policy, compress_weight=weight, compress_cache=cache)
     rows = args.num_prompts or (SEARCHED_PROMPTS if searched else policy.block_size)
     need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows)
     machine, budgets = _machine(args)
@@ -308,8 +310,9 @@ def _text(args: argparse.Namespace, answer: Answer) -> str:
     assert answer.policy is not None
     of_eviction = given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))
     flags = " ".join(filter(None, [as_flags(answer.policy), of_eviction]))
-    command = _with_policy("flexgen-h2o flex-opt", f"--prompt-len {args.prompt_len}", args, answer)
-    return to_text(answer, flags, command)
+    command = _with_policy("flexgen-h2o generate", "-i prompts.jsonl -o answers.jsonl", args, answer)
+    benchmark = _with_policy("flexgen-h2o bench", f"--prompt-len {args.prompt_len}", args, answer)
+    return to_text(answer, flags, command, benchmark)
 
 
 def _with_policy(command: str, more: str, args: argparse.Namespace, answer: Answer) -> str:
@@ -331,6 +334,8 @@ def _write(args: argparse.Namespace, answer: Answer, command: str) -> None:
         model, machine = answer.space.spec.name, answer.space.machine.profile.machine
         saved = SavedPolicy(plan.policy, model, answer.workload, machine, plan.prediction.to_json(), command)
         write_policy(args.output, saved)
+        if not args.json:
+            print(f"plan written to {args.output}; use it with --plan {args.output}")
     if args.trace is not None or args.plot is not None:
         _draw(args, answer.space, plan)
 

@@ -1,4 +1,4 @@
-"""`flexgen-h2o serve`: OpenAI's API over one running block. Clients' rows come first; batches survive a kill."""
+"""Answer OpenAI's clients, and run their batches. Requests of clients come first; batches survive a kill."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor, stor
     if kind is not None and (found.shape != shape or found.dtype not in wanted.dtypes):
         raise UsageError(
             f"{found.path}: tensor {wanted.name!r} is quantised by {kind}, and config.json says nothing of it; give an"
-            " unquantised checkpoint, or one in a format that docs/reference/weight-formats.md lists"
+            " unquantised checkpoint, or one in a format that docs/reference/models.md lists"
         )
     if found.shape != shape:
         raise UsageError(
@@ -98,7 +98,7 @@ def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor, stor
         raise UsageError(
             f"{found.path}: tensor {wanted.name!r} is stored as {found.dtype}, and is read as"
             f" {' or '.join(wanted.dtypes)}; give a checkpoint in one of the formats that"
-            " docs/reference/weight-formats.md lists"
+            " docs/reference/models.md lists"
         )
 
 

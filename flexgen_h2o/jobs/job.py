@@ -22,7 +22,16 @@ from flexgen_h2o.jobs.on_ray import Opening, ray_at, ray_job
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.jobs.runner import Before, Job, JobWriter, prompts_and_params, rows_before
-from flexgen_h2o.jobs.sidecar import DONE, Sidecar, Status, differences, read_sidecar, sidecar_path, spared_text
+from flexgen_h2o.jobs.sidecar import (
+    DONE,
+    Sidecar,
+    Status,
+    differences,
+    read_sidecar,
+    sidecar_path,
+    spared_text,
+    tiers_text,
+)
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import shape_fingerprint
@@ -218,9 +227,9 @@ def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: st
     if status.spared_tokens:
         did += f"; {spared_text(status)}"
     print(f"{counted(status.done, 'answer')} in {args.output}, {status.errors} of them errors; {did}")
-    held = format_bytes(sum(status.peak_bytes.values()))
-    process = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    print(f"memory: at most {held} for weights, KV cache and buffers; {process} for the whole process")
+    if status.peak_bytes:
+        process = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        print(f"memory: weights, KV cache and buffers at most {tiers_text(status.peak_bytes)}; whole process {process}")
     if status.errors:
         print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
     if notes.other_models:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.units import aligned, counted, format_bytes, format_seconds, three_digits
-from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes
 from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.predict import PHASES
@@ -29,7 +29,6 @@ LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
 BINDS = 0.8  # of a phase that a resource works; where none works so long, they wait for one another
 GUESSES = 8  # of the rows that balance computing and loading, each from the one before
-FEW_COLUMNS, FEW_FLAGS = 0.2, "--kv-budget 0.2 --compress-cache"  # that hold KV of more rows
 NIGHT_HOURS = 10
 LEAST_GAIN = 1e-4  # of the whole time; less is called nothing
 SMALL_GAIN = 1e-3  # less is said with two digits after the point
@@ -124,14 +123,18 @@ def _details(answer: Answer) -> dict[str, Any]:
     }
 
 
-def to_text(answer: Answer, flags: str, command: str | None = None) -> str:
-    """The answer's plan for a terminal. flags: the policy's; command: runs it, None where it is what was called."""
+def to_text(answer: Answer, flags: str, command: str | None = None, benchmark: str = "") -> str:
+    """The answer's plan for a terminal.
+
+    flags: the policy's. command: answers a file of prompts with it; None if it is what was called. benchmark: runs one
+    batch of it.
+    """
     plan = answer.plan
     assert plan is not None
     took = f"found in {format_seconds(answer.seconds)}" if answer.seconds else "found"
     policy = [f"policy, {took if answer.searched else 'as given'}:", f"  {flags}"]
     if command is not None:
-        policy += ["run it:", f"  {command}", *_of_one_block(answer, plan)]
+        policy += ["run it:", f"  {command}", "benchmark it:", f"  {benchmark}"]
     profile = answer.space.machine.profile
     doubt = NOT_MEASURED if profile.machine == NOMINAL else MEASURED_BUSY if profile.was_disturbed else ""
     end = [
@@ -145,14 +148,6 @@ def to_text(answer: Answer, flags: str, command: str | None = None) -> str:
     return "\n".join([*_about(answer), "", *policy, "", *_memory(answer, plan), "", *seconds, "", *end])
 
 
-def _of_one_block(answer: Answer, plan: Plan) -> Iterator[str]:
-    if answer.space.need.rows > plan.policy.block_size:
-        yield (
-            f"  (one block of {plan.policy.block_size:,} equal prompts; all of your own: add --prompts FILE, or batch"
-            " --input FILE with these flags)"
-        )
-
-
 def _about(answer: Answer) -> Iterator[str]:
     need, machine = answer.space.need, answer.space.machine
     most = "" if answer.is_even else "at most "
@@ -161,7 +156,7 @@ def _about(answer: Answer) -> Iterator[str]:
         f"{answer.space.spec.name} in {machine.dtype}: {counted(need.rows, 'prompt')} of "
         f"{most}{counted(need.prompt_len, 'token')}, {most}{counted(need.gen_len, 'new token')} each, {kept}"
     )
-    where = "device and host are one tier" if machine.device_is_host else "device, host and disk"
+    where = "no GPU, so all is in RAM or on disk" if machine.device_is_host else "device, host and disk"
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
@@ -264,7 +259,9 @@ def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
 
 def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
     """Of a mixture of experts: how much of it a token uses, and whether blocks have the rows that pay for its loads."""
-    space, policy, spec, need = answer.space, plan.policy, answer.space.spec, answer.space.need
+    space = answer.space
+    policy = plan.policy
+    spec = space.spec
     if spec.experts is None:
         return
     used = f"{spec.experts.per_token} of {spec.experts.count} experts"
@@ -276,11 +273,6 @@ def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
     held = f"{format_bytes(plan.memory.size('cache') / rows)} of KV and {format_bytes(beside)} for prefill"
     enough = f"with {balanced:,.0f} rows computing takes as long as loading weights"
     yield f"blocks have {rows:,} rows, each {held}; {enough}"
-    if not need.record and not policy.compress_cache:
-        sizes = kv_sizes_of(spec, replace(policy, compress_cache=True))
-        slots = int(FEW_COLUMNS * (need.prompt_len + need.gen_len)) + 1
-        few = spec.num_blocks * spec.num_kv_heads * sizes.nbytes(slots)
-        yield f"{FEW_FLAGS} would hold a row's KV in {format_bytes(few)} (docs/reference/eviction.md)"
 
 
 def _gains(answer: Answer, plan: Plan) -> Iterator[str]:

@@ -386,7 +386,7 @@ def too_small(space: SearchSpace) -> str:
         held = min(every, key=attrgetter("excess"))
     enough = held.enough
     given = " and ".join(f"--{tier}-mem {format_bytes(space.budgets.get(tier) or 0)}" for tier in enough)
-    needed = " ".join(f"--{tier}-mem {-(-nbytes // MIB)}MiB" for tier, nbytes in enough.items())
+    needed = " ".join(f"--{tier}-mem {nbytes}" for tier, nbytes in enough.items())
     reads = disk_reads(space, held.policy)
     more = worth_more(_with_budgets(space, enough), reads)
     read = f" and {format_bytes(reads)} of disk reads" if reads else ""
@@ -394,8 +394,8 @@ def too_small(space: SearchSpace) -> str:
     full = [text for text, usual in said if text != usual]
     return (
         f"{given} {'is' if len(enough) == 1 else 'are'} too small by "
-        f"{', '.join(map(format_bytes, held.over.values()))}; the least that would do: {needed}, "
-        f"with {_switches(space, held.policy)}{read}"
+        f"{', '.join(map(format_bytes, held.over.values()))}; the least that would do: {needed} "
+        f"({', '.join(map(format_bytes, enough.values()))}), with {_switches(space, held.policy)}{read}"
         f"{'' if more is None else '; ' + more.text}{'; ' + full[0] if full else ''}"
     )
 

@@ -87,7 +87,7 @@ def test_the_command_of_a_plan_runs(
     given = [*ON_DISK, "--num-gpu-batches", "2", "--compress-weight", "--weight-bits", "8"]
     assert policy_search.main([*asked.split(), *given]) == 0
     lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
-    command = shlex.split(lines[lines.index("run it:") + 1])[2:]
+    command = shlex.split(lines[lines.index("benchmark it:") + 1])[2:]
     assert {"--compress-weight", "--weight-bits"} <= set(command)
     assert flex_opt.main(command) == 0
 

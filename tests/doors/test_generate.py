@@ -144,7 +144,7 @@ def test_a_job_of_a_text_file_is_resumed(run: Door, words_model: Path, tmp_path:
     rows = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "out.jsonl").write_text("".join(rows[:1]))
     assert "1 of them done before" in run(*line).out
-    assert sorted((tmp_path / "out.jsonl").read_text().splitlines(keepends=True))[0] in rows
+    assert (tmp_path / "out.jsonl").read_text().startswith(rows[0])
     assert answers_of(tmp_path / "out.jsonl") == texts_of(words_model, PROMPTS)
     assert "3 of them done before" in run(*line).out
     assert "state: done" in run("-o", "out.jsonl", "--status").out

@@ -196,9 +196,8 @@ def test_the_tables_say_what_a_token_uses_and_how_many_rows_would_do() -> None:
     known = Machine(read_profile(find_profile("build-2core")), "bfloat16", device_is_host=True)
     at = replace(space(public("Qwen/Qwen3-30B-A3B"), 16, 64, 8), machine=known, budgets=dict.fromkeys(HUGE, 2**42))
     plan = evaluate(at, Policy(16, 1, ON_DISK))
-    lines = to_text(Answer(at, {"name": "full"}, False, plan), "--percent ...", "run ...")
+    lines = to_text(Answer(at, {"name": "full"}, False, plan), "--percent ...", "run ...", "bench ...")
     assert "a token uses 8 of 128 experts of a layer, 3.35 of 30.5 billion weights\n" in lines
     found = re.search(r"have 16 rows, each ([\d.]+) MiB of KV and .* for prefill; with ([\d,]+) rows computing", lines)
     assert found is not None and float(found[1]) == pytest.approx(48 * 4 * 2 * 71 * 128 * 2 / 2**20, rel=0.25)
     assert int(found[2].replace(",", "")) > 100
-    assert "--kv-budget 0.2 --compress-cache would hold a row's KV in" in lines
