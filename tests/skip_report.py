@@ -32,7 +32,7 @@ class SkipReport:
     def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None]:
         """Outermost, so that pytest's own summary, with the failures, comes before."""
         yield
-        terminalreporter.section("skipped, and why")
+        terminalreporter.write_sep("=", "skipped, and why")
         for line in self._lines(terminalreporter.stats.get("skipped", [])):
             terminalreporter.write_line(line)
 
@@ -43,12 +43,13 @@ class SkipReport:
             # A file that cannot be imported without an extra is skipped before its tests are counted.
             unit = "file" if isinstance(report, pytest.CollectReport) else "test"
             counts[unit, report.longrepr[2].removeprefix("Skipped: ")] += 1
-        found = [(count, unit, reason) for (unit, reason), count in counts.most_common()]
-        lines = [f"{count:5} {unit}{'' if count == 1 else 's'}: {reason}" for count, unit, reason in found]
+        found = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        lines = [f"{count:5} {unit}{'' if count == 1 else 's'}: {reason}" for (unit, reason), count in found]
         if not lines:
             lines = ["nothing was skipped"]
         if self._left_out:
-            lines.append(f"{self._left_out:5} tests are not part of this run: {self._selection()}")
+            tests = "test is" if self._left_out == 1 else "tests are"
+            lines.append(f"{self._left_out:5} {tests} not part of this run: {self._selection()}")
         return lines
 
     def _selection(self) -> str:
