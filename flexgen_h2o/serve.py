@@ -93,7 +93,8 @@ def _parser() -> OneLineParser:
     add("--max-queue", type=positive, default=1000, metavar="ROWS", help="rows of clients that wait at most (1000)")
     add("--max-body", default="8MiB", metavar="BYTES", help="of a request (8MiB)")
     add("--max-file", default="200MiB", metavar="BYTES", help="of a file that is sent (200MiB)")
-    add("--max-stored", default="20GiB", metavar="BYTES", help="of all files that were sent (20GiB)")
+    add("--max-stored", default="20GiB", metavar="BYTES", help="of all files that were sent and error rows (20GiB)")
+    add("--max-rows", type=positive, default=50_000, metavar="ROWS", help="of a batch (50000)")
     add("--max-connections", type=positive, default=512, metavar="N", help="open at a time (512)")
     add("--timeout", type=positive, default=30, metavar="SECONDS", help="for a client that sends or takes nothing (30)")
     add("--compare", metavar="NAME", help="eviction policy of a second, small engine for comparisons")
@@ -125,8 +126,9 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.jobs.job import settings_of
     from flexgen_h2o.jobs.requests import RequestReader
     from flexgen_h2o.serving.app import Server
-    from flexgen_h2o.serving.batches import Batches, Store
+    from flexgen_h2o.serving.batches import Batches
     from flexgen_h2o.serving.block import Service
+    from flexgen_h2o.serving.store import Store
 
     args, beside = _shares(args)
     with _listening(args) as listener, open_llm(args, policy, is_auto, eviction) as llm:
@@ -144,7 +146,7 @@ def _run(argv: list[str] | None) -> int:
             _compared(beside, policy, is_auto, length) as other,
             contextlib.closing(_pages(args, has_engine=True)) as pages,
         ):
-            batches = Batches(store, service, reader, settings)
+            batches = Batches(store, service, reader, settings, args.max_rows)
             server = Server(service, batches, reader)
             if other is not None:
                 others = RequestReader(other.llm.model, defaults, other.llm.eviction)

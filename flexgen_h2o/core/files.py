@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -28,9 +29,34 @@ MOST_LINE_BYTES = 8 * 2**20
 _LONG_LINE_PIECE = 2**20
 
 
+_PATIENCE_S, _WAIT_S = 10.0, 0.05  # for a descriptor
+
+
+def is_scarce(error: BaseException | None) -> bool:
+    """Is its cause that no descriptor is left? That is no fault of the file, and passes."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__
+    return False
+
+
+def open_patiently(path: Path, flags: int, mode: int = 0o666) -> int:
+    """`os.open`, which is tried again for some seconds where no descriptor is left: others close theirs meanwhile."""
+    ends = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return os.open(path, flags, mode)
+        except OSError as error:
+            if not is_scarce(error) or time.monotonic() > ends:
+                raise
+        time.sleep(_WAIT_S)
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading. OSError for a device, a pipe, a folder, or no file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe must not be waited for
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a pipe must not be waited for
+    fd = open_patiently(path, flags)
     try:
         mode = os.fstat(fd).st_mode
         if stat.S_ISDIR(mode):
@@ -98,7 +124,7 @@ _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 def open_new(path: Path) -> int:
     """A descriptor to write to a new file. Raises OSError; FileExistsError also for a link, wherever it leads."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return open_patiently(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def write_new(path: Path, text: str) -> None:
@@ -209,7 +235,7 @@ def _open_draft(draft: Path) -> tuple[int, bool]:
     """A descriptor to write to, and whether the draft has its name yet."""
     if os.path.isdir("/proc/self/fd"):  # where a file without a name gets one
         try:
-            return os.open(draft.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666), False
+            return open_patiently(draft.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC), False
         except OSError as error:
             if error.errno not in _NO_NAMELESS:
                 raise
@@ -217,7 +243,7 @@ def _open_draft(draft: Path) -> tuple[int, bool]:
 
 
 def _name_draft(fd: int, draft: Path) -> None:
-    folder = os.open(draft.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = open_patiently(draft.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:  # Python follows the link in /proc only where it is given a folder
         os.link(f"/proc/self/fd/{fd}", draft.name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:

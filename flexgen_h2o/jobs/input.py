@@ -8,12 +8,13 @@ from __future__ import annotations
 import codecs
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,12 @@ _FOREIGN = {
 _SPACE = re.compile(r"[ \t\r\n]*")  # between the parts of JSON
 _CHUNK = 2**16  # rows that are looked up at a time
 _PIECE_BYTES = 2**20  # read at a time where only the digest is wanted
+STEP_LINES, STEP_BYTES = 256, 2**16  # of a step, some milliseconds, and of what is read ahead of a job in turns
+_LINES_A_ROW = 2  # of an input whose rows are bounded: a blank line may follow each
 
 Digests = npt.NDArray[np.bytes_]
+Made = TypeVar("Made")
+Steps = Generator[None, None, Made]  # work in steps of some milliseconds, so that others can be done in between
 
 
 @dataclass(frozen=True)
@@ -113,13 +118,29 @@ class Cut:
     left: npt.NDArray[np.bool_]
 
 
+def at_once(steps: Steps[Made]) -> Made:
+    """What the steps come to."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: Made = end.value
+            return made
+
+
 def scan_input(path: Path, known_bytes: int = 0) -> Scan:
     """One pass over the input, in 16 bytes of memory a row. known_bytes: of the prefix whose digest is wanted.
 
     UsageError where two lines have the same id, or where the file is packed or UTF-16.
     """
+    return at_once(scan_steps(path, known_bytes))
+
+
+def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -> Steps[Scan]:
+    """`scan_input` in steps. most_rows: UsageError where the file has more; None: any number."""
     ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
-    for raw, line in _pieces(path):
+    lines = step_bytes = 0
+    for raw, line, is_end in _pieces(path):
         if not nbytes:
             for first, what in _FOREIGN.items():
                 if raw.startswith(first):
@@ -132,14 +153,29 @@ def scan_input(path: Path, known_bytes: int = 0) -> Scan:
         nbytes += len(raw)
         if line is not None:
             ids += id_digest(line.custom_id)
+        lines += is_end
+        step_bytes += len(raw)
+        if most_rows is not None:
+            _check_rows(path, len(ids) // DIGEST_BYTES, lines, most_rows)
+        if lines % STEP_LINES == 0 or step_bytes >= STEP_BYTES:
+            step_bytes = 0
+            yield
     found = Scan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
     _refuse_duplicates(path, found.ids)
     return found
 
 
+def _check_rows(path: Path, rows: int, lines: int, most_rows: int) -> None:
+    if rows > most_rows:
+        raise UsageError(f"--input {path}: has more than {most_rows} requests; cut it into several files")
+    if lines > _LINES_A_ROW * most_rows:
+        most = _LINES_A_ROW * most_rows
+        raise UsageError(f"--input {path}: has more than {most} lines, blank ones included; leave blank lines out")
+
+
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a file that are not blank. UsageError naming --input where it cannot be read."""
-    return (line for _, line in _pieces(path) if line is not None)
+    return (line for _, line, _ in _pieces(path) if line is not None)
 
 
 def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
@@ -160,8 +196,31 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cu
 
 def read_cut(path: Path, cut: Cut) -> Iterator[Line]:
     """The lines of a part that are to be done."""
-    lines = (line for _, line in _pieces(path, cut.offset, cut.number, cut.row) if line is not None)
+    lines = (line for _, line, _ in _pieces(path, cut.offset, cut.number, cut.row) if line is not None)
     return compress(lines, cut.left)
+
+
+def read_in_turns(path: Path, cut: Cut) -> Iterator[Line]:
+    """`read_cut`, and between two lines no descriptor is held, and few lines."""
+    offset, number, row = cut.offset, cut.number, cut.row
+    last = cut.row + len(cut.left)
+    is_over = False
+    while not is_over:
+        ahead: list[Line] = []
+        is_over = True
+        start, first = offset, number
+        with closing(_pieces(path, offset, number, row)) as pieces:
+            for raw, line, is_end in pieces:
+                offset += len(raw)
+                number += is_end
+                if line is not None and row < last:
+                    if cut.left[row - cut.row]:
+                        ahead.append(line)
+                    row += 1
+                if is_end and (number - first == STEP_LINES or offset - start >= STEP_BYTES):
+                    is_over = row >= last
+                    break
+        yield from ahead
 
 
 def begins_as(path: Path, nbytes: int, digest: str) -> bool:
@@ -194,8 +253,12 @@ def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Iterator[tuple[bytes, Line | None]]:
-    """(bytes, the line without byte order mark) from the line `number` at `offset` on, which is the row `row`.
+Pieces = Generator[tuple[bytes, Line | None, bool], None, None]
+
+
+def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Pieces:
+    """(bytes, the line without byte order mark, does the line end here?) from the line `number` at `offset` on, which
+    is the row `row`.
 
     A line that is too long comes in pieces, and is a `Line` with the last of them. None: it goes on, or is blank.
     """
@@ -211,7 +274,7 @@ def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Itera
                     line = Line(number, None, head.removeprefix(_BOM), start, row, is_plain)
             elif (text := raw.removeprefix(_BOM) if number == 1 else raw).strip():
                 line = Line(number, text, b"", start, row, is_plain)
-            yield raw, line
+            yield raw, line, not goes_on
             offset += len(raw)
             row += line is not None
             if not goes_on:

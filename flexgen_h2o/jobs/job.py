@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flexgen_h2o.cli_common import note, say
 from flexgen_h2o.core.config import Policy
@@ -17,11 +17,22 @@ from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.core.units import counted, format_bytes, format_seconds
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import PLACEMENT, open_llm, say_notes
-from flexgen_h2o.jobs.input import Cut, Line, begins_as, read_cut, read_lines, scan_input
+from flexgen_h2o.jobs.input import (
+    Cut,
+    Line,
+    Scan,
+    Steps,
+    at_once,
+    begins_as,
+    read_cut,
+    read_lines,
+    scan_input,
+    scan_steps,
+)
 from flexgen_h2o.jobs.on_ray import Opening, ray_at, ray_job
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
-from flexgen_h2o.jobs.runner import Before, Job, JobWriter, prompts_and_params, rows_before
+from flexgen_h2o.jobs.runner import Before, Job, JobWriter, prompts_and_params, rows_before_steps
 from flexgen_h2o.jobs.sidecar import (
     DONE,
     Sidecar,
@@ -155,10 +166,25 @@ def _answering(policy: Policy) -> dict[str, Any]:
 
 def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
     """Read input and output, and refuse an output that was begun with other settings; then write the sidecar."""
+    return at_once(settle_steps(args, output, settings))
+
+
+class Begun(Protocol):
+    """An output, as far as what it has matters."""
+
+    @property
+    def is_empty(self) -> bool: ...
+
+    def rows(self) -> Iterable[dict[str, Any]]: ...
+
+
+def settle_steps(
+    args: argparse.Namespace, output: Begun, settings: dict[str, Any], most_rows: int | None = None
+) -> Steps[Before]:
+    """`settle` in steps. most_rows: as of `scan_steps`."""
     before = read_sidecar(args.output)
-    scan = scan_input(args.input, before.input_bytes if before else 0)
-    if not len(scan.ids):
-        raise UsageError(f"--input {args.input}: no request in it, only blank lines or nothing")
+    scan = yield from scan_steps(args.input, before.input_bytes if before else 0, most_rows)
+    check_requests(args.input, scan)
     earlier: list[dict[str, Any]] = []
     or_force = "" if args.force is None else ", or --force"  # not every command has it
     if before is not None and not output.is_empty:
@@ -175,11 +201,17 @@ def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any
             f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it says what they were "
             f"made with; give another name{or_force}"
         )
-    found_rows = rows_before(output, scan.ids)
+    found_rows = yield from rows_before_steps(output.rows(), scan.ids)
     now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
     if now != before:
         now.write(args.output)
     return found_rows
+
+
+def check_requests(source: Path, scan: Scan) -> None:
+    """UsageError for an input without any."""
+    if not len(scan.ids):
+        raise UsageError(f"--input {source}: no request in it, only blank lines or nothing")
 
 
 def _say_rows(before: Before) -> None:

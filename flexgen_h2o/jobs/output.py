@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.files import is_still, open_regular, try_lock
+from flexgen_h2o.core.files import is_still, open_patiently, open_regular, try_lock
 
 SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time: a slow disk gets rarer syncs, not a slower job.
@@ -35,7 +35,7 @@ class OutputFile:
         self.path = path
         self.cut_bytes = 0  # of a torn end, by `rows`
         self._is_new = not path.exists()
-        self._fd = _open_locked(path)
+        self._open_fd: int | None = _open_locked(path)
         self._tail = b""
         self._synced = os.fstat(self._fd).st_size
         self._set_end()
@@ -44,6 +44,25 @@ class OutputFile:
     @property
     def is_empty(self) -> bool:
         return self._end == 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._end
+
+    @property
+    def _fd(self) -> int:
+        """Of the open file; one that rests is opened again. FlexgenError where it is gone."""
+        if self._open_fd is None:
+            if not self.path.exists():  # opening it would make a new one
+                raise self._moved()
+            self._open_fd = _open_locked(self.path)
+        return self._open_fd
+
+    def rest(self) -> None:
+        """Hold no descriptor, and no lock, until the file is used again. It must be as it was left then."""
+        if self._open_fd is not None:
+            os.close(self._open_fd)
+            self._open_fd = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows in the file. When all are read, what a crash left at its end is cut off.
@@ -136,7 +155,7 @@ class OutputFile:
                 if self._is_new and self.is_empty:
                     self.path.unlink(missing_ok=True)
             finally:
-                os.close(self._fd)
+                self.rest()
 
     def _check_unchanged(self) -> None:
         try:
@@ -144,12 +163,15 @@ class OutputFile:
         except OSError as error:
             raise self._failed(error) from error
         if not is_there:
-            raise FlexgenError(
-                f"--output {self.path}: was removed or replaced while the job wrote to it; put it back, and the same "
-                "command does the rest"
-            )
+            raise self._moved()
         if os.fstat(self._fd).st_size != self._end or self._read_tail() != self._tail:
             raise self._changed()
+
+    def _moved(self) -> FlexgenError:
+        return FlexgenError(
+            f"--output {self.path}: was removed or replaced while the job wrote to it; put it back, and the same "
+            "command does the rest"
+        )
 
     def _changed(self) -> FlexgenError:
         size = os.fstat(self._fd).st_size
@@ -271,7 +293,7 @@ def _open_locked(path: Path) -> int:
     """A descriptor of the file that has the name when the lock is ours."""
     for attempt in range(_LOCK_TRIES):
         try:
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = open_patiently(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         except OSError as error:
             raise UsageError(f"--output {path}: {error.strerror or error}") from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # of a pipe or a device the end would never come

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Row, Silent
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import Digests, Line, id_digest, which_are_in
+from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, at_once, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, error_row, row_errors, success_row
 from flexgen_h2o.jobs.sidecar import Status, tiers_text
@@ -68,8 +68,15 @@ class Before:
 
 def rows_before(output: OutputFile, ids: Digests) -> Before:
     """Read the output back; its torn end is cut off."""
+    return at_once(rows_before_steps(output.rows(), ids))
+
+
+def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Before]:
+    """What there is of these rows, in steps. ids: of the input."""
     digests, failed = bytearray(), dict[str, bytearray]()
-    for row in output.rows():
+    for number, row in enumerate(rows):
+        if number % STEP_LINES == 0:
+            yield
         digest = id_digest(row["custom_id"])
         digests += digest
         if (error := row["error"]) is not None:
@@ -78,9 +85,9 @@ def rows_before(output: OutputFile, ids: Digests) -> Before:
     done = which_are_in(ids, np.frombuffer(digests, ids.dtype))
     in_input = {code: which_are_in(ids, np.frombuffer(found, ids.dtype)) for code, found in failed.items()}
     errors = Counter({code: int(mask.sum()) for code, mask in in_input.items()})
-    rows, size = int(done.sum()), ids.dtype.itemsize
-    others = len(digests) // size - rows, sum(map(len, failed.values())) // size - errors.total()
-    return Before(done, rows, errors, others)
+    num_rows, size = int(done.sum()), ids.dtype.itemsize
+    others = len(digests) // size - num_rows, sum(map(len, failed.values())) // size - errors.total()
+    return Before(done, num_rows, errors, others)
 
 
 @dataclass
@@ -148,13 +155,16 @@ class JobWriter(Silent):
 
     def write(self, answers: Sequence[Answer]) -> None:
         """UsageError with more than max_errors error rows; FlexgenError as of `OutputFile.append`."""
-        self._output.append([one.line for one in answers])
+        self._append(answers)
         self.errors.update(one.error for one in answers if one.error is not None)
         self.status.done += len(answers)
         self.status.errors = self.errors.total()
         self._bar.update(len(answers))
         self._write_status_if_due()
         self.check_errors()
+
+    def _append(self, answers: Sequence[Answer]) -> None:
+        self._output.append([one.line for one in answers])
 
     def check_errors(self) -> None:
         errors = self.status.errors

@@ -41,12 +41,16 @@ NO_ROOM = "prompt: it and max_tokens need more of the KV cache than this server 
 class Owner(Protocol):
     """Whose rows they are. All is called by the engine's thread.
 
-    name: in the log. is_gone: nobody waits for the rows any more. asks_again: `next` gave none for now, of a batch that
-    has read many bad lines.
+    name: in the log. is_gone: nobody waits for the rows any more. is_over: `next` gives none any more; a batch that is
+    not over and gives none rests, and is added again. asks_again: it gave none for now, of a batch that has read many
+    bad lines.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def is_over(self) -> bool: ...
 
     is_gone: bool
     asks_again: bool
@@ -81,6 +85,10 @@ class Ticket:
     @property
     def name(self) -> str:
         return "a request"
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_gone or not self.waiting
 
     def next(self) -> Request | None:
         return self.waiting.popleft() if self.waiting else None
@@ -402,8 +410,8 @@ class Service:
         return None
 
     def _of_batches(self) -> tuple[Owner, Request] | None:
-        """A row of each batch in turn. A batch without further rows leaves when its last row has; of one that asks
-        again there is none now."""
+        """A row of each batch in turn. A batch without further rows ends when its last row has; of one that asks again
+        there is none now."""
         while True:
             with self._lock:
                 batch = self._batches.popleft() if self._batches else None
@@ -417,7 +425,7 @@ class Service:
                     return batch, request
                 self._wake.set()
                 return None
-            if id(batch) not in self._of_owner:
+            if batch.is_over and id(batch) not in self._of_owner:
                 batch.end()
 
     def _forget(self, one: _Running) -> None:
@@ -430,13 +438,13 @@ class Service:
         if self._of_owner[key]:
             return
         del self._of_owner[key]
-        if not isinstance(owner, Ticket) and owner not in self._batches:
+        if not isinstance(owner, Ticket) and owner.is_over and owner not in self._batches:
             owner.end()
 
     def _finish(self, done: list[Completion]) -> None:
-        """Called by the engine with rows that have ended."""
+        """Called by the engine with rows that have ended. They are handed out as they entered."""
         with interrupts.held():
-            for completion in done:
+            for completion in sorted(done, key=lambda one: one.index):
                 one = self._running.pop(completion.index)
                 owner = one.owner
                 self._batch_rows -= not isinstance(owner, Ticket)

@@ -10,8 +10,9 @@ from itertools import accumulate
 from typing import Any
 
 from flexgen_h2o.core.config import TIERS
-from flexgen_h2o.serving.batches import ACTIVE, Batches
+from flexgen_h2o.serving.batches import Batches
 from flexgen_h2o.serving.block import LATENCIES, Service
+from flexgen_h2o.serving.store import ACTIVE
 
 STARTED = time.time()
 

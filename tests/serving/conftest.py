@@ -24,6 +24,10 @@ code = serve.main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(code)
 """
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
+"""
 ENGINE = (
     *("--model", "opt-chat", "--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
     *("--percent", "0", "100", "0", "100", "0", "100", "--gpu-batch-size", "4", "--num-gpu-batches", "2"),
@@ -66,14 +70,15 @@ Start = Callable[..., Running]
 
 @pytest.fixture(scope="session")
 def start(forks: Forks) -> Iterator[Start]:
-    """Starts a server in a folder, with further flags; all end with the tests."""
+    """Starts a server in a folder, with further flags; all end with the tests. descriptors: at most."""
     started: list[Running] = []
 
-    def begin(folder: Path, *flags: str) -> Running:
+    def begin(folder: Path, *flags: str, descriptors: int = 0) -> Running:
         if not (folder / "opt-chat").exists():
             write_model(folder / "opt-chat")
         (folder / "stdout").unlink(missing_ok=True)  # of an earlier one
-        server = forks.start(folder, RUN, *FLAGS, "--api-key", KEY, *flags, kind=Running)
+        script = LIMITED.format(descriptors) + RUN if descriptors else RUN
+        server = forks.start(folder, script, *FLAGS, "--api-key", KEY, *flags, kind=Running)
         started.append(server)
         return server
 

@@ -1,4 +1,4 @@
-"""Files and batches on a disk that is full: what cannot be written has not happened. No engine."""
+"""Batches on disk, in hand and waiting. What cannot be written has not happened; waiting costs nothing. No engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 import errno
 import io
 import json
+import os
+import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +19,41 @@ import pytest
 from flexgen_h2o.core import files
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.interrupts import Interrupted
+from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.jobs.input import at_once, scan_input
+from flexgen_h2o.jobs.requests import Request, RequestReader
+from flexgen_h2o.jobs.runner import JobRows
+from flexgen_h2o.jobs.sidecar import Sidecar, Status
+from flexgen_h2o.models.load import find_model
+from flexgen_h2o.serving import batch as module_of_one
+from flexgen_h2o.serving import batches as module
 from flexgen_h2o.serving.answers import Refused
 from flexgen_h2o.serving.app import Server
-from flexgen_h2o.serving.batches import Batch, Batches, Store
+from flexgen_h2o.serving.batch import Batch
+from flexgen_h2o.serving.batches import MOST_FEEDING, Batches
+from flexgen_h2o.serving.store import Store
 
 BODY = {"endpoint": "/v1/completions", "completion_window": "24h"}
 ROW = '{"custom_id": "a", "response": {}, "error": null}\n'
+ERROR_ROW = ROW.replace("null", '{"code": "x"}').replace('"a"', '"b"')
 COUNTS = {"total": 1, "completed": 1, "failed": 0}
+CAPACITY = 4
+SETTINGS = {"model": "m"}
+
+
+class StubService:
+    """A block that takes rows when it is told to. runs: batches that were added, in order."""
+
+    def __init__(self) -> None:
+        self.capacity = CAPACITY
+        self.llm = SimpleNamespace(peak_bytes={})
+        self.runs: list[Batch] = []
+
+    def add_batch(self, run: Batch) -> None:
+        self.runs.append(run)
+
+    def wake(self) -> None: ...
 
 
 @pytest.fixture
@@ -32,21 +63,92 @@ def store(tmp_path: Path) -> Iterator[Store]:
     found.close()
 
 
+@pytest.fixture(scope="module")
+def reader() -> RequestReader:
+    return RequestReader(find_model("opt-tiny", None, None), SamplingParams(max_tokens=2))
+
+
 @pytest.fixture
-def batches(store: Store, monkeypatch: pytest.MonkeyPatch) -> Batches:
-    monkeypatch.setattr(Batch, "open", lambda *args: None)
-    return batches_of(store)
+def batches(store: Store, reader: RequestReader) -> Batches:
+    return batches_of(store, reader)
 
 
-def batches_of(store: Store) -> Batches:
-    service: Any = SimpleNamespace(add_batch=lambda run: None, wake=lambda: None)
-    return Batches(store, service, SimpleNamespace(), {})  # type: ignore[arg-type]
+def batches_of(store: Store, reader: RequestReader, most_rows: int = 50_000) -> Batches:
+    return Batches(store, StubService(), reader, SETTINGS, most_rows)  # type: ignore[arg-type]
 
 
-def start_again(store: Store) -> None:
-    batches = batches_of(store)
+def runs_of(batches: Batches) -> list[Batch]:
+    found: list[Batch] = batches.service.runs  # type: ignore[attr-defined]
+    return found
+
+
+def work(batches: Batches) -> None:
+    """What the clerk's thread does, until nothing is left to do."""
+    while batches._clerk.turn():
+        pass
+
+
+def start_again(store: Store, reader: RequestReader) -> Batches:
+    """The next server, as far as it gets without running rows."""
+    batches = batches_of(store, reader)
+    batches._clerk.start = lambda: None  # type: ignore[method-assign]
     batches.go_on()
-    batches._clerk.shutdown()
+    batches._fill()
+    work(batches)
+    return batches
+
+
+def finish(run: Batch, request: Request) -> None:
+    run.finish(request, Completion(request.prompt.index, None, "x", [5], "length"))
+
+
+def run_rows(batches: Batches) -> list[str]:
+    """All rows of all batches, as the block takes them; the ids of the batches as they end."""
+    work(batches)
+    ended: list[str] = []
+    while runs_of(batches):
+        run = runs_of(batches)[0]
+        run_one(batches)
+        if run.has_ended and run.name not in ended:
+            ended.append(run.name)
+    return ended
+
+
+def run_one(batches: Batches) -> None:
+    take_one(batches)
+    work(batches)
+
+
+def take_one(batches: Batches) -> None:
+    """A row of the next batch, or its end."""
+    if not runs_of(batches):
+        return
+    run = runs_of(batches).pop(0)
+    request = None if run.is_gone else run.next()
+    if request is not None:
+        finish(run, request)
+    if request is not None or run.asks_again:
+        runs_of(batches).append(run)
+    elif run.is_over:
+        run.end()
+
+
+def create(batches: Batches, content: bytes, endpoint: str = "/v1/completions") -> dict[str, Any]:
+    file = batches.store.add_file(io.BytesIO(content), "a.jsonl")
+    return batches.create({**BODY, "input_file_id": file["id"], "endpoint": endpoint})
+
+
+def lines(count: int, bad: int = 0, url: str = "/v1/completions") -> bytes:
+    """Requests, of which the last ones are wrong."""
+    found = [
+        {"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"prompt": [5, 6], "max_tokens": 1}}
+        for i in range(count - bad)
+    ]
+    return "".join(json.dumps(one) + "\n" for one in found).encode() + b"x\n" * bad
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def refuse(*args: Any, **other: Any) -> None:
@@ -93,72 +195,83 @@ def test_what_a_kill_left_goes_away_and_folders_stay(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "files").iterdir()] == ["b.part"]
 
 
+def in_progress(store: Store, content: bytes, answers: str = "", errors: str = "") -> dict[str, Any]:
+    """A batch that an earlier server has begun."""
+    batch = new_batch(store, content)
+    store.save(batch, status="in_progress")
+    store.output(batch).write_text(answers)
+    store.errors(batch).write_text(errors)
+    return batch
+
+
 def test_rows_of_a_failed_batch_become_a_file_at_the_first_start_with_room(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, reader: RequestReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = new_batch(store)
-    store.output(batch).write_text(ROW)
+    batch = in_progress(store, lines(1), ROW)
     with monkeypatch.context() as full:
         full.setattr(Store, "_keep", refuse)
-        batches_of(store)._fail(batch, FlexgenError("a reason"))
-        start_again(store)
+        list(batches_of(store, reader)._fail(batch, FlexgenError("a reason")))
+        start_again(store, reader)
         assert message_of(batch) == "a reason" and batch["output_file_id"] is None
         assert store.output(batch).read_text() == ROW
         assert not list(store.path(batch["input_file_id"]).parent.glob("*.part"))
-    start_again(store)
+    start_again(store, reader)
     assert store.path(batch["output_file_id"]).read_text() == ROW and not store.output(batch).exists()
 
 
-def test_counts_of_a_batch_that_is_over_as_the_server_starts(store: Store, tmp_path: Path) -> None:
+def test_counts_of_a_batch_that_is_over_as_the_server_starts(
+    store: Store, reader: RequestReader, tmp_path: Path
+) -> None:
     """Cancelled before, or it cannot go on: an earlier server has counted nothing."""
-    cancelled, failed = (new_batch(store, b"{}\n" * 4) for _ in range(2))
-    for batch in (cancelled, failed):
-        store.output(batch).write_text(ROW * 2 + ROW.replace("null", '{"code": "x"}'))
+    cancelled, failed = (in_progress(store, lines(4), ROW * 2, ERROR_ROW) for _ in range(2))
     store.save(cancelled, status="cancelling")
-    start_again(store)
+    start_again(store, reader)
     for batch, status in ((cancelled, "cancelled"), (failed, "failed")):
         kept = json.loads((tmp_path / "batches" / f"{batch['id']}.json").read_text())
-        assert kept["status"] == status and kept["request_counts"] == {"total": 4, "completed": 2, "failed": 1}
+        assert kept["status"] == status and kept["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
 
 
-def test_counts_are_kept_where_nothing_can_be_read(store: Store) -> None:
+def test_counts_are_kept_where_nothing_can_be_read(store: Store, batches: Batches) -> None:
     batch = new_batch(store)
     batch["request_counts"] = COUNTS
     store.output(batch).mkdir()
-    assert batches_of(store)._counts(batch) == COUNTS
-    store.output(batch).rmdir()
-    store.output(batch).write_text(ROW)
-    store.path(batch["input_file_id"]).unlink()
-    assert batches_of(store)._counts(batch) == COUNTS
+    assert at_once(batches._count(batch)) == COUNTS
 
 
-def test_clients_are_told_ids_in_the_place_of_paths_and_flags(store: Store, tmp_path: Path) -> None:
-    twice, mixed = new_batch(store, b'{"custom_id": "a"}\n' * 2), new_batch(store)
-    store.output(mixed).write_text(ROW)
+def test_clients_are_told_ids_in_the_place_of_paths_and_flags(
+    store: Store, reader: RequestReader, tmp_path: Path
+) -> None:
+    twice, mixed = new_batch(store, b'{"custom_id": "a"}\n' * 2), in_progress(store, lines(1), ROW)
+    torn = in_progress(store, lines(1), "", "no row\n")
+    start_again(store, reader)
     for batch, begins in (
         (twice, f"{twice['input_file_id']}: lines 1 and 2 both have the custom_id"),
         (mixed, f"{mixed['id']}: has rows, and no {mixed['id']}.jsonl.job.json beside it"),
+        (torn, f"{torn['id']}: has rows, and no {torn['id']}.jsonl.job.json beside it"),
     ):
-        batches_of(store)._start(batch)
         message = message_of(batch)
         assert message.startswith(begins) and "--" not in message and str(tmp_path) not in message
 
 
-@pytest.mark.parametrize("when", ["start", "end"])
+@pytest.mark.parametrize("when", ["validate", "open", "end"])
 def test_a_bug_of_ours_ends_its_batch(
     when: str, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: Any) -> None:
         raise KeyError("x")
 
-    batch = new_batch(store)
-    monkeypatch.setattr(Batch, "counts", COUNTS)
-    monkeypatch.setattr(*((Batch, "open", fail) if when == "start" else (Store, "split", fail)))
-    batches._start(batch)
+    where = {"validate": (module, "scan_steps"), "open": (Batch, "open"), "end": (Batches, "_results")}[when]
+    batch, other = create(batches, lines(1)), create(batches, lines(2))
+    with monkeypatch.context() as broken:
+        broken.setattr(*where, fail)
+        work(batches)
+        while runs_of(batches) and not batch["errors"]:
+            run_one(batches)
+    assert message_of(batch) == "internal error" and batch["id"] not in batches.running
+    assert capsys.readouterr().err.startswith(f"serve: {batch['id']}: internal error: KeyError: 'x'\n")
     if when == "end":
-        batches._end(batches.running[batch["id"]], None)
-    assert message_of(batch) == "internal error" and not batches.running
-    assert capsys.readouterr().err == f"serve: {batch['id']}: internal error: KeyError: 'x'\n"
+        run_rows(batches)
+        assert other["status"] == "completed"
 
 
 class Panic(BaseException):
@@ -169,55 +282,57 @@ class Panic(BaseException):
 def test_a_line_that_breaks_its_reader_ends_its_batch(
     fault: BaseException, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another batch goes on; and what is done is in a file."""
+
     def read() -> Iterator[Any]:
-        yield SimpleNamespace()
+        yield from whole
         raise fault
 
-    monkeypatch.setattr(Batch, "counts", COUNTS)
-    record = new_batch(store)
-    batches._start(record)
-    run = batches.running[record["id"]]
-    run._rows = SimpleNamespace(requests=read())  # type: ignore[assignment]
-    assert run.next() is not None and run.next() is None and run.is_gone
-    run.end()
-    batches._clerk.shutdown()
-    assert message_of(record) == "internal error" and not batches.running
+    batch, other = create(batches, lines(3)), create(batches, lines(2))
+    work(batches)
+    run = batches.running[batch["id"]]
+    whole = list(run._rows.requests)[:2]
+    run._rows.requests = read()
+    run_rows(batches)
+    assert message_of(batch) == "internal error" and not batches.running
+    assert len(store.path(batch["output_file_id"]).read_text().splitlines()) == 2
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 0} and other["status"] == "completed"
 
 
 @pytest.mark.parametrize("fault", [Panic("Rust"), ValueError("half an emoji")], ids=repr)
 def test_an_answer_that_cannot_be_written_is_an_error_row(
-    fault: BaseException, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failed: list[tuple[Any, str]] = []
+    fault: BaseException, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def answer(self: Any, request: Request, done: Completion) -> Any:
+        if request.prompt.index == 2:
+            raise fault
+        return before(self, request, done)
 
-    def finish(done: Any) -> None:
-        raise fault
-
-    batch = Batch({"id": "batch_1"}, lambda run, error: None)
-    batch.writer = SimpleNamespace(status=SimpleNamespace(tokens=0))  # type: ignore[assignment]
-    batch._rows = SimpleNamespace(  # type: ignore[assignment]
-        finish=finish, fail=lambda request, error: failed.append((request, error.code))
-    )
-    request: Any = SimpleNamespace(prompt=SimpleNamespace(index=7))
-    batch.finish(request, SimpleNamespace(token_ids=[5]))  # type: ignore[arg-type]
-    assert failed == [(request, "internal_error")] and not batch.is_gone
-    assert capsys.readouterr().err.startswith("serve: batch_1, line 7: internal error: ")
+    before = JobRows._answer
+    monkeypatch.setattr(JobRows, "_answer", answer)
+    batch = create(batches, lines(3))
+    run_rows(batches)
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    [row] = map(json.loads, store.path(batch["error_file_id"]).read_text().splitlines())
+    assert (row["custom_id"], row["error"]["code"]) == ("r1", "internal_error")
+    assert capsys.readouterr().err.startswith(f"serve: {batch['id']}, line 2: internal error: ")
 
 
-def test_a_signal_goes_through_a_batch() -> None:
+def test_a_signal_goes_through_a_batch(batches: Batches) -> None:
     def read() -> Iterator[Any]:
         raise Interrupted(15)
         yield
 
-    batch = Batch({}, lambda run, error: None)
+    batch = Batch({}, batches)
     batch._rows = SimpleNamespace(requests=read())  # type: ignore[assignment]
     with pytest.raises(Interrupted):
         batch.next()
     assert not batch.is_gone
 
 
-def test_a_batch_is_asked_again_after_many_bad_lines() -> None:
-    batch, request = Batch({}, lambda run, error: None), SimpleNamespace()
+def test_a_batch_is_asked_again_after_many_bad_lines(batches: Batches) -> None:
+    batch, request = Batch({}, batches), SimpleNamespace()
     batch._rows = SimpleNamespace(requests=iter([None, request]))  # type: ignore[assignment]
     assert [(batch.next(), batch.asks_again) for _ in range(3)] == [(None, True), (request, False), (None, False)]
 
@@ -225,8 +340,8 @@ def test_a_batch_is_asked_again_after_many_bad_lines() -> None:
 def test_a_cancellation_that_cannot_be_written_changes_nothing(
     store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = new_batch(store)
-    batches._start(batch)
+    batch = create(batches, lines(2))
+    work(batches)
     with monkeypatch.context() as full:
         fill_disk(full)
         with pytest.raises(FlexgenError, match="No space left"):
@@ -234,13 +349,308 @@ def test_a_cancellation_that_cannot_be_written_changes_nothing(
         assert batch["status"] == "in_progress" and not batches.running[batch["id"]].is_gone
     batches.cancel(batch["id"])
     assert batch["status"] == "cancelling" and batches.running[batch["id"]].is_gone
+    run_rows(batches)
+    assert batch["status"] == "cancelled" and not batches.running
 
 
 def test_a_batch_whose_start_cannot_be_written_fails_until_the_next_server(
     store: Store, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = new_batch(store)
+    batch = create(batches, lines(1))
     fill_disk(monkeypatch)
-    batches._start(batch)
+    work(batches)
     assert "No space left" in message_of(batch) and not batches.running
     assert json.loads((tmp_path / "batches" / f"{batch['id']}.json").read_text())["status"] == "validating"
+
+
+# ---- Waiting costs nothing
+
+
+def test_batches_that_wait_hold_no_descriptor_and_keep_their_order(store: Store, batches: Batches) -> None:
+    before = descriptors()
+    made = [create(batches, lines(1 + i % 3)) for i in range(60)]
+    work(batches)
+    assert {one["status"] for one in made} == {"in_progress"} and descriptors() == before
+    assert len(batches.running) == MOST_FEEDING and [one["request_counts"]["total"] for one in made[:3]] == [1, 2, 3]
+    most = 0
+    while runs_of(batches):
+        run_one(batches)
+        most = max(most, len(batches.running))
+    assert {one["status"] for one in made} == {"completed"} and most <= MOST_FEEDING + CAPACITY
+    assert descriptors() == before and not batches.others_wait
+    assert not store.with_jobs() and len(store.files) == 120
+
+
+def test_batches_of_one_row_fill_the_block(store: Store, batches: Batches) -> None:
+    batches.service.capacity = 20
+    made = [create(batches, lines(1)) for i in range(30)]
+    work(batches)
+    assert [run.name for run in runs_of(batches)] == [one["id"] for one in made[:20]]
+    assert run_rows(batches) == [one["id"] for one in made]
+
+
+def test_a_short_batch_overtakes_long_ones_that_have_had_a_turn(
+    store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns have no length here: a block's rows are one."""
+    monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
+    long = [create(batches, lines(40)) for _ in range(MOST_FEEDING + 2)]
+    short = [create(batches, lines(1)) for _ in range(2)]
+    ended = run_rows(batches)
+    assert ended[:2] == [one["id"] for one in short] and sorted(ended) == sorted(one["id"] for one in (*long, *short))
+    for one in (*long, *short):
+        rows = [json.loads(line) for line in store.path(one["output_file_id"]).read_text().splitlines()]
+        assert one["status"] == "completed"
+        assert sorted(row["custom_id"] for row in rows) == sorted(f"r{i}" for i in range(len(rows)))
+        assert len(rows) == one["request_counts"]["total"]
+
+
+def test_a_batch_keeps_its_turn_while_nobody_waits(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
+    create(batches, lines(40))
+    work(batches)
+    [run] = runs_of(batches)
+    assert all(run.next() is not None for _ in range(40)) and not batches.others_wait
+
+
+def test_a_batch_that_rests_can_be_cancelled(store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_of_one, "TURN_S", -1.0)
+    made = [create(batches, lines(40)) for _ in range(MOST_FEEDING + 4)]
+    work(batches)
+    while not batches._resting:
+        run_one(batches)
+    resting = batches._resting[-1].record
+    batches.cancel(resting["id"])
+    assert len(run_rows(batches)) == len(made) and resting["status"] == "cancelled"
+    assert len(store.path(resting["output_file_id"]).read_text().splitlines()) >= CAPACITY
+    assert [one["status"] for one in made if one is not resting] == ["completed"] * (len(made) - 1)
+
+
+def test_no_descriptor_left_is_waited_for(store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is being done with the batch's files, it does not fail."""
+    monkeypatch.setattr(files, "_PATIENCE_S", 0.0)
+    batch, limits = create(batches, lines(3)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for _ in range(8):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() - 1, limits[1]))
+        try:
+            batches._clerk.turn()
+            take_one(batches)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        batches._clerk.turn()
+    while batch["status"] == "in_progress":
+        batches._fill()
+        run_rows(batches)
+    assert batch["status"] == "completed"
+    assert len(store.path(batch["output_file_id"]).read_text().splitlines()) == 3
+
+
+def test_ids_sort_as_batches_were_made(store: Store, tmp_path: Path) -> None:
+    made = [new_batch(store)["id"] for _ in range(50)]
+    store.close()
+    again = Store(tmp_path, 2**20)
+    assert list(again.batches) == made == sorted(made)
+    store._fd = again._fd
+
+
+# ---- One long thing delays no short one
+
+
+def test_a_long_scan_delays_no_short_one_and_no_cancellation(store: Store, batches: Batches) -> None:
+    batches._most_rows = 10**6
+    store._most_bytes = 2**30
+    long, other = create(batches, lines(20_000)), create(batches, lines(20_000))
+    began = time.monotonic()
+    batches._clerk.turn()
+    short = create(batches, lines(2))
+    while short["status"] == "validating":
+        batches._clerk.turn()
+    assert time.monotonic() - began < 1 and long["status"] == other["status"] == "validating"
+    batches.cancel(other["id"])
+    batches.cancel(long["id"])
+    while "cancelling" in (long["status"], other["status"]):
+        batches._clerk.turn()
+    assert time.monotonic() - began < 2
+    run_rows(batches)
+    assert (long["status"], other["status"], short["status"]) == ("cancelled", "cancelled", "completed")
+
+
+def test_a_clerk_that_is_closed_ends_within_a_step(store: Store, batches: Batches, tmp_path: Path) -> None:
+    batches._most_rows = 10**6
+    store._most_bytes = 2**30
+    long = create(batches, lines(50_000))
+    batches._clerk.start()
+    while not batches._at_work:
+        time.sleep(0.01)
+    began = time.monotonic()
+    batches.close(Interrupted(15))
+    assert time.monotonic() - began < 1 and long["status"] == "validating" and not store._held
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(lines(11), "more than 10 requests"), (b"\n" * 21, "more than 20 lines")]
+)
+def test_rows_of_a_batch_are_bounded(content: bytes, says: str, store: Store, reader: RequestReader) -> None:
+    batches = batches_of(store, reader, most_rows=10)
+    batch, whole = create(batches, content), create(batches, lines(10))
+    run_rows(batches)
+    assert says in message_of(batch) and whole["status"] == "completed"
+
+
+def test_error_rows_are_stored_once_and_count(store: Store, batches: Batches, tmp_path: Path) -> None:
+    """Two bytes of upload become some two hundred of an error row."""
+    room = store._most_bytes
+    batch = create(batches, lines(1000, bad=990))
+    work(batches)
+    [run] = runs_of(batches)
+    while not run.is_over:
+        if (request := run.next()) is not None:
+            finish(run, request)
+    sizes = {path.stat().st_ino: path.stat().st_size for path in tmp_path.rglob("*.jsonl")}
+    run.end()
+    work(batches)
+    assert batch["request_counts"] == {"total": 1000, "completed": 10, "failed": 990}
+    files = [store.files[batch[name]]["bytes"] for name in ("output_file_id", "error_file_id")]
+    assert sorted(files) == sorted(sizes.values()) and files[1] > 90_000
+    upload = store.files[batch["input_file_id"]]["bytes"]
+    assert store._stored == upload + files[1]
+    store.delete_file(batch["error_file_id"])
+    store.delete_file(batch["input_file_id"])
+    assert store._stored == 0 and store._most_bytes == room
+
+
+def test_a_batch_without_room_for_its_error_rows_fails_and_others_run(
+    store: Store, batches: Batches, tmp_path: Path
+) -> None:
+    store._most_bytes = 50_000
+    many, good = create(batches, lines(1000, bad=990)), create(batches, lines(5))
+    run_rows(batches)
+    assert "no room for more error rows" in message_of(many) and good["status"] == "completed"
+    assert many["request_counts"]["completed"] == 10
+    assert store._stored == sum(
+        one["bytes"] for one in store.files.values() if one["purpose"] == "batch" or "-errors" in one["id"]
+    )
+    store._most_bytes = store._stored
+    with pytest.raises(Refused, match="no room"):
+        create(batches, b"")
+    store.close()
+    again = Store(tmp_path, 2**20)
+    assert again._stored == store._stored
+    store._fd = again._fd
+
+
+def test_error_rows_among_the_answers_of_an_earlier_version_go_apart(store: Store, reader: RequestReader) -> None:
+    batch = in_progress(store, lines(3), ROW.replace('"a"', '"r0"') + ERROR_ROW.replace('"b"', '"r1"'))
+    store.errors(batch).unlink()
+    source, status = store.path(batch["input_file_id"]), Status(rows=3, done=2, errors=1)
+    scan = scan_input(source)
+    Sidecar(SETTINGS, str(source), scan.nbytes, scan.digest).write(store.output(batch))
+    status.write(store.output(batch))
+    run_rows(start_again(store, reader))
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    rows = [
+        [json.loads(line)["custom_id"] for line in store.path(batch[name]).read_text().splitlines()]
+        for name in ("output_file_id", "error_file_id")
+    ]
+    assert rows == [["r0", "r2"], ["r1"]]
+
+
+# ---- A batch that ends the server
+
+
+@pytest.mark.parametrize("state", ["validating", "in hand"])
+def test_a_batch_is_not_tried_again_after_the_server_died_twice_with_it(
+    state: str, store: Store, reader: RequestReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store._most_bytes = 2**30
+    batches = batches_of(store, reader)
+    batch = create(batches, lines(20_000 if state == "validating" else 3))
+    batches._clerk.turn()
+    for _ in range(2):
+        if state == "in hand":
+            work(batches)
+            assert runs_of(batches)
+        else:
+            batches._clerk.turn()
+        batches._clerk.close()
+        batches = batches_of(store, reader)
+        batches._clerk.start = lambda: None  # type: ignore[method-assign]
+        batches.go_on()
+        batches._fill()
+    fresh = create(batches, lines(2))
+    run_rows(batches)
+    assert "died 2 times" in message_of(batch) and batch["errors"]["data"][0]["code"] == "server_died"
+    assert fresh["status"] == "completed" and not store.with_jobs()
+
+
+def test_a_batch_that_gets_on_is_tried_again_however_often_the_server_dies(store: Store, reader: RequestReader) -> None:
+    batches = batches_of(store, reader)
+    batch = create(batches, lines(5))
+    work(batches)
+    for _ in range(4):
+        run_one(batches)
+        batches = start_again(store, reader)
+    assert batch["status"] == "in_progress"
+    run_rows(batches)
+    assert batch["status"] == "completed" and batch["request_counts"]["completed"] == 5
+
+
+def test_a_server_that_is_told_to_end_counts_no_death(store: Store, reader: RequestReader) -> None:
+    batches = batches_of(store, reader)
+    batch = create(batches, lines(5))
+    work(batches)
+    for _ in range(4):
+        batches.close(Interrupted(15))
+        batches = start_again(store, reader)
+        assert store.deaths(batch) == 0
+    batches.close(RuntimeError("the server has failed"))
+    batches = start_again(store, reader)
+    assert store.deaths(batch) == 1
+    batches.close(Interrupted(15))
+    batches = start_again(store, reader)
+    assert store.deaths(batch) == 1
+    start_again(store, reader)
+    assert store.deaths(batch) == 2 and batch["status"] == "failed"
+
+
+def test_batches_that_wait_are_not_to_blame(store: Store, reader: RequestReader) -> None:
+    batches = batches_of(store, reader)
+    made = [create(batches, lines(3)) for _ in range(MOST_FEEDING + 5)]
+    work(batches)
+    start_again(store, reader)
+    assert [store.deaths(one) for one in made] == [1] * MOST_FEEDING + [0] * 5
+
+
+def test_a_batch_that_was_in_hand_is_alone_at_first(
+    store: Store, reader: RequestReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others share no death with it: until it has a new row, or some time has gone."""
+    batches = batches_of(store, reader)
+    made = [create(batches, lines(3)) for _ in range(4)]
+    work(batches)
+    batches = start_again(store, reader)
+    assert [run.name for run in runs_of(batches)] == [made[0]["id"]]
+    run_one(batches)
+    batches._fill()
+    work(batches)
+    assert [run.name for run in runs_of(batches)] == [made[0]["id"], made[1]["id"]]
+    batches._trial = (made[1]["id"], 0.0)
+    batches._fill()
+    work(batches)
+    assert [run.name for run in runs_of(batches)] == [one["id"] for one in made[:3]]
+    run_rows(batches)
+    assert [one["status"] for one in made] == ["completed"] * 4
+
+
+# ---- Lines of another endpoint
+
+
+def test_lines_of_another_endpoint_are_error_rows(store: Store, batches: Batches) -> None:
+    chat = lines(1, url="/v1/chat/completions").replace(b"r0", b"chat")
+    batch = create(batches, lines(2) + chat)
+    other = create(batches, lines(2), endpoint="/v1/chat/completions")
+    run_rows(batches)
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert other["request_counts"] == {"total": 2, "completed": 0, "failed": 2} and other["status"] == "completed"
+    for row in map(json.loads, store.path(other["error_file_id"]).read_text().splitlines()):
+        assert row["error"]["code"] == "unknown_url" and "/v1/chat/completions" in row["error"]["message"]

@@ -90,17 +90,30 @@ class StubLLM:
 
 
 class StubBatch:
-    """Rows of a batch. later: how often it gives none for now."""
+    """Rows of a batch. later: how often it gives none for now. turn: rows after which it rests, once."""
 
-    def __init__(self, rows: Sequence[Request], later: int = 0) -> None:
+    def __init__(self, rows: Sequence[Request], later: int = 0, turn: int | None = None) -> None:
         self.rows, self.done, self.ended = deque(rows), list[int](), list[BaseException | None]()
         self.is_gone, self.asks_again, self.later = False, False, later
         self.name = "batch_1"
+        self.turn, self.rests, self.is_read = turn, False, False
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_gone or self.is_read
 
     def next(self) -> Request | None:
         self.asks_again = self.later > 0
         self.later -= 1
-        return self.rows.popleft() if self.rows and not self.asks_again else None
+        if self.asks_again:
+            return None
+        if self.turn == 0:
+            self.turn, self.rests = None, True
+            return None
+        if self.turn is not None:
+            self.turn -= 1
+        self.is_read = not self.rows
+        return self.rows.popleft() if self.rows else None
 
     def token(self, place: int, token: int, logprobs: object) -> None:
         pass
@@ -182,6 +195,34 @@ def test_a_batch_without_a_row_for_now_is_asked_again(service: Service, llm: Stu
     service.submit(ticket_of(10, clients)[0])
     run(service)
     assert llm.entered == [10] * clients + [50] and batch.done == [50] and batch.ended == [None]
+
+
+def test_a_batch_that_rests_ends_when_it_has_been_added_again(service: Service, llm: StubLLM) -> None:
+    """Its rows go on meanwhile, and others join them."""
+    batch, other = StubBatch(rows_of(50, 5, tokens=3), turn=2), StubBatch(rows_of(70, 6))
+    service.add_batch(batch)
+    service.add_batch(other)
+    with pytest.raises(Over):
+        service.run()
+    assert batch.rests and batch.done == [50, 51] and not batch.ended and other.ended == [None]
+    service.add_batch(batch)
+    run(service)
+    assert batch.done == [50, 51, 52, 53, 54] and batch.ended == [None]
+
+
+def test_a_batch_that_is_cancelled_while_it_rests_ends_with_its_rows(service: Service, llm: StubLLM) -> None:
+    batch, other = StubBatch(rows_of(50, 5, tokens=9), turn=2), StubBatch(rows_of(70, 6))
+    service.add_batch(batch)
+    service.add_batch(other)
+
+    def cancel(sweep: int) -> None:
+        if batch.rests and not batch.is_gone:
+            batch.is_gone = True
+            service.add_batch(batch)
+
+    llm.after_sweep = cancel
+    run(service)
+    assert not batch.done and batch.ended == [None] and other.ended == [None]
 
 
 def test_rows_without_room_are_refused_some_at_a_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.kvcache.eviction import make_eviction, mix_of
-from flexgen_h2o.serving.batches import ACTIVE
+from flexgen_h2o.serving.store import ACTIVE
 from tests.serving.conftest import Running, Start
 
 PROMPTS = ["def f(x):", "class Tree:\n    def", "import os\n", "for i in range(10):\n    print", "x = [1, 2"]

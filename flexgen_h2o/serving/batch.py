@@ -1,0 +1,255 @@
+"""A batch in hand: a durable job (jobs/) as an owner of rows of the running block (block.py).
+
+It holds descriptors only while it reads or writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion
+from flexgen_h2o.engine.sampling import TokenLogprobs
+from flexgen_h2o.jobs.input import Cut, Line, Steps, read_in_turns
+from flexgen_h2o.jobs.job import settle_steps
+from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.jobs.requests import URLS, Request, RequestReader, RowError
+from flexgen_h2o.jobs.runner import Answer, Before, JobRows, JobWriter
+from flexgen_h2o.serving.answers import say_fault
+from flexgen_h2o.serving.block import NO_FAULT_OF_THE_ROW, Service
+from flexgen_h2o.serving.store import Store
+
+if TYPE_CHECKING:
+    from flexgen_h2o.serving.batches import Batches
+
+TURN_S = 5.0  # after which a batch makes room for others that wait, if it has also given a block's rows
+
+
+@dataclass(frozen=True)
+class EndpointReader(RequestReader):
+    """Reads the lines of a batch. endpoint: the batch's."""
+
+    endpoint: str = next(iter(URLS))
+
+    @classmethod
+    def of(cls, reader: RequestReader, endpoint: str) -> EndpointReader:
+        return cls(**{one.name: getattr(reader, one.name) for one in fields(reader)}, endpoint=endpoint)
+
+    def read(self, line: Line) -> Request:
+        """RowError also for a line of another endpoint."""
+        request = super().read(line)
+        kind = "completion" if request.kind == "helm" else request.kind
+        if kind != URLS[self.endpoint]:
+            raise RowError("unknown_url", f"url: is of another endpoint than the batch, which is for {self.endpoint}")
+        return request
+
+
+class BatchOutput:
+    """What a batch's job has written: answers and error rows, each in a file of its own. No descriptor is held from one
+    call to the next."""
+
+    def __init__(self, store: Store, record: dict[str, Any]) -> None:
+        self._store, self._record = store, record
+        self.path = store.output(record)
+        self.answers = OutputFile(self.path)
+        try:
+            self._errors = OutputFile(store.errors(record))
+        except BaseException:
+            self.answers.close()
+            raise
+        self._rest()
+
+    @property
+    def is_empty(self) -> bool:
+        return self.answers.is_empty and self._errors.is_empty
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """As of `OutputFile`."""
+        try:
+            yield from self.answers.rows()
+            yield from self._errors.rows()
+        finally:
+            self._rest()
+
+    def write(self, answers: Sequence[Answer]) -> None:
+        """FlexgenError as of `OutputFile.append`, and where there is no room for error rows."""
+        errors = [one.line for one in answers if one.error is not None]
+        try:
+            if errors:
+                self._store.charge_errors(self._record, sum(len(line) + 1 for line in errors))
+            self.answers.append([one.line for one in answers if one.error is None])
+            self._errors.append(errors)
+        finally:
+            self._rest()
+
+    def sync_if_due(self) -> None:
+        try:
+            self.answers.sync_if_due()
+            self._errors.sync_if_due()
+        finally:
+            self._rest()
+
+    def close(self) -> None:
+        try:
+            self.answers.close()
+        finally:
+            self._errors.close()
+
+    def _rest(self) -> None:
+        self.answers.rest()
+        self._errors.rest()
+
+
+class BatchWriter(JobWriter):
+    """Writes a batch's rows, and counts them."""
+
+    def __init__(self, output: BatchOutput, before: Before, service: Service) -> None:
+        super().__init__(output.answers, before, lambda: service.llm.peak_bytes, shown=False)
+        self._both = output
+
+    def _append(self, answers: Sequence[Answer]) -> None:
+        self._both.write(answers)
+
+    def sweep(self, tokens: int) -> None:
+        self.status.tokens += tokens
+        self._both.sync_if_due()
+        self._write_status_if_due()
+
+
+class Batch:
+    """A batch in hand: an `Owner` of the running block (block.py)."""
+
+    def __init__(self, record: dict[str, Any], batches: Batches) -> None:
+        self.record, self._batches = record, batches
+        self.is_gone = False  # cancelled, or failed
+        self.is_read = False  # no line is left
+        self.asks_again = False
+        self.has_ended = False
+        self._error: BaseException | None = None
+        self._output: BatchOutput | None = None
+        self._rows_before = 0  # done when it was taken in hand
+        self._running = 0  # rows that were given and have not ended
+        self._turn_ends, self._turn_rows = float("inf"), 0
+        self.writer: BatchWriter
+
+    def open(self, source: Path, reader: RequestReader) -> Steps[None]:
+        """Find what is left to do. FlexgenError as `batch` has it."""
+        batches = self._batches
+        batches.store.part(self.record)
+        output = self._output = BatchOutput(batches.store, self.record)
+        before = yield from self._before(source, output, batches.settings)
+        self.writer = BatchWriter(output, before, batches.service)
+        self._rows = JobRows(reader, read_in_turns(source, Cut(0, 1, 0, ~before.done)), self.writer)
+        self._rows_before = before.rows
+
+    def _before(self, source: Path, output: BatchOutput, settings: dict[str, Any]) -> Steps[Before]:
+        """What is done. Of a batch that this server has validated, nothing has to be read again."""
+        begun = self._batches.validated.pop(self.record["id"], None)
+        if output.is_empty and begun is not None:
+            begun.write(output.path)
+            return Before(np.zeros(self.record["request_counts"]["total"], bool), 0, Counter())
+        args = argparse.Namespace(input=source, output=output.path, force=None)
+        return (yield from settle_steps(args, output, settings))
+
+    def close(self, state: str) -> None:
+        """Its end in the status file, and its rows on disk. FlexgenError where that fails."""
+        output, self._output = self._output, None
+        if output is None:
+            return
+        if hasattr(self, "writer"):
+            self.writer.end(state)
+        output.close()
+
+    # What a batch says of itself
+
+    @property
+    def name(self) -> str:
+        return str(self.record["id"])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        status = self.writer.status
+        return {"total": status.rows, "completed": status.done - status.errors, "failed": status.errors}
+
+    @property
+    def is_over(self) -> bool:
+        """No further row will come of it."""
+        return self.is_read or self.is_gone
+
+    @property
+    def left(self) -> int:
+        """Rows that it has not given yet."""
+        return self.writer.status.rows - self.writer.status.done - self._running
+
+    @property
+    def has_new_rows(self) -> bool:
+        return self.writer.status.done > self._rows_before
+
+    # The engine's thread
+
+    def begin_turn(self, rows: int) -> None:
+        """rows: that it may give in any case."""
+        self._turn_ends, self._turn_rows = time.monotonic() + TURN_S, rows
+
+    def next(self) -> Request | None:
+        self.asks_again = False
+        if self._turn_rows <= 0 and time.monotonic() > self._turn_ends and self._batches.others_wait:
+            self._batches.left(self)
+            return None
+        with self._failing():
+            for request in self._rows.requests:
+                self.asks_again = request is None
+                self._turn_rows -= 1
+                self._running += request is not None
+                return request
+            self.is_read = True
+        self._batches.left(self)
+        return None
+
+    def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Nobody looks at tokens before the row is done; what is written is put on disk in time."""
+        with self._failing():
+            self.writer.sweep(0)
+
+    def finish(self, request: Request, done: Completion) -> None:
+        self._running -= 1
+        with self._failing():
+            self.writer.status.tokens += len(done.token_ids)
+            try:
+                self._rows.finish([(request, done)])
+            except BaseException as error:
+                if isinstance(error, FlexgenError) or interrupts.asks_to_end(error):
+                    raise
+                say_fault(f"{self.name}, line {request.prompt.index}", error)  # of this row alone
+                self._rows.fail(request, RowError(CODE_INTERNAL, NO_FAULT_OF_THE_ROW))
+
+    def fail(self, request: Request, error: RowError) -> None:
+        self._running -= 1
+        with self._failing():
+            self._rows.fail(request, error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self._batches.ended(self, error or self._error)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What ends this batch, a full disk or a line that breaks its reader, does not end the others."""
+        try:
+            yield
+        except BaseException as error:
+            if interrupts.asks_to_end(error):
+                raise
+            self._error = self._error or error
+            self.is_gone = True

@@ -1,0 +1,399 @@
+"""Files and batches on disk, as OpenAI names them.
+
+    STATE/files/ID            a file's content      STATE/files/ID.json      what is said of it
+    STATE/batches/ID.json     a batch as its object
+    STATE/batches/ID.jsonl, ID.errors.jsonl         answers and error rows of its job, with the job's files beside them
+    STATE/batches/ID.taken    while it is in hand: how often the server died meanwhile
+
+When a batch ends, its answers and its error rows become files as they are: they get a second name, and nothing is
+copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flexgen_h2o.core import files
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.jobs.output import rows_of
+from flexgen_h2o.jobs.requests import URLS
+from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
+from flexgen_h2o.serving.answers import Refused
+
+FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
+BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
+ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+WINDOW = "24h"
+MOST_METADATA, MOST_METADATA_CHARACTERS = 16, 512
+MOST_NAME_CHARACTERS = 255
+MOST_RECORDS = 100_000  # files, and batches
+PIECE = 2**20
+MOST_DEATHS = 2  # of the server with a batch in hand that gets no row done: it is not taken a third time
+# What os.link says where the file system, or its rules, have no second names.
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+MOMENTS = (
+    "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at",
+    "cancelled_at",
+)  # fmt: skip
+
+
+class Store:
+    """Files and batches of a folder, which one server at a time has. UsageError naming --state-dir otherwise.
+
+    most_bytes: of all files that clients have sent, and of error rows, which cost a client next to nothing.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self._files, self._batches, self._most_bytes = folder / "files", folder / "batches", most_bytes
+        self._lock = threading.Lock()  # held while a record is written
+        self._counting = threading.Lock()  # of what is held for moments
+        self._last_id = 0
+        try:
+            for path in (folder, self._files, self._batches):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            is_ours = files.try_lock(self._fd)
+        except OSError as error:
+            raise UsageError(f"--state-dir {folder}: {error.strerror or error}") from error
+        if not is_ours:
+            os.close(self._fd)
+            raise UsageError(f"--state-dir {folder}: another server uses it; give another folder")
+        self.files = self._read(self._files, FILE_ID)
+        self.batches = self._read(self._batches, BATCH_ID)
+        self._job_errors = {name: _size(self.errors(self.batches[name])) for name in self.with_jobs()}
+        self._stored = sum(one["bytes"] for one in self.files.values() if _is_counted(one))
+        self._stored += sum(self._job_errors.values())
+        self._deaths: dict[str, int] = {}  # of the server, by batch
+        self._held: set[str] = set()  # batches in hand
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    @staticmethod
+    def _read(folder: Path, name: re.Pattern[str]) -> dict[str, dict[str, Any]]:
+        """The records of a folder, the oldest first; what a kill has left of a file without a record goes away."""
+        found = {}
+        for path in folder.glob("*.json"):
+            if name.fullmatch(path.stem):
+                with contextlib.suppress(OSError, ValueError):
+                    record = files.read_object(path, "--state-dir")
+                    if record.get("id") == path.stem and isinstance(record.get("created_at"), int):
+                        found[path.stem] = record
+        for path in list(folder.iterdir()):
+            if path.suffix == ".part" or (name.fullmatch(path.name) and not Path(f"{path}.json").exists()):
+                with contextlib.suppress(OSError):  # a folder of that name is none of ours
+                    path.unlink()
+        return dict(sorted(found.items(), key=lambda one: (one[1]["created_at"], one[0])))
+
+    def _new_id(self) -> str:
+        """24 digits, which sort as they were given out: a record's time of creation is in seconds."""
+        with self._counting:
+            self._last_id = max(self._last_id + 1, time.time_ns() // 1000)
+            return f"{self._last_id:014x}{secrets.token_hex(5)}"
+
+    def _charge(self, nbytes: int) -> bool:
+        """Count bytes as stored, if there is room for them."""
+        with self._counting:
+            if self._stored + nbytes > self._most_bytes:
+                return False
+            self._stored += nbytes
+            return True
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._counting:
+            self._stored -= nbytes
+
+    # Files
+
+    def path(self, file_id: str) -> Path:
+        """Of a file's content. Refused where there is no such file."""
+        self.file(file_id)
+        return self._files / file_id
+
+    def file(self, file_id: str) -> dict[str, Any]:
+        found = self.files.get(file_id)
+        if found is None:
+            raise Refused(404, f"no file {file_id[:60]!r}", "not_found")
+        return found
+
+    def add_file(self, source: BinaryIO, name: str) -> dict[str, Any]:
+        """Keep a file that a client has sent."""
+        file_id = f"file-{self._new_id()}"
+        part = self._files / f"{file_id}.part"
+        charged = 0
+        is_kept = False
+        try:
+            with part.open("xb") as file:
+                while piece := source.read(PIECE):
+                    if len(self.files) >= MOST_RECORDS or not self._charge(len(piece)):
+                        raise Refused(400, "file: there is no room for it; delete others first", "storage_full")
+                    charged += len(piece)
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, self._files / file_id)
+            record = self._keep(file_id, name[:MOST_NAME_CHARACTERS], "batch")
+            is_kept = True
+            return record
+        except OSError as error:
+            raise Refused(500, f"file: {error.strerror or error}", "storage_failed") from error
+        finally:
+            part.unlink(missing_ok=True)
+            if not is_kept:
+                self._give_back(charged)
+
+    def _keep(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
+        """The record of a file whose content is there."""
+        path = self._files / file_id
+        record = {
+            "id": file_id, "object": "file", "bytes": path.stat().st_size, "created_at": int(time.time()),
+            "filename": name, "purpose": purpose, "status": "processed", "expires_at": None, "status_details": None,
+        }  # fmt: skip
+        try:
+            files.write_whole(self._files / f"{file_id}.json", json.dumps(record) + "\n", follow=False)
+        except OSError:
+            path.unlink()  # nobody could ask for it, or delete it
+            raise
+        self.files[file_id] = record
+        return record
+
+    def delete_file(self, file_id: str) -> None:
+        record = self.file(file_id)
+        with self._lock:
+            users = [b["id"] for b in self.batches.values() if b["input_file_id"] == file_id and b["status"] in ACTIVE]
+            if users:
+                raise Refused(400, f"{file_id}: {users[0]} reads it; cancel the batch first", "in_use")
+            is_here = self.files.pop(file_id, None) is not None
+        if is_here and _is_counted(record):
+            self._give_back(record["bytes"])
+        for name in (f"{file_id}.json", file_id):
+            (self._files / name).unlink(missing_ok=True)
+
+    # Batches
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        found = self.batches.get(batch_id)
+        if found is None:
+            raise Refused(404, f"no batch {batch_id[:60]!r}", "not_found")
+        return found
+
+    def output(self, batch: dict[str, Any]) -> Path:
+        """The job's output: its answers."""
+        return self._batches / f"{batch['id']}.jsonl"
+
+    def errors(self, batch: dict[str, Any]) -> Path:
+        """The job's error rows."""
+        return self._batches / f"{batch['id']}.errors.jsonl"
+
+    def _taken(self, batch: dict[str, Any]) -> Path:
+        return self._batches / f"{batch['id']}.taken"
+
+    def add_batch(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Refused where a field is wrong."""
+        for name in body:
+            if name not in ("input_file_id", "endpoint", "completion_window", "metadata"):
+                raise Refused(400, f"{name[:60]}: is not supported", "unsupported")
+        file_id, endpoint, metadata = body.get("input_file_id"), body.get("endpoint"), body.get("metadata")
+        if not isinstance(file_id, str) or file_id not in self.files:
+            raise Refused(400, f"input_file_id: no file {str(file_id)[:60]!r}", "not_found")
+        if self.files[file_id]["purpose"] != "batch":
+            raise Refused(400, f"input_file_id: {file_id} is a result; send a file", "invalid_request")
+        if not isinstance(endpoint, str) or endpoint not in URLS:
+            raise Refused(400, f"endpoint: {endpoint!r:.60} is none of {', '.join(URLS)}", "unknown_url")
+        if body.get("completion_window") != WINDOW:
+            raise Refused(400, f"completion_window: only {WINDOW} is known, and no batch expires", "invalid_request")
+        _check_metadata(metadata)
+        batch = {
+            "id": f"batch_{self._new_id()}", "object": "batch", "endpoint": endpoint, "errors": None,
+            "input_file_id": file_id, "completion_window": WINDOW, "status": "validating", "output_file_id": None,
+            "error_file_id": None, "created_at": int(time.time()), **dict.fromkeys(MOMENTS),
+            "request_counts": {"total": 0, "completed": 0, "failed": 0}, "metadata": metadata,
+        }  # fmt: skip
+        with self._lock:
+            if file_id not in self.files:
+                raise Refused(400, f"input_file_id: no file {file_id!r}", "not_found")
+            if len(self.batches) >= MOST_RECORDS:
+                raise Refused(400, "too many batches are kept", "storage_full")
+            if self._stored >= self._most_bytes:
+                raise Refused(400, "there is no room for results; delete files first", "storage_full")
+            self.save(batch)
+        return batch
+
+    def save(self, batch: dict[str, Any], **changes: Any) -> None:
+        """FlexgenError where it cannot be written: then nothing has changed."""
+        try:
+            text = json.dumps(batch | changes) + "\n"
+            files.write_whole(self._batches / f"{batch['id']}.json", text, follow=False)
+        except OSError as error:
+            raise FlexgenError(f"{batch['id']}: {error.strerror or error}") from error
+        batch |= changes
+        self.batches[batch["id"]] = batch
+
+    def for_clients(self, message: str) -> str:
+        """With ids in the place of paths and their flags, which clients do not know."""
+        path = rf"(?:--\w+ )?{re.escape(str(self._files.parent))}/(?:files|batches)/([\w-]+)(?:\.errors)?(?:\.jsonl)?"
+        return re.sub(path, r"\1", message).replace("another --output", "another batch")
+
+    # Jobs of batches
+
+    def with_jobs(self) -> list[str]:
+        """The batches that have files of a job."""
+        names = {path.name.partition(".")[0] for path in self._batches.iterdir() if not _is_record(path)}
+        return [name for name in self.batches if name in names]
+
+    def kept_counts(self, batch: dict[str, Any]) -> dict[str, int]:
+        """Rows of a batch that is not in hand, as its job's status has them, or else as its record has."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            status = files.read_json(status_path(self.output(batch)))
+            done, failed = int(status["done"]), int(status["errors"])
+            return {"total": int(status["rows"]), "completed": done - failed, "failed": failed}
+        counts: dict[str, int] = batch["request_counts"]
+        return counts
+
+    def charge_errors(self, batch: dict[str, Any], nbytes: int) -> None:
+        """Count error rows that are to be written. FlexgenError where there is no room for them."""
+        if not self._charge(nbytes):
+            raise FlexgenError(f"{batch['id']}: there is no room for more error rows; delete files, and send it again")
+        self._job_errors[batch["id"]] = self._job_errors.get(batch["id"], 0) + nbytes
+
+    def keep_results(self, batch: dict[str, Any]) -> dict[str, str | None]:
+        """A job's answers and error rows as files; their ids by field, None for an empty one. The same again after a
+        kill."""
+        self.part(batch)
+        found: dict[str, str | None] = {}
+        plain = f"file-{batch['id'].removeprefix('batch_')}"
+        for kind, source, field in (
+            ("output", self.output(batch), "output_file_id"),
+            ("errors", self.errors(batch), "error_file_id"),
+        ):
+            file_id = f"{plain}-{kind}"
+            found[field] = None
+            if not _size(source):
+                continue
+            _give_name(source, self._files / file_id)
+            before = self.files.get(file_id)  # of a server that was killed behind this
+            self._keep(file_id, f"{batch['id']}_{kind.removesuffix('s')}.jsonl", "batch_output")
+            if kind == "errors":
+                self._job_errors.pop(batch["id"], None)  # it is counted as the file's
+                if before is not None:
+                    self._give_back(before["bytes"])
+            found[field] = file_id
+        return found
+
+    def part(self, batch: dict[str, Any]) -> None:
+        """Move error rows out of the answers of a job that an earlier version has begun."""
+        output, errors = self.output(batch), self.errors(batch)
+        if errors.exists() or not self.kept_counts(batch)["failed"] or not output.exists():
+            return
+        # The error rows are in place first: a kill in between doubles them, and loses none.
+        with files.replacing(output, follow=False) as answered, files.replacing(errors, follow=False) as failed:
+            for line, row in rows_of(output):
+                target = failed if row["error"] is not None else answered
+                target.buffer.write(line)
+        self._job_errors[batch["id"]] = _size(errors)
+        self._give_back(-_size(errors))
+
+    def remove_job(self, batch: dict[str, Any]) -> None:
+        """The job's own files, when the batch has its results."""
+        output = self.output(batch)
+        for path in (output, self.errors(batch), sidecar_path(output), status_path(output), self._taken(batch)):
+            path.unlink(missing_ok=True)
+        self._held.discard(batch["id"])
+        self._give_back(self._job_errors.pop(batch["id"], 0))
+
+    # Batches in hand
+
+    def take(self, batch: dict[str, Any]) -> None:
+        """Write down that the batch is in hand, before it is: a process that dies leaves that. FlexgenError where it
+        cannot be written."""
+        self._write_taken(batch, is_held=True)
+        self._held.add(batch["id"])
+
+    def release(self, batch: dict[str, Any]) -> None:
+        """It is in hand no more, and the server lives, or ends as it was told to."""
+        self._held.discard(batch["id"])
+        with contextlib.suppress(FlexgenError, OSError):
+            if self.deaths(batch):
+                self._write_taken(batch, is_held=False)
+            else:
+                self._taken(batch).unlink(missing_ok=True)
+
+    def release_all(self) -> None:
+        for batch_id in list(self._held):
+            self.release(self.batches[batch_id])
+
+    def deaths(self, batch: dict[str, Any]) -> int:
+        """How often the server has died with the batch in hand; once where rows of it were done meanwhile."""
+        return self._deaths.get(batch["id"], 0)
+
+    def count_death(self, batch: dict[str, Any]) -> None:
+        """Read what an earlier server has written down of a batch: if that had it in hand as it ended, it has died."""
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                taken = files.read_json(self._taken(batch))
+                deaths, nbytes, is_held = int(taken["deaths"]), int(taken["bytes"]), bool(taken["is_held"])
+            except FileNotFoundError:
+                raise
+            except (OSError, ValueError, KeyError, TypeError):  # a machine that lost its power while it was written
+                deaths, nbytes, is_held = 0, 0, True
+            if is_held and self._job_bytes(batch) > nbytes:
+                deaths = 0
+            self._deaths[batch["id"]] = deaths + is_held
+
+    def _job_bytes(self, batch: dict[str, Any]) -> int:
+        return _size(self.output(batch)) + _size(self.errors(batch))
+
+    def _write_taken(self, batch: dict[str, Any], is_held: bool) -> None:
+        taken = {"deaths": self.deaths(batch), "bytes": self._job_bytes(batch), "is_held": is_held}
+        try:  # it outlives the process; a machine that loses its power is no fault of the batch
+            files.write_whole(self._taken(batch), json.dumps(taken) + "\n", follow=False, sync=False)
+        except OSError as error:
+            raise FlexgenError(f"{batch['id']}: {error.strerror or error}") from error
+
+
+def _is_counted(record: dict[str, Any]) -> bool:
+    return bool(record["purpose"] == "batch") or str(record["id"]).endswith("-errors")
+
+
+def _is_record(path: Path) -> bool:
+    return path.suffix == ".json" and BATCH_ID.fullmatch(path.stem) is not None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _give_name(source: Path, target: Path) -> None:
+    """A second name for a file; where there are none, a copy."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        with files.replacing(target, follow=False) as copy, files.open_regular(source) as file:
+            shutil.copyfileobj(file, copy.buffer, PIECE)
+
+
+def _check_metadata(metadata: Any) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or len(metadata) > MOST_METADATA:
+        raise Refused(400, f"metadata: an object with at most {MOST_METADATA} members is expected", "invalid_request")
+    if not all(isinstance(v, str) and len(k + v) <= MOST_METADATA_CHARACTERS for k, v in metadata.items()):
+        raise Refused(
+            400, f"metadata: texts of at most {MOST_METADATA_CHARACTERS} characters are expected", "invalid_request"
+        )
