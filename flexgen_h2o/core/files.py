@@ -28,6 +28,14 @@ MOST_LINE_BYTES = 8 * 2**20
 _LONG_LINE_PIECE = 2**20
 
 
+def check_working_folder() -> None:
+    """UsageError if the working folder has been removed: a library of torch's ends the process for it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("the working folder has been removed; change to another one (cd), and run again") from error
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading. OSError for a device, a pipe, a folder, or no file."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe must not be waited for

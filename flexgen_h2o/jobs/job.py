@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,15 @@ from flexgen_h2o.jobs.on_ray import Opening, ray_at, ray_job
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.jobs.runner import Before, Job, JobWriter, prompts_and_params, rows_before
-from flexgen_h2o.jobs.sidecar import DONE, Sidecar, Status, differences, read_sidecar, sidecar_path, spared_text
+from flexgen_h2o.jobs.sidecar import (
+    DONE,
+    Sidecar,
+    differences,
+    read_sidecar,
+    sidecar_path,
+    spared_text,
+    status_path,
+)
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import shape_fingerprint
@@ -155,7 +163,7 @@ def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any
     now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
     if now != before:
         now.write(args.output)
-    return found_rows
+    return replace(found_rows, sidecar=now)
 
 
 def _say_rows(before: Before) -> None:
@@ -170,7 +178,7 @@ def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> 
         writer.check_errors()
         yield
         output.sync()
-        _check_files(args, writer.status, output)
+        _check_files(args, writer, output)
     except Interrupted as signal:
         state = f"ended by {signal}"
         raise
@@ -180,10 +188,15 @@ def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> 
     finally:
         writer.end(state)
         output.sync()
+    if not status_path(args.output).is_file():
+        raise FlexgenError(f"{status_path(args.output)}: cannot be written; the rows of {args.output} are whole")
 
 
-def _check_files(args: argparse.Namespace, status: Status, output: OutputFile) -> None:
-    """FlexgenError where input or output was changed under the job: the input is read again while it runs."""
+def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile) -> None:
+    """FlexgenError where input or output was changed under the job: the input is read again while it runs. And where
+    the sidecar was removed, and cannot be written again."""
+    writer.restore_sidecar()
+    status = writer.status
     begun, missing = read_sidecar(args.output), status.rows - status.done
     if missing or (begun is not None and not begins_as(args.input, begun.input_bytes, begun.input_digest)):
         raise FlexgenError(
