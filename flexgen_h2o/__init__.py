@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import flexgen_h2o.core.forks  # noqa: F401  before any fork, and before torch is imported here
@@ -40,4 +41,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "torch" not in sys.modules:
+        importlib.import_module(f"{__name__}.core.files").check_working_folder()
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

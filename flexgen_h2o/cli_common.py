@@ -27,7 +27,7 @@ from flexgen_h2o.core.errors import (
     FlexgenError,
     UsageError,
 )
-from flexgen_h2o.core.files import check_writable, usable_path, write_result
+from flexgen_h2o.core.files import check_working_folder, check_writable, usable_path, write_result
 from flexgen_h2o.parser import as_typed, forget_spellings
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -167,6 +167,7 @@ def run_cli(name: str, body: Callable[[list[str] | None], int], argv: list[str] 
 
 def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     try:
+        check_working_folder()
         code = body(argv)
         _print_notes()
         sys.stdout.flush()
@@ -187,6 +188,12 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         interrupted = interrupts.arrived()
         if interrupted is not None:  # writing to a terminal that has gone away
             return _ended_by(name, interrupted)
+        if isinstance(error, FileNotFoundError):
+            try:
+                check_working_folder()
+            except UsageError as reason:
+                _complain(f"{name}: {reason}")
+                return EXIT_FAILED
         if not isinstance(error, BrokenPipeError) or getattr(sys.stdout, "error", None) is None:
             raise
         return EXIT_FAILED  # nobody reads what is printed: `| head`

@@ -53,6 +53,14 @@ def open_patiently(path: Path, flags: int, mode: int = 0o666) -> int:
         time.sleep(_WAIT_S)
 
 
+def check_working_folder() -> None:
+    """UsageError if the working folder has been removed: a library of torch's ends the process for it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("the working folder has been removed; change to another one (cd), and run again") from error
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading. OSError for a device, a pipe, a folder, or no file."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a pipe must not be waited for

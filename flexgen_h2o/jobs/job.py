@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import resource
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,11 +36,11 @@ from flexgen_h2o.jobs.runner import Before, Job, JobWriter, prompts_and_params, 
 from flexgen_h2o.jobs.sidecar import (
     DONE,
     Sidecar,
-    Status,
     differences,
     read_sidecar,
     sidecar_path,
     spared_text,
+    status_path,
     tiers_text,
 )
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -205,7 +205,7 @@ def settle_steps(
     now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
     if now != before:
         now.write(args.output)
-    return found_rows
+    return replace(found_rows, sidecar=now)
 
 
 def check_requests(source: Path, scan: Scan) -> None:
@@ -227,7 +227,7 @@ def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> 
         writer.check_errors()
         yield
         output.sync()
-        _check_files(args, writer.status, output)
+        _check_files(args, writer, output)
     except Interrupted as signal:
         state = f"ended by {signal}"
         raise
@@ -237,10 +237,15 @@ def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> 
     finally:
         writer.end(state)
         output.sync()
+    if not status_path(args.output).is_file():
+        raise FlexgenError(f"{status_path(args.output)}: cannot be written; the rows of {args.output} are whole")
 
 
-def _check_files(args: argparse.Namespace, status: Status, output: OutputFile) -> None:
-    """FlexgenError where input or output was changed under the job: the input is read again while it runs."""
+def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile) -> None:
+    """FlexgenError where input or output was changed under the job: the input is read again while it runs. And where
+    the sidecar was removed, and cannot be written again."""
+    writer.restore_sidecar()
+    status = writer.status
     begun, missing = read_sidecar(args.output), status.rows - status.done
     if missing or (begun is not None and not begins_as(args.input, begun.input_bytes, begun.input_digest)):
         raise FlexgenError(

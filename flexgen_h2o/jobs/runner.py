@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Row, Silent
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
@@ -26,7 +26,7 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, at_once, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, error_row, row_errors, success_row
-from flexgen_h2o.jobs.sidecar import Status, tiers_text
+from flexgen_h2o.jobs.sidecar import Sidecar, Status, tiers_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens, record_of
 from flexgen_h2o.llm import LLM
@@ -57,13 +57,14 @@ class Answer:
 class Before:
     """What an output had when the job began. done: for each row of the input, is it there? errors: error rows by code.
 
-    others: rows that answer no line of this input, and error rows among them.
+    others: rows that answer no line of this input, and error rows among them. sidecar: of the job, once it is settled.
     """
 
     done: npt.NDArray[np.bool_]
     rows: int
     errors: Counter[str]
     others: tuple[int, int] = (0, 0)
+    sidecar: Sidecar | None = None
 
 
 def rows_before(output: OutputFile, ids: Digests) -> Before:
@@ -145,6 +146,7 @@ class JobWriter(Silent):
         self.notes = Notes()
         self._output, self._peak_bytes, self._max_errors = output, peak_bytes, max_errors
         self._done_before, self._began, self._written = before.rows, time.monotonic(), 0.0
+        self._sidecar = before.sidecar
         self._asking, self._new = 0, 0  # rows that were read, and new tokens: theirs, or those that they may have
         with interrupts.held():  # it starts a thread
             self._bar = tqdm(
@@ -187,6 +189,12 @@ class JobWriter(Silent):
         self.status.tokens -= sum(len(row.token_ids) - row.answered for row in rows)
         self._new -= sum(row.asked - row.answered for row in rows)
 
+    def restore_sidecar(self) -> None:
+        """Write the sidecar again if somebody has removed it: without it the job could not go on after a kill.
+        FlexgenError where it cannot be written."""
+        if self._sidecar is not None:
+            self._sidecar.restore(self._output.path)
+
     def end(self, state: str) -> None:
         """state: of the status file, for good."""
         self.status.state = state
@@ -208,6 +216,8 @@ class JobWriter(Silent):
         self._written = now
         self._bar.set_postfix_str(f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False)
         status.write(self._output.path)
+        with suppress(FlexgenError):  # at the end of the job it is said
+            self.restore_sidecar()
 
     def _left_s(self) -> float | None:
         """By tokens, as if all rows were like those that were read, and these as long as they may be; where none are

@@ -17,9 +17,12 @@ from pathlib import Path
 from platform import machine
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
+
+from flexgen_h2o.kernels.numba_guard import numba  # before what else is of numba
+
+# isort: split
 from numba.extending import intrinsic
 
 # numba's annotations cover some of it only, and not in all versions.

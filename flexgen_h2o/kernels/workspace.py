@@ -72,11 +72,11 @@ def element_of(dtype: torch.dtype) -> np.number[Any]:
 def cpu_has(feature: str) -> bool:
     """Whether numba compiles for a CPU with some instructions, by LLVM's name of them: this one, but for what the
     environment says."""
-    from numba import core
+    from flexgen_h2o.kernels.numba_guard import numba
 
-    numba: Any = core  # without annotations
-    given = numba.config.CPU_FEATURES
-    return f"+{feature}" in (numba.codegen.get_host_cpu_features() if given is None else given).split(",")
+    core: Any = numba.core  # without annotations
+    given = core.config.CPU_FEATURES
+    return f"+{feature}" in (core.codegen.get_host_cpu_features() if given is None else given).split(",")
 
 
 def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:

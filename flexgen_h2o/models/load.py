@@ -61,6 +61,7 @@ from flexgen_h2o.models.named import BY_HUB_ID, NAMED, fetch_command, fetched_fo
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not known yet
 _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
 _SENTENCEPIECE = "tokenizer.model"
+_DRAWN = ("dropout", "alpha", "nbest_size")  # settings by which a tokenizer draws one of several ways to cut a text
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", _SENTENCEPIECE, "tokenizer_config.json")
 _LOGGING_LIBRARIES = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
 _logging_lock = threading.RLock()
@@ -464,6 +465,7 @@ def _load_tokenizer(folder: Path) -> Any | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # a setting of a wrong type is found at first use
+        _drop_dropout(tokenizer, folder)
         return tokenizer
     except BaseException as error:  # transformers and tokenizers raise many kinds for a bad file
         if interrupts.asks_to_end(error):
@@ -476,6 +478,16 @@ def _load_tokenizer(folder: Path) -> Any | None:
             ) from error
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(f"{folder}: its tokenizer cannot be read ({reason})") from error
+
+
+def _drop_dropout(tokenizer: Any, folder: Path) -> None:
+    """Have the same text give the same tokens: a tokenizer may say that it draws one of several ways to cut a text."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    found = [name for name in _DRAWN if getattr(model, name, None)]
+    for name in found:
+        setattr(model, name, None)
+    if found:
+        say_once(f"{folder}: its tokenizer's {' and '.join(found)} is for training, and is not applied")
 
 
 def _missing_for_sentencepiece(folder: Path) -> list[str]:

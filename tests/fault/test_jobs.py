@@ -218,6 +218,41 @@ def test_an_output_that_was_laid_out_anew_is_refused_and_left_alone(jobs: Jobs, 
         assert output.read_bytes() == before and sidecar.read_bytes() == settings
 
 
+SIDE_FILES = ("out.jsonl.job.json", "out.jsonl.status.json")
+
+
+def test_a_side_file_that_is_removed_during_a_job_is_written_again(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
+    write_input(tmp_path, ROWS)
+    job = jobs.start(tmp_path)
+    job.wait_for_rows(1)
+    job.send(signal.SIGSTOP)
+    settings = (tmp_path / SIDE_FILES[0]).read_bytes()
+    for name in SIDE_FILES:
+        (tmp_path / name).unlink(missing_ok=True)
+    job.send(signal.SIGCONT)
+    assert job.wait() == 0, job.err
+    assert tokens_of(rows_of(job.output)) == whole
+    assert (tmp_path / SIDE_FILES[0]).read_bytes() == settings and (tmp_path / SIDE_FILES[1]).exists()
+    assert jobs.start(tmp_path).wait() == 0
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_a_side_file_that_cannot_be_written_again_is_said_at_the_end(
+    name: str, jobs: Jobs, whole: Tokens, tmp_path: Path
+) -> None:
+    write_input(tmp_path, ROWS)
+    job = jobs.start(tmp_path)
+    job.wait_for_rows(1)
+    job.send(signal.SIGSTOP)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()  # in the way
+    (tmp_path / name / "something").touch()
+    job.send(signal.SIGCONT)
+    assert job.wait() == 1
+    assert name in job.err.splitlines()[-1] and "Traceback" not in job.err
+    assert tokens_of(rows_of(job.output)) == whole
+
+
 def test_a_full_standard_output_and_standard_error_cost_no_row(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
     write_input(tmp_path, ROWS)
     (tmp_path / "stdout").symlink_to("/dev/full")

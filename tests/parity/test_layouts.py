@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.models import load, spec_from_folder
@@ -271,3 +272,18 @@ def test_a_sentencepiece_model_alone(copy_of: Callable[[str], Path], monkeypatch
         with pytest.raises(UsageError, match=f"tokenizer.model alone, .*; run pip install {names}, or") as caught:
             LLM(str(folder))
         assert "tiktoken" not in str(caught.value)
+
+
+def test_dropout_of_a_tokenizer_is_not_obeyed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It cuts the same text in other ways each time, which is for training."""
+    say_once.cache_clear()
+    text = "def main(argv=None): hello world, this is a text"
+    folder = Path(shutil.copytree(PACKAGED["opt-tiny"], tmp_path / "model"))
+    want = load.find_model(str(folder), None).encode(text)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["dropout"] = 0.5
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = load.find_model(str(folder), None)
+    assert [found.encode(text) for _ in range(5)] == [want] * 5
+    [line] = stderr_lines(capfd)
+    assert "its tokenizer's dropout is for training, and is not applied" in line

@@ -9,6 +9,7 @@ import random
 import re
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from flexgen_h2o.jobs.on_ray import AnswerSink
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.runner import Answer, Job, JobRows, JobWriter, rows_before, window_rows
-from flexgen_h2o.jobs.sidecar import read_status
+from flexgen_h2o.jobs.sidecar import Sidecar, read_sidecar, read_status, sidecar_path
 from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, run_job, write_lines
 
@@ -268,6 +269,23 @@ def test_the_status_follows_the_job(source: Path, output: Path, words: Model, mo
     assert seen == [("running", 0, 3, True), ("running", 1, 3, False), ("running", 2, 3, False)]
     status = read_status(output)
     assert (status.state, status.done, status.peak_bytes) == ("done", 3, {"host": 5})
+
+
+def test_a_sidecar_that_is_removed_is_written_again_while_the_job_runs(
+    source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr("flexgen_h2o.jobs.runner.time", clock)
+    file, sidecar = OutputFile(output), Sidecar({"a": 1}, "in.jsonl", 3, "digest")
+    before = rows_before(file, scan_input(write_lines(source, *prompts(3))).ids)
+    writer = JobWriter(file, replace(before, sidecar=sidecar), dict, shown=False)
+    sidecar.write(output)
+    sidecar_path(output).unlink()
+    writer.sweep(1)
+    assert read_sidecar(output) is None
+    clock.now += 10
+    writer.sweep(1)
+    assert read_sidecar(output) == sidecar
 
 
 def test_what_is_left_is_told_by_tokens(
