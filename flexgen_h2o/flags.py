@@ -330,6 +330,8 @@ def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
 
     if llm.precision_note:
         note(command.partition(" ")[0], llm.precision_note)
+    for line in llm.model.notes:
+        note(command.partition(" ")[0], line)
     device = open_device(args.device, separate_budget=args.device_mem is not None)
     say_idle_flags(command, args, Place(llm.model.spec, device.is_host, device.card() is not None))
 

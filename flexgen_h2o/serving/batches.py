@@ -268,11 +268,8 @@ class Batch:
             before = settle(args, output, settings)
             self.writer = JobWriter(output, before, lambda: service.llm.peak_bytes, shown=False)
             stack.enter_context(writing(args, output, self.writer))
-            self._rows = JobRows(reader, read_cut(source, Cut(0, 1, 0, ~before.done)), self.writer, self._say)
+            self._rows = JobRows(reader, read_cut(source, Cut(0, 1, 0, ~before.done)), self.writer)
             self.stack = stack.pop_all()
-
-    def _say(self, line: str) -> None:
-        say("serve", f"{self.record['id']}: {line}")
 
     @property
     def counts(self) -> dict[str, int]:

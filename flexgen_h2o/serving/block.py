@@ -22,7 +22,7 @@ from flexgen_h2o.core.timeline import Span
 from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
-from flexgen_h2o.jobs.requests import Request, RowError
+from flexgen_h2o.jobs.requests import NOT_FINITE, Request, RowError
 from flexgen_h2o.jobs.runner import MOST_BAD_LINES
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.serving.answers import Refused
@@ -82,7 +82,7 @@ class Ticket:
         self.tell(("done", request, done))
 
     def fail(self, request: Request, error: RowError) -> None:
-        self.tell(("error", Refused(500 if error.is_ours else 400, str(error), error.code)))
+        self.tell(("error", Refused(500 if error.code == NOT_FINITE else 400, str(error), error.code)))
 
     def end(self, error: FlexgenError | None = None) -> None:
         if error is not None:
