@@ -184,8 +184,9 @@ class Chat:
     """Conversations one after the other, each in a run of the engine that waits for every next turn."""
 
     def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams) -> None:
-        self._args, self._llm, self._params = args, llm, params
+        self._args, self._llm = args, llm
         self._chat = args.turn_format is None and llm.model.has_chat_template
+        self._params = llm.model.for_chat(params) if self._chat else params
         self._reader = Reader()
         self._turns: list[Turn] = []
         self._exchanges: list[Exchange] = []
@@ -225,16 +226,17 @@ class Chat:
     def _talk(self, first: Sequence[int], most: int) -> Conversation:
         """A conversation of at most so many tokens."""
         from flexgen_h2o.engine.conversation import Conversation
-        from flexgen_h2o.engine.decoding import StopCriteria
+        from flexgen_h2o.engine.decoding import stop_criteria
+        from flexgen_h2o.engine.penalties import penalties_maker
         from flexgen_h2o.evaluation.conversation import Shown
 
         params, model = self._params, self._llm.model
-        eos = () if params.ignore_eos else model.spec.eos_token_ids
-        ends = _Ends(StopCriteria(params.stop, eos, model.tokenizer), lambda: self._stops)
-        self._shown = Shown(self._llm, len(first), params.stop, _write, self._show_figures)
+        ends = _Ends(stop_criteria(model, params), lambda: self._stops)
+        self._shown = Shown(self._llm, first, params, _write, self._show_figures)
         asked = max(1, min(most, self._args.max_len or most) - len(first) + 1)
         room = most_new_tokens(self._llm.eviction, model.spec, len(first), asked)
-        return Conversation(first, self._later(), params, ends, self._shown, room)
+        penalties = penalties_maker(model, params)
+        return Conversation(first, self._later(), params, ends, self._shown, room, penalties=penalties)
 
     def _open(self, first: Sequence[int]) -> None:
         """Open the engine for a first turn, where it is not open for one. DoesNotFitError."""
@@ -355,8 +357,8 @@ class Chat:
             check_files(asked, (), ("save",))
         except UsageError as error:
             raise UsageError(str(error).replace("--save", "/save", 1)) from error
-        llm, stop = self._llm, self._params.stop
-        turns = [one.figures(llm.model.tokenizer, stop) for one in self._exchanges]
+        llm = self._llm
+        turns = [one.figures(llm.model, self._params) for one in self._exchanges]
         facts = {"model": llm.model.name, "dtype": llm.dtype, "eviction": llm.eviction.to_json()}
         content: object = {**facts, "system": self._args.system, "turns": turns}
         if asked.save.suffix == ".txt":

@@ -414,10 +414,10 @@ def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
     that have no effect."""
     from flexgen_h2o.tiers.device import open_device
 
-    if llm.model.note:
-        note(command.partition(" ")[0], llm.model.note)
     if llm.precision_note:
         note(command.partition(" ")[0], llm.precision_note)
+    for line in llm.model.notes:
+        note(command.partition(" ")[0], line)
     device = open_device(args.device, separate_budget=args.device_mem is not None)
     say_idle_flags(command, args, Place(llm.model.spec, device.is_host, device.card() is not None))
 

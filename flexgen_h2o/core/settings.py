@@ -58,7 +58,9 @@ class SamplingParams:
     max_tokens: most new tokens of a row. temperature: below 1e-5 is greedy. top_p: in [0, 1], 1 is off.
     top_k: 0 is off. seed: 0 .. 2**63 - 1. stop: strings that end a row (one string, a list or None are taken too).
     ignore_eos: go on after the end-of-sequence token. logprobs: give the log-probability of each new token and those of
-    so many of the likeliest, up to 20; None gives none. prompt_logprobs: the same of the prompt's tokens; then
+    so many of the likeliest, up to 20; None gives none. stop_token_ids: tokens that end a row and are not in its text.
+    repetition_penalty: divides logits above 0 of tokens that were there before, and multiplies others; 1 is off, None
+    takes that of the model's generation_config.json. prompt_logprobs: the same of the prompt's tokens; then
     max_tokens may be 0. With a policy that drops columns while decoding, prompt tokens beyond its budget are taken in
     decode steps, so that it acts on them.
 
@@ -78,10 +80,15 @@ class SamplingParams:
     prompt_logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
     score: tuple[int, ...] | None = setting(None)
     score_mode: str = setting(DECODE, choices=(DECODE, PREFILL))
+    stop_token_ids: tuple[int, ...] = setting(())
+    repetition_penalty: float | None = setting(None)
 
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "stop", _check_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids))
+        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
+            raise UsageError(f"repetition_penalty: {self.repetition_penalty!r:.60} must be above 0; 1 is off")
         if self.score is not None:
             self._check_score()
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -120,6 +127,14 @@ def _check_stop(value: object) -> tuple[str, ...]:
     if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
         raise UsageError(f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten them")
     return tuple(strings)
+
+
+def _check_token_ids(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{name}: {value!r:.60} is not a list of token ids")
+    return tuple(check_int(name, token, low=0) for token in value)
 
 
 LEAST_WEIGHT = 1e-9  # of a layer, over the largest: so small a one keeps its one column, and sums stay above 0

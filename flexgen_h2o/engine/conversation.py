@@ -8,7 +8,7 @@ beforehand, so one sweep over the weights takes many of them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -16,9 +16,11 @@ import torch
 
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.decoding import StopCriteria
+from flexgen_h2o.engine.detokenizer import PART, Tokenizer, detokenizer_of
 from flexgen_h2o.engine.generation import Row
+from flexgen_h2o.engine.penalties import Penalties
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, Tokenizer, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 
 
 class Audience(Protocol):
@@ -38,7 +40,7 @@ class Ends(Protocol):
         """Why the answer that this row holds is, with its newest token; None where it goes on."""
 
     def is_eos(self, token: int) -> bool:
-        """Is it an end-of-sequence token?"""
+        """Is it a token that ends an answer?"""
 
 
 class Conversation:
@@ -51,12 +53,13 @@ class Conversation:
     on the first turn; where they are used up, the conversation ends. max_tokens_per_sweep: the most tokens of a turn in
     one sweep.
     The end-of-sequence token that ends an answer stays, as all that is said; a turn that begins with the same token,
-    as chat templates write it, does not repeat it.
+    as chat templates write it, does not repeat it. penalties: makes those of an answer, which see all that was said.
     """
 
     def __init__(
         self, first: Sequence[int], more: Iterator[Sequence[int]], params: SamplingParams, ends: Ends,
         audience: Audience, room: int, max_tokens_per_sweep: int = GIVEN_CHUNK,
+        penalties: Callable[[], Penalties | None] | None = None,
     ) -> None:  # fmt: skip
         self.prompt = Prompt(0, tuple(first), None)
         self._more, self._sampler, self._ends = more, Sampler(params), ends
@@ -65,20 +68,35 @@ class Conversation:
         self._coming: deque[int] = deque()
         self._answer = Row(self.prompt, self._max_tokens)
         self._is_over = False
+        self._make_penalties = penalties
+        self._penalties: Penalties | None = None
+        self._said = [*first]  # all tokens up to now, if there are penalties
+        self._before: list[int] = []  # those that the answer follows on
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
         self.left = self.room - steps[0] - 1
         if self._coming:
             token = self._coming.popleft()
+            self._remember(token)
             self._audience.given(token, logits[0])
             return [token]
+        if not self._answer.token_ids and self._make_penalties is not None:
+            self._before = [*self._said]
+            self._penalties = self._make_penalties()
+        if self._penalties is not None:
+            logits = self._penalties(self._before, self._answer.token_ids, logits)
         (token,) = self._sampler.sample(logits, rows, steps)
+        self._remember(token)
         self._answer.token_ids.append(token)
         reason = self._ends(self._answer)
         self._audience.said(token, reason)
         if reason is not None and self.left:
             self._next_turn(token)
         return [token]
+
+    def _remember(self, token: int) -> None:
+        if self._make_penalties is not None:
+            self._said.append(token)
 
     def most_new(self, row: int) -> int:
         return self.room
@@ -106,29 +124,28 @@ def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
 
 
 class AnswerText:
-    """The text of an answer as it comes: whole characters, and nothing of a stop string. `shown`: up to now."""
+    """The text of an answer as it comes: whole characters, and nothing of a stop string. `shown`: up to now.
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._ends = StopCriteria(stop, (), tokenizer)
+    before: the tokens that it follows on. ends: tokens that end it, which are no text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: tuple[str, ...], before: Sequence[int] = (), ends: Sequence[int] = ()
+    ) -> None:  # fmt: skip
+        self._has_text = tokenizer is not None
+        self._before = [] if tokenizer is None else detokenizer_of(tokenizer).context(before)
+        self._ends = StopCriteria(stop, (), tokenizer, ends)
         self.shown = ""
 
     def more(self, token_ids: Sequence[int], is_over: bool) -> str:
         """What may be shown now that the answer has these tokens. A character that is not whole yet, and what may
         become a stop string, wait unless the answer is over. Without a tokenizer: the ids."""
-        if self._tokenizer is None:
+        if not self._has_text:
             text = "".join(f"{token} " for token in token_ids)
         else:
-            text = self._ends.cut(decode_text(self._tokenizer, token_ids))
-            if not is_over:
-                text = text[: len(text) - self._waiting(text)]
-            if text.endswith("\ufffd") and not is_over:
+            text = self._ends.shown(token_ids, self._before, is_over)
+            if text.endswith(PART) and not is_over:
                 return ""
-        new, self.shown = text[len(self.shown) :], max(self.shown, text, key=len)
+        new = text[len(self.shown) :]
+        self.shown = max(self.shown, text, key=len)
         return new
-
-    def _waiting(self, text: str) -> int:
-        """Characters at the end that a stop string may begin with."""
-        most = max((len(s) - 1 for s in self._stop), default=0)
-        sizes = range(min(most, len(text)), 0, -1)
-        return next((n for n in sizes if any(s.startswith(text[-n:]) for s in self._stop)), 0)

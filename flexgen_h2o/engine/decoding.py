@@ -6,24 +6,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
+from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
 from flexgen_h2o.engine.generation import Callbacks, KnownTokens, MicroBatch, Row, SweepInput, sparing
 from flexgen_h2o.engine.prompts import CODE_NOT_FINITE
 from flexgen_h2o.engine.sampling import (
     NotFiniteError,
     Sampler,
-    Tokenizer,
     check_finite,
-    decode_text,
     token_logprobs,
 )
 from flexgen_h2o.kvcache.prefixes import row_places
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
+
+if TYPE_CHECKING:
+    from flexgen_h2o.core.settings import SamplingParams
+    from flexgen_h2o.models.load import Model
 
 ReadBack = Callable[[torch.Tensor], tuple[torch.Tensor, Waitable]]
 
@@ -32,58 +35,134 @@ _WINDOW_MARGIN = 8
 
 
 class StopCriteria:
-    """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length").
+    """When a row is done: end-of-sequence token, stop token or stop string ("stop"), or its length ("length").
 
-    tokenizer: None only without stop strings, else UsageError.
+    A stop string may be a special token, or have one in it, although texts leave these out: such strings are looked for
+    in the text with its special tokens spelt. tokenizer: None only without stop strings, else UsageError.
     """
 
-    def __init__(self, stop: tuple[str, ...], eos_token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, stop: tuple[str, ...], eos_token_ids: Sequence[int], tokenizer: Tokenizer | None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         if stop and tokenizer is None:
             raise UsageError("--stop: stop strings need a tokenizer and the model's folder has none; leave --stop out")
-        self._stop, self._eos, self._tokenizer = stop, frozenset(eos_token_ids), tokenizer
+        self._stop = stop
+        self._ends = frozenset(eos_token_ids) | frozenset(stop_token_ids)
+        self._detokenizer = None if tokenizer is None else detokenizer_of(tokenizer)
         self._window = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
-        self._size = len(tokenizer) if tokenizer is not None and stop else 0
-        self._silent = _silent_ids(tokenizer) if tokenizer is not None and stop else frozenset()
+        self._spelt: tuple[str, ...] = ()  # stop strings with special tokens in them
+        if self._detokenizer is not None and stop:
+            specials = self._detokenizer.specials
+            self._spelt = tuple(s for s in stop if any(content in s for content in specials.values()))
+            self._ends |= {token for token, content in specials.items() if content in stop}
 
     def is_eos(self, token: int) -> bool:
-        return token in self._eos
+        """Whether a token ends a row."""
+        return token in self._ends
 
     def __call__(self, row: Row) -> str | None:
         """Why a row is done with its newest token; None where it is not. To be called after each new token."""
         is_given = len(row.token_ids) <= len(row.given)
         own = row.own_ids if row.given else row.token_ids
-        if not is_given and (self.is_eos(own[-1]) or self.found(own)):
+        if not is_given and (own[-1] in self._ends or self.found(own, row.before)):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 
-    def found(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest of a row's tokens completed a stop string. Decodes a short tail only."""
-        if not self._stop or self._tokenizer is None:
+    def found(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> bool:
+        """Whether the newest of a row's tokens completed a stop string. Decodes a short tail only. before: the tokens
+        that they follow on."""
+        if not self._stop or self._detokenizer is None:
             return False
         tail: list[int] = []
+        size = 0
         for token in reversed(token_ids):
-            # Tokens without text would use up the window that is counted in tokens of at least one byte.
-            if token < self._size and token not in self._silent:
-                tail.append(token)
-                if len(tail) == self._window:
-                    break
-        text = decode_text(self._tokenizer, tail[::-1])
-        return any(s in text for s in self._stop)
+            has_text = self._detokenizer.has_text(token)
+            if not has_text and not (self._spelt and token in self._detokenizer.specials):
+                continue
+            tail.append(token)
+            # Tokens without text would use up the window, which is counted in tokens of at least one byte.
+            size += has_text
+            if size == self._window:
+                break
+        context = [] if size == self._window else self._detokenizer.context(before)
+        text = self._detokenizer.behind(context, tail[::-1])
+        if any(s in text for s in self._stop):
+            return True
+        if not self._spelt:
+            return False
+        spelt = self._detokenizer.behind(context, tail[::-1], with_specials=True)
+        return any(s in spelt for s in self._spelt)
 
-    def text(self, token_ids: Sequence[int]) -> str | None:
-        """The text of a row's tokens up to where the earliest stop string begins; None without a tokenizer."""
-        return None if self._tokenizer is None else self.cut(decode_text(self._tokenizer, token_ids))
+    def text(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str | None:
+        """The text of a row's tokens up to where the earliest stop string begins; None without a tokenizer.
+
+        A token that ends the row is no text, special or not.
+        """
+        return None if self._detokenizer is None else self.shown(token_ids, before, is_over=True)
+
+    def shown(self, token_ids: Sequence[int], before: Sequence[int], is_over: bool) -> str:
+        """`text` of a row that has come so far. Unless it is over, what a stop string may begin with is left out, and
+        so are bytes at its end, which the next one may change."""
+        assert self._detokenizer is not None
+        ids = token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
+        if not is_over:
+            ids = ids[: len(ids) - self._detokenizer.bytes_at_end(ids)]
+        context = self._detokenizer.context(before)
+        text = self._detokenizer.behind(context, ids)
+        end = self._end(text, self._stop, is_over)
+        if self._spelt and any(token in self._detokenizer.specials for token in ids):
+            pieces = self._spell(text, ids, context)
+            place = self._end("".join(pieces), self._spelt, is_over)
+            end = min(end, _text_before(pieces, place))
+        return text[:end]
 
     def cut(self, text: str) -> str:
         """`text` up to where the earliest stop string begins; all of it when there is none."""
-        starts = [at for at in map(text.find, self._stop) if at >= 0]
-        return text[: min(starts)] if starts else text
+        return text[: self._end(text, self._stop, is_over=True)]
+
+    @staticmethod
+    def _end(text: str, stop: Sequence[str], is_over: bool) -> int:
+        """Where the earliest stop string begins. Unless it is over, also one that the text's end may be a part of."""
+        starts = [at for at in map(text.find, stop) if at >= 0]
+        if starts:
+            return min(starts)
+        if is_over:
+            return len(text)
+        most = min(max((len(s) - 1 for s in stop), default=0), len(text))
+        for size in range(most, 0, -1):
+            if any(s.startswith(text[-size:]) for s in stop):
+                return len(text) - size
+        return len(text)
+
+    def _spell(self, text: str, token_ids: Sequence[int], context: Sequence[int]) -> list[str]:
+        """The text of tokens in pieces, with a special token behind each piece except the last."""
+        assert self._detokenizer is not None
+        specials = self._detokenizer.specials
+        pieces: list[str] = []
+        at = 0
+        for i, token in enumerate(token_ids):
+            if token in specials:
+                end = max(at, len(self._detokenizer.behind(context, token_ids[:i])))
+                pieces += [text[at:end], specials[token]]
+                at = end
+        return [*pieces, text[at:]]
 
 
-def _silent_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that decode to nothing because they are special."""
-    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
+def stop_criteria(model: Model, params: SamplingParams) -> StopCriteria:
+    """Return when an answer with these parameters is done."""
+    eos = () if params.ignore_eos else model.spec.eos_token_ids
+    return StopCriteria(params.stop, eos, model.tokenizer, params.stop_token_ids)
+
+
+def _text_before(pieces: Sequence[str], place: int) -> int:
+    """How many characters of text are in front of a place; every second piece is a special token, which is no text."""
+    count = 0
+    for i, piece in enumerate(pieces):
+        taken = min(len(piece), place)
+        count += 0 if i % 2 else taken
+        place -= taken
+    return count
 
 
 class TokenSource(Protocol):
@@ -162,21 +241,27 @@ class Decoding:
     def _choose(
         self, sampler: Sampler, rows: Sequence[Row], logits: torch.Tensor, steps: Sequence[int]
     ) -> torch.Tensor:
-        """`Sampler.choose` for all rows. If that raises and rows are spared: one by one, and a row for which it raises
-        fails. What it raises for all of several rows is no row's fault."""
+        """`Sampler.choose` for all rows; one by one if they have penalties, or if it raises for all of them together
+        and rows are spared. What it raises for each of several rows is no row's fault."""
         indices = [row.prompt.index for row in rows]
-        try:
-            return sampler.choose(logits, indices, steps)
-        except Exception:
-            if not self.watches.spares_rows:
-                raise
-            chosen = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-            for i, row in enumerate(rows):
-                with sparing(row, True):
-                    chosen[i] = sampler.choose(logits[i : i + 1], indices[i : i + 1], steps[i : i + 1])[0]
-            if len(rows) > 1 and all(row.error is not None for row in rows):
-                raise
-            return chosen
+        failed: Exception | None = None
+        if all(row.penalties is None for row in rows):
+            try:
+                return sampler.choose(logits, indices, steps)
+            except Exception as error:
+                if not self.watches.spares_rows:
+                    raise
+                failed = error
+        chosen = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+        for i, row in enumerate(rows):
+            with sparing(row, self.watches.spares_rows):
+                own = logits[i : i + 1]
+                if row.penalties is not None and len(row.token_ids) >= len(row.given):
+                    own = row.penalties(row.before, row.own_ids, own)
+                chosen[i] = sampler.choose(own, indices[i : i + 1], steps[i : i + 1])[0]
+        if failed is not None and len(rows) > 1 and all(row.error is not None for row in rows):
+            raise failed
+        return chosen
 
     def _taken(self, rows: Sequence[Row], tokens: list[int], steps: Sequence[int]) -> list[int]:
         """The tokens that rows take of those that were chosen, in place."""

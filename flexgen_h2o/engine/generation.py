@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import internal_reason
+from flexgen_h2o.engine.penalties import Penalties
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.kernels.workspace import upload_together
@@ -47,8 +48,8 @@ class Row:
     max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before. given: the first
     tokens that it takes, whatever the logits. scored: last tokens of the prompt whose log-probabilities get into
     `prompt_logprobs`, each with `top_prompt_logprobs` of the likeliest. budget_of: (prompt tokens, new tokens) that its
-    KV budget is of; None: its own. error, error_code: why it has no answer, where others go on
-    (`Callbacks.spares_rows`), as of `Completion`.
+    KV budget is of; None: its own. penalties: what changes its logits before its own tokens are chosen. error,
+    error_code: why it has no answer, where others go on (`Callbacks.spares_rows`), as of `Completion`.
     """
 
     prompt: Prompt
@@ -64,6 +65,7 @@ class Row:
     top_prompt_logprobs: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     budget_of: tuple[int, int] | None = None
+    penalties: Penalties | None = None
     error: str | None = None
     error_code: str = ""
 
@@ -86,6 +88,11 @@ class Row:
     def own_ids(self) -> list[int]:
         """The tokens that it was not given."""
         return self.token_ids[len(self.given) :]
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The tokens that its own ones follow on."""
+        return self.prompt.token_ids + self.given if self.given else self.prompt.token_ids
 
     @property
     def answered(self) -> int:
@@ -355,7 +362,7 @@ def sparing(row: Row, spares_rows: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not spares_rows or interrupts.asks_to_end(error):
+        if not spares_rows or not interrupts.is_fault(error):
             raise
         row.fail(CODE_INTERNAL, internal_reason(error))
 

@@ -19,6 +19,7 @@ from flexgen_h2o.core.settings import PREFILL
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.decoding import Decoding, StopCriteria, TokenSource
 from flexgen_h2o.engine.generation import BlockStats, Callbacks, Row, make_blocks, sparing
+from flexgen_h2o.engine.penalties import penalties_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, TokenLogprobs, of_likeliest
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -89,7 +90,7 @@ class RequestTable:
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
         eos, tokenizer = model.spec.eos_token_ids, model.tokenizer
         self._criteria = lru_cache(STOPS_KEPT)(
-            lambda stop, ignore: StopCriteria(stop, () if ignore else eos, tokenizer)
+            lambda stop, ignore, stop_ids: StopCriteria(stop, () if ignore else eos, tokenizer, stop_ids)
         )
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.prompt_tokens = self.decoded = 0
@@ -106,7 +107,7 @@ class RequestTable:
         if len(params) != len(prompts):
             raise UsageError(f"params: {len(params)} for {len(prompts)} prompts")
         for one in params:
-            self._criteria(one.stop, one.ignore_eos)
+            self._criteria(one.stop, one.ignore_eos, one.stop_token_ids)
         self._params |= {p.index: one for p, one in zip(prompts, params, strict=True)}
         rows = [self._row(prompt) for prompt in prompts]
         self.sizes.update(row.size for row in rows)
@@ -128,8 +129,11 @@ class RequestTable:
         if params.score is not None:
             return self._scored_row(prompt, params, most)
         if params.prompt_logprobs is not None:
-            return self._echoed_row(prompt, params, most)
-        return Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs)
+            row = self._echoed_row(prompt, params, most)
+        else:
+            row = Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs)
+        row.penalties = penalties_of(self.model, params)
+        return row
 
     def _scored_row(self, prompt: Prompt, params: SamplingParams, most: int) -> Row:
         """A row that takes the tokens of params.score, in decode steps or behind its prompt."""
@@ -197,7 +201,7 @@ class RequestTable:
 
     def _criteria_of(self, row: Row) -> StopCriteria:
         params = self._params[row.prompt.index]
-        return self._criteria(params.stop, params.ignore_eos)
+        return self._criteria(params.stop, params.ignore_eos, params.stop_token_ids)
 
     def finish(self, rows: Sequence[Row]) -> list[Completion]:
         """Count finished rows, forget their parameters, and return their completions."""
@@ -219,15 +223,17 @@ class RequestTable:
         params, before, behind = self._params[row.prompt.index], row.prompt_logprobs, list(row.logprobs)
         token_ids, logprobs = list(row.token_ids), None if row.top_logprobs is None else behind
         of_prompt: list[TokenLogprobs | None] | None = None
+        before_answer = row.before
         if params.score is not None:
             token_ids, logprobs = [*params.score[: row.scored], *token_ids], [*before, *behind]
+            before_answer = row.prompt.token_ids[: len(row.prompt.token_ids) - row.scored]
         elif params.prompt_logprobs is not None:
             own = len(row.given)
             of_prompt = [None, *before, *(of_likeliest(one, params.prompt_logprobs) for one in behind[:own])]
             token_ids, logprobs = token_ids[own:][: params.max_tokens], behind[own:][: params.max_tokens]
             top = params.logprobs
             logprobs = None if top is None else [of_likeliest(one, top) for one in logprobs]
-        text = self._criteria_of(row).text(token_ids)
+        text = self._criteria_of(row).text(token_ids, before_answer)
         assert row.finish_reason is not None
         reason = row.finish_reason if token_ids else "length"
         return Completion(row.prompt.index, row.prompt.text, text, token_ids, reason, logprobs, of_prompt)
@@ -248,7 +254,8 @@ class RequestTable:
         """
         params = (self._params[row.prompt.index] for row in self.rows)
         can_stop = any(
-            p.score is None and (p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos)) for p in params
+            p.score is None and (p.stop or p.stop_token_ids or (self.model.spec.eos_token_ids and not p.ignore_eos))
+            for p in params
         )
         end_together = not can_stop and len({row.max_new for row in self.rows}) <= 1
         if not refill or (more is None and (len(blocks) == 1 or end_together)):

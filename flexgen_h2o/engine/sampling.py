@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,17 +17,6 @@ from flexgen_h2o.kernels.workspace import is_queued, upload
 
 NOT_FINITE = -1  # in place of the token of a row whose logits are not finite
 _NUCLEUS_GUESS = 1024
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that stop strings and texts need."""
-
-    @property
-    def all_special_ids(self) -> list[int]: ...
-
-    def __len__(self) -> int: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
 
 def check_params(params: object) -> SamplingParams | Sequence[SamplingParams]:
@@ -190,11 +178,6 @@ def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         count = (cumulative < params.top_p).sum(-1, keepdim=True).add(1).clamp(max=values.shape[1])
         probabilities = _keep_first(scores, values.gather(-1, count - 1), count).softmax(dim=-1)
     return probabilities
-
-
-def decode_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of generated tokens, special tokens left out; outputs and stop strings must both use this one."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def _keep_first(scores: Tensor, threshold: Tensor, count: Tensor) -> Tensor:

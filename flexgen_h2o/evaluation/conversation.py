@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import format_bytes, format_seconds
-from flexgen_h2o.engine.conversation import AnswerText, Conversation, tokens_after_first
-from flexgen_h2o.engine.decoding import StopCriteria
+from flexgen_h2o.engine.channels import ChatText, TerminalText, marks_of
+from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
+from flexgen_h2o.engine.decoding import stop_criteria
 from flexgen_h2o.engine.generation import Callbacks, Silent
+from flexgen_h2o.engine.penalties import penalties_maker
 from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
-from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.figures import held_kv, perplexity, surprise
 from flexgen_h2o.evaluation.rows import Case
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
@@ -25,6 +28,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
 
 PLACE = "{turn}"
+CONTEXT = 256  # tokens in front of an answer that its text depends on, and more
 FORMAT = "\n{turn}\n"  # apart from the answer before it, which may have been cut anywhere
 # Without --turns: what the shipped model, which knows Python sources, can go on with.
 TURNS = (
@@ -129,22 +133,27 @@ def encoded_turn(
 class Exchange:
     """One turn and the answer to it.
 
-    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. reason: None
-    where the conversation broke off. columns: KV columns held at its end, mean over the transformer blocks.
+    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. before: the
+    last tokens that the answer follows on. reason: None where the conversation broke off. columns: KV columns held at
+    its end, mean over the transformer blocks.
     """
 
     turn: Turn
     tokens: int = 0
     nats: list[float] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
     reason: str | None = None
     seconds: float = 0.0
     columns: float = 0.0
     kv_bytes: int = 0
 
-    def figures(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> dict[str, Any]:
+    def figures(self, model: Model, params: SamplingParams) -> dict[str, Any]:
         """For the JSON."""
-        whole = StopCriteria(stop, (), tokenizer).text(self.answer)
+        if marks_of(model.tokenizer) is None:
+            whole = stop_criteria(model, params).text(self.answer, self.before)
+        else:
+            whole, _ = ChatText(model.tokenizer, params, self.before).more(self.answer, True)
         return {
             **self.turn.labels, "prompt": self.turn.content, "tokens": self.tokens,
             "nll": fmean(self.nats) if self.nats else None, "text": whole, "token_ids": self.answer,
@@ -156,41 +165,54 @@ class Exchange:
 class Shown:
     """An audience that shows the answers as they come, and counts tokens, nats, columns and seconds of each turn.
 
-    first: tokens of the first turn. over: told of each exchange as it ends.
+    first: the first turn. params: of the answers. over: told of each exchange as it ends.
     """
 
     def __init__(
-        self, llm: LLM, first: int, stop: tuple[str, ...], show: Callable[[str], None],
+        self, llm: LLM, first: Sequence[int], params: SamplingParams, show: Callable[[str], None],
         over: Callable[[Exchange], None],
     ) -> None:  # fmt: skip
         self.exchanges: list[Exchange] = []
-        self._llm, self._first, self._stop, self._show, self._over = llm, first, stop, show, over
+        self._llm = llm
+        self._first = len(first)
+        self._params = params
+        self._show = show
+        self._over = over
         self._taken = 0  # tokens behind the first turn
+        self._before = deque(first, maxlen=CONTEXT)
+        self._text: TerminalText
 
     def begin(self, turn: Turn) -> None:
         """The next turn is to be answered."""
         self.exchanges.append(Exchange(turn, 0 if self.exchanges else self._first))
-        self._text, self._began = AnswerText(self._llm.model.tokenizer, self._stop), time.perf_counter()
+        self._began = time.perf_counter()
 
     def given(self, token: int, logits: torch.Tensor) -> None:
         now = self.exchanges[-1]
         now.tokens += 1
         now.nats.append(float(surprise(logits[None], torch.tensor([token], device=logits.device))))
         self._taken += 1
+        self._before.append(token)
 
     def said(self, token: int, reason: str | None) -> None:
         now = self.exchanges[-1]
+        if not now.answer:
+            now.before = list(self._before)
+            self._text = TerminalText(self._llm.model.tokenizer, self._params, now.before)
         now.answer.append(token)
         now.reason = reason
         self._taken += 1
+        self._before.append(token)
         self._show(self._text.more(now.answer, reason is not None))
         if reason is not None:
             self._end()
 
     def break_off(self) -> None:
         """End the newest exchange where the run has ended in it."""
-        if self.exchanges[-1].reason is None:
-            self._show(self._text.more(self.exchanges[-1].answer, True))
+        now = self.exchanges[-1]
+        if now.reason is None:
+            if now.answer:
+                self._show(self._text.more(now.answer, True))
             self._end()
 
     def _end(self) -> None:
@@ -207,8 +229,9 @@ def converse(
 ) -> tuple[dict[str, Any], int, float]:  # fmt: skip
     """One conversation with a policy: figures for the JSON, all tokens, seconds. ids: of the turns; params: of each
     answer."""
-    llm.eviction, spec, tokenizer = case.eviction, llm.model.spec, llm.model.tokenizer
-    shown = Shown(llm, len(ids[0]), params.stop, show, lambda now: show(f"\n({_line(now)})\n"))
+    llm.eviction = case.eviction
+    spec = llm.model.spec
+    shown = Shown(llm, ids[0], params, show, lambda now: show(f"\n({_line(now)})\n"))
 
     def begin(number: int) -> Sequence[int]:
         show(f"\n[turn {number + 1} of {len(turns)}] {turns[number].content}\n")
@@ -216,9 +239,9 @@ def converse(
         return ids[number]
 
     more: Iterator[Sequence[int]] = map(begin, range(1, len(turns)))
-    ends = StopCriteria(params.stop, () if params.ignore_eos else spec.eos_token_ids, tokenizer)
+    ends = stop_criteria(llm.model, params)
     room = most_new_tokens(llm.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
-    talk = Conversation(ids[0], more, params, ends, shown, room)
+    talk = Conversation(ids[0], more, params, ends, shown, room, penalties=penalties_maker(llm.model, params))
     llm.prepare([talk.prompt], talk)
     begin(0)
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
@@ -231,7 +254,7 @@ def converse(
         )
     nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
     figures = {
-        "turns": [{"turn": i, **one.figures(tokenizer, params.stop)} for i, one in enumerate(found)],
+        "turns": [{"turn": i, **one.figures(llm.model, params)} for i, one in enumerate(found)],
         "answered": sum(one.reason is not None for one in found),
         "tokens": tokens,
         "measured_tokens": len(nats),

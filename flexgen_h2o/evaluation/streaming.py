@@ -66,6 +66,8 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
 def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compression: str) -> Figures:
     params, turns, spec = sampling_of(args), read_turns(args.turns)[: args.num_turns], llm.model.spec
     ids = encoded(turns, llm.model, args.turn_format, args.chat)
+    if args.chat:
+        params = llm.model.for_chat(params)
     if len(ids[0]) > spec.max_positions:
         raise UsageError(
             f"{turns[0].place}: {len(ids[0])} tokens, but {spec.name} has {spec.max_positions} positions; shorten it"

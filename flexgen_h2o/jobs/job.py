@@ -49,7 +49,8 @@ from flexgen_h2o.models.load import shape_fingerprint
 from flexgen_h2o.opening import opening_line
 from flexgen_h2o.parser import as_typed
 
-OF_REQUESTS = ("prompt_logprobs", "score", "score_mode")  # sampling parameters that are never defaults of a job
+# Sampling parameters that are never defaults of a job.
+OF_REQUESTS = ("prompt_logprobs", "score", "score_mode", "stop_token_ids", "repetition_penalty")
 # What batch's flags say by default, for commands that run a job and have not all of them.
 BATCH_DEFAULTS: dict[str, Any] = {
     "force": None, "max_errors": None, "window": None, "refill": True, "ray": None, "ray_actors": None,

@@ -1,4 +1,4 @@
-"""Lines of the input as requests, and finished requests as rows of the output. A bad line is a RowError.
+"""Lines of the input as requests. A bad line is a RowError. Finished requests as rows: responses.py.
 
 Field names and meanings are those of OpenAI's completions and chat APIs and of vLLM's additions.
 """
@@ -6,19 +6,16 @@ Field names and meanings are those of OpenAI's completions and chat APIs and of 
 from __future__ import annotations
 
 import hashlib
-import json
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import TooLongError, UsageError, internal_reason, json_reason
 from flexgen_h2o.core.units import check_text, shortened
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, CODE_NOT_FINITE, Completion, Prompt, make_prompt
-from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer, decode_text
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, CODE_NOT_FINITE, Prompt, make_prompt
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import MOST_ID_CHARACTERS, Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.kvcache.eviction import Eviction, Full
@@ -26,6 +23,9 @@ from flexgen_h2o.kvcache.eviction.policy import check_budgets
 from flexgen_h2o.models.load import Model
 
 FULL = Full()
+# Codes of rows that failed through no fault of theirs.
+NOT_FINITE = CODE_NOT_FINITE
+INTERNAL = CODE_INTERNAL
 MOST_MESSAGE_CHARACTERS = 500  # of an error: it may quote the request, which may have any length
 # Of a record that is sent back: bytes besides its prompt, since a window keeps thousands, and levels of nesting.
 MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
@@ -33,7 +33,11 @@ MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
 Kind = Literal["completion", "chat", "helm"]
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 
-SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"})
+SAMPLING = frozenset(
+    {"temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "stop_token_ids", "repetition_penalty"}
+)
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+OF_TEMPLATE = ("reasoning_effort", "chat_template_kwargs")  # what a chat template gets besides messages
 LENGTH = ("max_completion_tokens", "max_tokens")
 # They change nothing in the answer. `model` is that of --model; the answer's body names it.
 WITHOUT_EFFECT = frozenset(
@@ -45,19 +49,18 @@ WITHOUT_EFFECT = frozenset(
 # Fields that must have one of these values, or null: any other would change the answer.
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "suffix": ("",), "use_beam_search": (False,),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
-    "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "stop_token_ids": ([],), "bad_words": ([],),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "length_penalty": (1,),
+    "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "bad_words": ([],),
     "allowed_token_ids": (), "prompt_logprobs": (), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),
     "add_special_tokens": (True,), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "modalities": (["text"],), "chat_template": (), "chat_template_kwargs": ({},),
-    "reasoning_effort": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "structured_outputs": (),
+    "function_call": ("none", "auto"), "modalities": (["text"],), "chat_template": (), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
 }  # fmt: skip
 KNOWN = {
-    *SAMPLING, *LENGTH, *WITHOUT_EFFECT, *ONLY, "logprobs", "top_logprobs", "echo", "prompt", "prompt_token_ids",
-    "messages",
+    *SAMPLING, *LENGTH, *WITHOUT_EFFECT, *OF_TEMPLATE, *ONLY, "logprobs", "top_logprobs", "echo", "prompt",
+    "prompt_token_ids", "messages",
 }  # fmt: skip
 
 
@@ -71,7 +74,7 @@ class RowError(Exception):
     @property
     def is_ours(self) -> bool:
         """Whether the request is not at fault: HTTP's status is 500 then, not 400."""
-        return self.code in (CODE_INTERNAL, CODE_NOT_FINITE)
+        return self.code in (INTERNAL, NOT_FINITE)
 
 
 @contextmanager
@@ -86,9 +89,9 @@ def row_errors() -> Iterator[None]:
     except RowError:
         raise
     except BaseException as error:
-        if interrupts.asks_to_end(error):
+        if not interrupts.is_fault(error):
             raise
-        raise RowError(CODE_INTERNAL, internal_reason(error)) from error
+        raise RowError(INTERNAL, internal_reason(error)) from error
 
 
 def _invalid(message: str) -> RowError:
@@ -112,9 +115,6 @@ class Request:
     record: bytes | None = None
     row: int = 0
     echo: bool = False
-
-
-# ---- Requests
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,16 @@ class RequestReader:
         kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
         record = _kept_record(fields, given) if kind == "helm" else None
         _check_fields(fields, is_strict)
-        echo = _echo(fields, kind == "chat")
-        params = _sampling_of(fields, kind == "chat", self.defaults, custom_id)
+        is_chat = kind == "chat"
+        echo = _echo(fields, is_chat)
+        params = _sampling_of(fields, is_chat, self.defaults, custom_id)
+        options = self._template_options(fields, is_chat)
+        if is_chat:
+            params = self.model.for_chat(params)
         if params.stop and self.model.tokenizer is None:
             raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none")
         asked_model = _short_text(fields, "model")
-        prompt = self._prompt(number, self._chat_ids(given) if kind == "chat" else given)
+        prompt = self._prompt(number, self._chat_ids(given, options) if is_chat else given)
         prompt = Prompt(prompt.index, prompt.token_ids, prompt.text if echo else None)
         try:
             check_budgets(self.eviction, self.model.spec, len(prompt.token_ids), max(1, params.max_tokens))
@@ -206,13 +210,30 @@ class RequestReader:
             raise RowError("context_length_exceeded", f"prompt: {sizes}")
         return prompt
 
-    def _chat_ids(self, given: Any) -> list[int]:
+    def _template_options(self, fields: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
+        """What the chat template gets besides the messages, as in vLLM: `chat_template_kwargs`, and `reasoning_effort`
+        under its own name. RowError for names that say how the template is called."""
+        given = {name: fields[name] for name in OF_TEMPLATE if fields.get(name) is not None}
+        if given and not is_chat:
+            raise RowError("unsupported", f"{next(iter(given))}: is of chat requests")
+        options = given.pop("chat_template_kwargs", {})
+        if not isinstance(options, dict):
+            raise _invalid(f"chat_template_kwargs: {_quoted(options)} is not an object")
+        for name in options:
+            if name in self.model.reserved_options:
+                raise RowError("unsupported", f"chat_template_kwargs.{name}: is not for the template")
+        effort = given.get("reasoning_effort")
+        if effort is not None and effort not in EFFORTS:
+            raise _invalid(f"reasoning_effort: {_quoted(effort)} is none of {', '.join(EFFORTS)}")
+        return {**given, **options}
+
+    def _chat_ids(self, given: Any, options: dict[str, Any]) -> list[int]:
         messages = _checked_messages(given)
         if not self.model.has_chat_template:
             missing = "tokenizer" if self.model.tokenizer is None else "chat template"
             raise RowError("no_chat_template", f"messages: {self.model.name} has no {missing}; send it as a prompt")
         try:
-            return self.model.encode_chat(messages)
+            return self.model.encode_chat(messages, options)
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"messages: {error}") from error
         except UsageError as error:  # what the template has made of them is no text
@@ -404,114 +425,3 @@ def _short_text(fields: dict[str, Any], name: str, least: int = 0) -> str | None
     if value is not None and len(value) > MOST_ID_CHARACTERS:
         raise _invalid(f"{name}: is longer than {MOST_ID_CHARACTERS} characters")
     return value
-
-
-# ---- Rows
-
-
-def success_row(request: Request, done: Completion, model: Model) -> dict[str, Any]:
-    """OpenAI's batch line with the answer; a HELM request also has `request` and `result`, as h2o_hf writes them."""
-    digest, is_chat = _id_digest(request.custom_id), request.kind == "chat"
-    choice: dict[str, Any] = {"index": 0}  # text, content: null without a tokenizer
-    if is_chat:
-        choice |= {
-            "message": {"role": "assistant", "content": done.text},
-            "logprobs": chat_logprobs(done, model.tokenizer),
-        }
-    else:
-        text = _echoed_text(request, done, model.tokenizer) if request.echo else done.text
-        choice |= {"text": text, "logprobs": completion_logprobs(request, done, model.tokenizer)}
-    choice |= {"finish_reason": done.finish_reason, "token_ids": done.token_ids}
-    prompt_tokens, new_tokens = len(request.prompt.token_ids), len(done.token_ids)
-    body = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": model.name,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": new_tokens,
-            "total_tokens": prompt_tokens + new_tokens,
-        },
-    }
-    row: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": request.custom_id}
-    if request.record is not None:
-        row |= {"request": json.loads(request.record), "result": helm_result(choice)}
-    return {**row, "response": {"status_code": 200, "request_id": digest, "body": body}, "error": None}
-
-
-def error_row(custom_id: str, number: int, error: RowError) -> dict[str, Any]:
-    """number: of the line."""
-    return {
-        "id": f"batch_req_{_id_digest(custom_id)}",
-        "custom_id": custom_id,
-        "response": None,
-        "error": {"code": error.code, "message": f"line {number}: {error}"},
-    }
-
-
-def helm_result(choice: dict[str, Any]) -> dict[str, Any]:
-    """As h2o_hf writes it and HELM reads it. choice: of a text completion. Times are constants in h2o_hf too."""
-    nothing: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    logprobs = choice["logprobs"] or nothing
-    answer = {
-        "text": choice["text"],
-        "logprobs": {**logprobs, "top_logprobs": logprobs["top_logprobs"] or []},
-        "finish_reason": choice["finish_reason"],
-    }
-    return {"choices": [answer], "request_time": {"batch_time": 0, "batch_size": 1}}
-
-
-def _echoed_text(request: Request, done: Completion, tokenizer: Tokenizer | None) -> str | None:
-    """The prompt as it was given, or as its tokens read, and what follows on it."""
-    prompt = request.prompt.text
-    if prompt is None and tokenizer is not None:
-        prompt = decode_text(tokenizer, request.prompt.token_ids)
-    return None if prompt is None else prompt + (done.text or "")
-
-
-def completion_logprobs(request: Request, done: Completion, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """Of the new tokens; with `echo` of the prompt's before them, where the first has none."""
-    if done.logprobs is None:
-        return None
-    ids = [*request.prompt.token_ids, *done.token_ids] if request.echo else done.token_ids
-    found = [*(done.prompt_logprobs or ()), *done.logprobs]
-    tokens = [_token_text(token, tokenizer) for token in ids]
-    top = [one and {_token_text(other, tokenizer): value for other, value in one.top} for one in found]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [one and one.logprob for one in found],
-        "top_logprobs": top if any(top) else None,
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)),
-    }
-
-
-def chat_logprobs(done: Completion, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    if done.logprobs is None:
-        return None
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        """bytes: null where the token is only a part of a character."""
-        text = _token_text(token, tokenizer)
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-
-    steps = zip(done.token_ids, done.logprobs, strict=True)
-    return {
-        "content": [
-            {**entry(token, one.logprob), "top_logprobs": [entry(other, value) for other, value in one.top]}
-            for token, one in steps
-        ]
-    }
-
-
-def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """A single token as text, special ones too; `token_id:N` without a tokenizer."""
-    if tokenizer is None:
-        return f"token_id:{token}"
-    return str(tokenizer.decode([token], skip_special_tokens=False))
-
-
-def _id_digest(custom_id: str) -> str:
-    """The same for a row whenever it is done."""
-    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()

@@ -25,7 +25,8 @@ from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, at_once, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, error_row, row_errors, success_row
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, row_errors
+from flexgen_h2o.jobs.responses import error_row, success_row
 from flexgen_h2o.jobs.sidecar import Sidecar, Status, tiers_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens, record_of

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import threading
@@ -47,6 +48,7 @@ from flexgen_h2o.core.errors import TokenizerError, TooLongError, UsageError, fi
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.notes import say_once
+from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import MIB, check_int, check_text
 from flexgen_h2o.models import (
     GENERATION_CONFIG,
@@ -56,6 +58,7 @@ from flexgen_h2o.models import (
     spec_from_config,
     spec_from_folder,
 )
+from flexgen_h2o.models.generation_config import GenerationConfig, read_generation_config
 from flexgen_h2o.models.named import BY_HUB_ID, NAMED, fetch_command, fetched_folder, folder_of, is_fetched
 
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not known yet
@@ -85,6 +88,7 @@ class Model:
 
     files: configs and tokenizer, as they were before they were read. note: what its user should know of where it comes
     from; empty if it is what was asked for.
+    generation: what generation_config.json asks for.
     """
 
     name: str
@@ -95,6 +99,34 @@ class Model:
     tokenizer: Any | None
     files: States = field(default_factory=dict)
     note: str = ""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    @property
+    def notes(self) -> list[str]:
+        """What one may not expect of the model's files, a line for each."""
+        found = [self.note] if self.note else []
+        if self.generation.not_applied:
+            names = ", ".join(self.generation.not_applied)
+            found.append(
+                f"generation_config.json has settings that transformers applies and this package does not: {names}"
+            )
+        return found
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer in a chat: the ends of a sequence by the tokenizer, config.json and
+        generation_config.json together, as in vLLM. A tokenizer's is often the end of a turn, and the only place that
+        names it."""
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        ends = [*self.spec.eos_token_ids, *self.generation.ends, *([own] if isinstance(own, int) else [])]
+        return tuple(dict.fromkeys(ends))
+
+    def for_chat(self, params: SamplingParams) -> SamplingParams:
+        """Parameters of an answer in a chat: it also ends where the turn does."""
+        if params.ignore_eos:
+            return params
+        ends = (*params.stop_token_ids, *(token for token in self.turn_ends if token not in self.spec.eos_token_ids))
+        return replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt with the tokenizer's own special tokens. TooLongError as of `check_fits`; prompts that
@@ -110,7 +142,7 @@ class Model:
         try:
             return list(self.tokenizer(text, verbose=False, **options)["input_ids"])
         except BaseException as error:
-            if interrupts.asks_to_end(error):
+            if not interrupts.is_fault(error):
                 raise
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise TokenizerError(f"the tokenizer of {self.name} fails on the text ({reason})") from error
@@ -160,10 +192,20 @@ class Model:
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins. ValueError if the template does not take it,
-        TooLongError where it is too long."""
-        text = self.chat_text(messages)
+    @property
+    def reserved_options(self) -> frozenset[str]:
+        """Names that say how the chat template is called: they can be no options of its own."""
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer is not None else ()
+        return frozenset({"messages", *own})
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+    ) -> list[int]:  # fmt: skip
+        """Token ids of a conversation, up to where the answer begins. options: what the template gets besides.
+
+        ValueError if the template does not take it, TooLongError where it is too long.
+        """
+        text = self.chat_text(messages, options=options)
         self.check_fits(text)
         return self.encode_more(text)
 
@@ -182,16 +224,19 @@ class Model:
         self.check_fits(turn)
         return self.encode_more(turn)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], answers: bool = True) -> str:
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], answers: bool = True, options: Mapping[str, Any] | None = None
+    ) -> str:  # fmt: skip
         """A conversation by the chat template, up to where an answer begins, or, without `answers`, to the end of its
-        last message, which goes on. ValueError and TooLongError as of `encode_chat`."""
+        last message, which goes on. options, ValueError and TooLongError: as of `encode_chat`."""
         assert self.tokenizer is not None
         try:
             _bound_template(self.tokenizer)
             with _quiet():
                 text = self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers
-                )
+                    list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers,
+                    **(options or {}),
+                )  # fmt: skip
         except TooLongError:
             raise
         except Exception as error:  # of the template's language: many kinds
@@ -234,8 +279,20 @@ def find_model(
         files = states_of(source.folder / name for name in names)
         with _quiet():
             spec, config = _read_shape(source.name, source.folder, max_model_len)
+            generation = read_generation_config(source.folder, spec.vocab_size)
+            if generation.settings:  # a job that was begun with others does not go on
+                config = {**config, "generation_config": generation.settings}
+            tokenizer = _load_tokenizer(source.folder)
             return Model(
-                source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files, note
+                source.name,
+                spec,
+                config,
+                source.folder,
+                source.random,
+                tokenizer,
+                files,
+                note,
+                generation,
             )
     built_in = built_in_spec(source.name)
     if built_in is None:
@@ -468,7 +525,7 @@ def _load_tokenizer(folder: Path) -> Any | None:
         _drop_dropout(tokenizer, folder)
         return tokenizer
     except BaseException as error:  # transformers and tokenizers raise many kinds for a bad file
-        if interrupts.asks_to_end(error):
+        if not interrupts.is_fault(error):
             raise
         missing = _missing_for_sentencepiece(folder)
         if missing:

@@ -12,23 +12,20 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import first_line, json_reason
 from flexgen_h2o.core.units import shortened
+from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.conversation import AnswerText
+from flexgen_h2o.engine.detokenizer import Places, detokenizer_of
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, STRICT_JSON, Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
-from flexgen_h2o.jobs.requests import (
-    Request,
-    RequestReader,
-    RowError,
-    chat_logprobs,
-    completion_logprobs,
-    success_row,
-)
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.responses import chat_logprobs, success_row, text_logprobs
 from flexgen_h2o.models.load import Model
 
 MOST_NUMBERS = 2_000_000  # in an answer, which is held until its last row is done
@@ -53,7 +50,7 @@ class Refused(Exception):
 
 def is_fault(error: BaseException) -> bool:
     """Return whether something went wrong and nobody asked for the end, in code that asyncio may cancel."""
-    return not interrupts.asks_to_end(error) and not isinstance(error, asyncio.CancelledError)
+    return interrupts.is_fault(error) and not isinstance(error, asyncio.CancelledError)
 
 
 def say_fault(where: str, error: BaseException) -> None:
@@ -238,43 +235,85 @@ class _Choice:
     """The pieces of one choice. An answer that begins with its prompt (`echo`) comes as one."""
 
     def __init__(self, request: Request, model: Model) -> None:
-        self._request, self._model = request, model
-        self._text = AnswerText(model.tokenizer, request.params.stop)
+        self._request = request
+        self._model = model
+        prompt = request.prompt.token_ids
+        self._is_chat = request.kind == "chat"
+        self._chat_text = ChatText(model.tokenizer, request.params, prompt)
+        self._text = AnswerText(model.tokenizer, request.params.stop, prompt, request.params.stop_token_ids)
         self._ids: list[int] = []
         self._new: list[int] = []  # no piece has had them
         self._logprobs: list[TokenLogprobs] = []  # of these
-        self._offset = 0  # in the text of all tokens, of `logprobs`
+        # Where tokens begin in the text; as long as nobody asks for log-probabilities, nobody asks for that either.
+        has_places = not self._is_chat and model.tokenizer is not None and request.params.logprobs is not None
+        self._places = Places(detokenizer_of(model.tokenizer), prompt) if has_places else None
 
     def more(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any] | None:
         if self._request.echo:
             return None
-        self._ids.append(token)
-        self._new.append(token)
-        self._logprobs += [] if logprobs is None else [logprobs]
-        text = self._text.more(self._ids, False)
-        return self._piece(text, None) if text else None
+        self._add([token], [] if logprobs is None else [logprobs])
+        return self._piece(None)
 
     def rest(self, done: Completion) -> dict[str, Any]:
         if self._request.echo:
             choice: dict[str, Any] = _answer(self._request, done, self._model)["choices"][0]
             return choice
-        shown = len(self._ids) - len(self._new)
-        self._new, self._logprobs = done.token_ids[shown:], (done.logprobs or [])[shown:]
-        return self._piece(self._text.more(done.token_ids, True), done.finish_reason)
+        shown = len(self._ids)
+        self._add(done.token_ids[shown:], (done.logprobs or [])[shown:])
+        piece = self._piece(done.finish_reason)
+        assert piece is not None
+        return piece
 
-    def _piece(self, text: str, reason: str | None) -> dict[str, Any]:
-        has_logprobs, model = self._request.params.logprobs is not None, self._model
-        text = "" if model.tokenizer is None else text
-        part = Completion(0, None, text, self._new, "stop", self._logprobs if has_logprobs else None)
-        self._new, self._logprobs = [], []
-        rest = {"finish_reason": reason, "token_ids": part.token_ids}
-        if self._request.kind == "chat":
-            return {"delta": {"content": text}, "logprobs": chat_logprobs(part, model.tokenizer), **rest}
-        logprobs = completion_logprobs(self._request, part, model.tokenizer)
-        if logprobs is not None:
-            logprobs["text_offset"] = [self._offset + at for at in logprobs["text_offset"]][: len(part.token_ids)]
-            self._offset += sum(map(len, logprobs["tokens"]))
-        return {"text": text, "logprobs": logprobs, **rest}
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        self._ids += token_ids
+        self._new += token_ids
+        self._logprobs += logprobs
+        if self._places is not None:
+            for token in token_ids:
+                self._places.add(token)
+
+    def _piece(self, reason: str | None) -> dict[str, Any] | None:
+        """What may be shown now; None if that is nothing, and the answer goes on. reason: why it ends."""
+        is_over = reason is not None
+        if self._is_chat:
+            content, reasoning = self._chat_text.more(self._ids, is_over)
+        else:
+            content, reasoning = self._text.more(self._ids, is_over), ""
+        if not (content or reasoning or is_over):
+            return None
+        if self._model.tokenizer is None:
+            content = ""
+        starts = self._starts(is_over)
+        count = len(self._new) if starts is None else len(starts)
+        ids = self._new[:count]
+        logprobs = self._logprobs[:count] if self._request.params.logprobs is not None else None
+        del self._new[:count]
+        del self._logprobs[:count]
+        rest = {"finish_reason": reason, "token_ids": ids}
+        tokenizer = self._model.tokenizer
+        if not self._is_chat:
+            found = None if logprobs is None else text_logprobs(ids, logprobs, starts, tokenizer)
+            return {"text": content, "logprobs": found, **rest}
+        delta = {"content": content}
+        if self._chat_text.has_reasoning:  # each piece has what it is of
+            parts = {"reasoning_content": reasoning, "content": content}
+            delta = {name: part for name, part in parts.items() if part} or {"content": ""}
+        return {
+            "delta": delta,
+            "logprobs": None if logprobs is None else chat_logprobs(ids, logprobs, tokenizer),
+            **rest,
+        }
+
+    def _starts(self, is_over: bool) -> list[int] | None:
+        """Places of the tokens that go out now: those that begin in the text that is shown. Others wait for the rest,
+        which a stop string may cut off."""
+        if self._places is None:
+            return None
+        if is_over:
+            self._places.settle()
+        shown = len(self._text.shown)
+        starts = self._places.starts[len(self._ids) - len(self._new) :]
+        return [min(start, shown) for start in starts] if is_over else [*takewhile(lambda at: at < shown, starts)]
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -228,7 +228,7 @@ class Batch:
             try:
                 self._rows.finish([(request, done)])
             except BaseException as error:
-                if isinstance(error, FlexgenError) or interrupts.asks_to_end(error):
+                if isinstance(error, FlexgenError) or not interrupts.is_fault(error):
                     raise
                 say_fault(f"{self.name}, line {request.prompt.index}", error)  # of this row alone
                 self._rows.fail(request, RowError(CODE_INTERNAL, NO_FAULT_OF_THE_ROW))
@@ -249,7 +249,7 @@ class Batch:
         try:
             yield
         except BaseException as error:
-            if interrupts.asks_to_end(error):
+            if not interrupts.is_fault(error):
                 raise
             self._error = self._error or error
             self.is_gone = True

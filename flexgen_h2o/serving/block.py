@@ -22,7 +22,7 @@ from flexgen_h2o.core.timeline import Span
 from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
-from flexgen_h2o.jobs.requests import Request, RowError
+from flexgen_h2o.jobs.requests import NOT_FINITE, Request, RowError
 from flexgen_h2o.jobs.runner import MOST_BAD_LINES
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.serving.answers import Refused, say_fault
@@ -101,7 +101,7 @@ class Ticket:
         self.tell(("done", request, done))
 
     def fail(self, request: Request, error: RowError) -> None:
-        self.tell(("error", Refused(500 if error.is_ours else 400, str(error), error.code)))
+        self.tell(("error", Refused(500 if error.code == NOT_FINITE else 400, str(error), error.code)))
 
     def end(self, error: BaseException | None = None) -> None:
         if isinstance(error, FlexgenError):
@@ -314,7 +314,7 @@ class Service:
                     Callbacks(listener=self, goes_on=self._goes_on, spares_rows=True), refill=True, more=self._more,
                 )  # fmt: skip
             except BaseException as error:
-                is_of_rows = not interrupts.asks_to_end(error) and (self._running or isinstance(error, FlexgenError))
+                is_of_rows = interrupts.is_fault(error) and (self._running or isinstance(error, FlexgenError))
                 if not is_of_rows:
                     raise
                 interrupts.check()  # the error may be its consequence
@@ -372,7 +372,7 @@ class Service:
         except FlexgenError as error:
             return RowError("does_not_fit", str(error))
         except BaseException as error:
-            if interrupts.asks_to_end(error):
+            if not interrupts.is_fault(error):
                 raise
             return _fault_of(one, error)
 

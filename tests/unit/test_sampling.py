@@ -18,7 +18,6 @@ from flexgen_h2o.engine.sampling import (
     NOT_FINITE,
     Sampler,
     SamplingParams,
-    decode_text,
     kept_probabilities,
     token_logprobs,
 )
@@ -263,7 +262,7 @@ def first_step_found(tokenizer: Any, stop: tuple[str, ...], ids: list[int]) -> i
 
 def first_step_in_text(tokenizer: Any, stop: tuple[str, ...], ids: list[int]) -> int | None:
     """The same by decoding everything each time."""
-    texts = (decode_text(tokenizer, ids[:n]) for n in range(1, len(ids) + 1))
+    texts = (tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(1, len(ids) + 1))
     return next((n for n, text in enumerate(texts, 1) if any(s in text for s in stop)), None)
 
 

@@ -14,7 +14,8 @@ from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.input import Line
 from flexgen_h2o.jobs.output import to_line
-from flexgen_h2o.jobs.requests import Kind, Request, RequestReader, RowError, error_row, helm_result, success_row
+from flexgen_h2o.jobs.requests import Kind, Request, RequestReader, RowError
+from flexgen_h2o.jobs.responses import error_row, helm_result, success_row
 from flexgen_h2o.models.load import Model
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5, seed=4)
@@ -230,8 +231,8 @@ def test_a_text_completion(words: Model) -> None:
     assert choice["logprobs"] == {
         "tokens": [first, second],
         "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{second: -0.25, other: -2.0}, {}],
-        "text_offset": [0, len(first)],
+        "top_logprobs": [{second: -0.25, other: -2.0, first: -0.5}, {}],
+        "text_offset": [0, min(len(first), len("text"))],
     }
 
 
@@ -248,7 +249,8 @@ def test_a_request_that_echoes_its_prompt(words: Model) -> None:
     assert (choice["text"], choice["token_ids"]) == ("def f(x):", [])
     assert choice["logprobs"]["tokens"] == [words.tokenizer.decode([i]) for i in ids]
     assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids)))]
-    assert choice["logprobs"]["top_logprobs"][:2] == [None, {words.tokenizer.decode([1]): -0.5}]
+    [likely, own] = (words.tokenizer.decode([i]) for i in (1, ids[1]))
+    assert choice["logprobs"]["top_logprobs"][:2] == [None, {likely: -0.5, own: -1.0}]
     done = Completion(3, None, "text", [613], "stop", STEPS[:1], scores)
     [both] = success_row(replace(found, prompt=Prompt(3, ids, None)), done, words)["response"]["body"]["choices"]
     assert both["text"] == words.tokenizer.decode(ids, skip_special_tokens=True) + "text"
@@ -269,7 +271,8 @@ def test_a_chat_completion(words: Model) -> None:
     done = Completion(3, None, "", [half], "stop", [TokenLogprobs(-0.5, ())])
     request = Request("chat", "a", Prompt(3, (5,), None), SamplingParams())
     [token] = success_row(request, done, words)["response"]["body"]["choices"][0]["logprobs"]["content"]
-    assert (token["bytes"], token["token"]) == (None, "\ufffd"), "a part of a character"
+    [byte] = token["bytes"]
+    assert token["token"] == f"bytes:\\x{byte:02x}", "a part of a character"
 
 
 def test_a_helm_result_has_lists_where_helm_reads_lists(words: Model) -> None:

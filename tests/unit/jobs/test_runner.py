@@ -43,7 +43,7 @@ def sized(*lengths: int) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows say when they were made; here they are compared."""
-    monkeypatch.setattr("flexgen_h2o.jobs.requests.time", SimpleNamespace(time=lambda: 0.0))
+    monkeypatch.setattr("flexgen_h2o.jobs.responses.time", SimpleNamespace(time=lambda: 0.0))
 
 
 @pytest.fixture

@@ -1,0 +1,179 @@
+"""Channels of an answer, as gpt-oss writes them ("harmony"): thinking apart from what is meant for the user.
+
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.engine.conversation import AnswerText
+from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
+
+FINAL = "final"
+ROLE = "assistant"  # whose messages an answer has
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Ids of the special tokens between which messages are. ends: of those that end a message."""
+
+    start: int
+    channel: int
+    message: int
+    ends: frozenset[int]
+
+
+@lru_cache(maxsize=8)
+def marks_of(tokenizer: Tokenizer | None) -> Marks | None:
+    """Return the marks of a tokenizer whose models write channels; None for others."""
+    if tokenizer is None:
+        return None
+    ids = {content: token for token, content in detokenizer_of(tokenizer).specials.items()}
+    names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+    if not all(name in ids for name in names):
+        return None
+    ends = (ids[name] for name in ("<|end|>", "<|return|>", "<|call|>") if name in ids)
+    return Marks(ids["<|start|>"], ids["<|channel|>"], ids["<|message|>"], frozenset(ends))
+
+
+class Channels:
+    """Sorts the tokens of an answer into messages. messages: (is it final?, its tokens), in their order.
+
+    A header names the channel of its message. Text in a header that no message followed is a final message, if the
+    header was not begun in the answer: a model may leave out the marks.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, marks: Marks, prompt: Sequence[int]) -> None:
+        self.messages: list[tuple[bool, list[int]]] = []
+        self._header: list[int] | None  # the newest header; None within a message
+        self._name: list[int] | None  # of its channel
+        self._is_explicit: bool  # was it begun by a mark?
+        self._is_final: bool
+        self._detokenizer = detokenizer_of(tokenizer)
+        self._marks = marks
+        self._begin_header(False)
+        last = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] == marks.start), None)
+        if last is None:  # a text that goes on: a final message, until a mark comes
+            self._header = None
+        else:  # the prompt ends in the header of the answer, or within its first message
+            for token in prompt[last:]:
+                self.add(token)
+            self.messages.clear()
+        if self._header is None:
+            self.messages.append((self._is_final, []))
+        else:
+            self._header.clear()
+            self._is_explicit = False
+
+    def add(self, token: int) -> None:
+        """Take the next token."""
+        marks = self._marks
+        if token in marks.ends:
+            self._end_message()
+        elif token == marks.start:
+            self._begin_header(True)
+        elif token == marks.channel:
+            self._begin_header(True)
+            self._name = []
+        elif token == marks.message:
+            self._is_final = self._channel() in ("", FINAL)
+            self._header = None
+            self.messages.append((self._is_final, []))
+        elif self._header is None:
+            self.messages[-1][1].append(token)
+        else:
+            self._header.append(token)
+            if self._name is not None:
+                self._name.append(token)
+
+    def is_mark(self, token: int) -> bool:
+        """Return whether a token ends a message."""
+        return token in self._marks.ends
+
+    def end(self) -> None:
+        """No token follows."""
+        if not self._is_explicit:
+            self._end_message()
+
+    def _begin_header(self, is_explicit: bool) -> None:
+        self._header = []
+        self._name = None
+        self._is_explicit = is_explicit
+        self._is_final = True
+
+    def _end_message(self) -> None:
+        text = self._detokenizer.text(self._header or [])
+        if self._header is not None and text.strip() not in ("", ROLE):
+            self.messages.append((True, self._header))
+        self._begin_header(False)
+
+    def _channel(self) -> str:
+        words = self._detokenizer.text(self._name or []).split()
+        return words[0] if words else ""
+
+
+class ChatText:
+    """The text of a chat answer as it comes: its content, and its reasoning apart if the model writes channels.
+
+    has_reasoning: does it? prompt: the tokens that the answer follows on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = params.stop
+        self._ends = frozenset(params.stop_token_ids)
+        marks = marks_of(tokenizer)
+        self._channels = None if marks is None or tokenizer is None else Channels(tokenizer, marks, prompt)
+        self.has_reasoning = self._channels is not None
+        self._plain = AnswerText(tokenizer, params.stop, prompt, params.stop_token_ids)
+        self._taken = 0  # tokens of the answer that are sorted
+        self._texts: list[AnswerText] = []  # of each message
+
+    def more(self, token_ids: Sequence[int], is_over: bool) -> tuple[str, str]:
+        """Return what content and reasoning have more, now that the answer has these tokens (`AnswerText.more`)."""
+        if self._channels is None:
+            return self._plain.more(token_ids, is_over), ""
+        for token in token_ids[self._taken :]:
+            if token not in self._ends or self._channels.is_mark(token):
+                self._channels.add(token)
+        self._taken = len(token_ids)
+        if is_over:
+            self._channels.end()
+        return self._of_channels(self._channels.messages, is_over)
+
+    def _of_channels(self, messages: Sequence[tuple[bool, list[int]]], is_over: bool) -> tuple[str, str]:
+        assert self._tokenizer is not None
+        found = {True: "", False: ""}  # content, reasoning
+        for i in range(max(0, len(self._texts) - 1), len(messages)):
+            is_final, ids = messages[i]
+            if i == len(self._texts):
+                self._texts.append(AnswerText(self._tokenizer, self._stop))
+                if any(ids for before, ids in messages[:i] if before == is_final):
+                    found[is_final] += "\n"
+            found[is_final] += self._texts[i].more(ids, is_over or i < len(messages) - 1)
+        return found[True], found[False]
+
+
+class TerminalText:
+    """The text of an answer as a terminal shows it: its reasoning, if it has channels, in front of its content."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self._text = ChatText(tokenizer, params, prompt)
+        self._has_reasoning = False
+        self._has_content = False
+
+    def more(self, token_ids: Sequence[int], is_over: bool) -> str:
+        """Return what may be shown now that the answer has these tokens."""
+        content, reasoning = self._text.more(token_ids, is_over)
+        found = reasoning
+        if reasoning and not self._has_reasoning:
+            found = f"(thinking) {reasoning}"
+            self._has_reasoning = True
+        if content and self._has_reasoning and not self._has_content:
+            found += "\n\n"
+        self._has_content |= bool(content)
+        return found + content

@@ -1,0 +1,56 @@
+"""What changes a row's logits before its next token is chosen: transformers' logits processors, own ones of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.models.generation_config import Answer, GenerationConfig, Processor
+from flexgen_h2o.models.load import Model
+
+
+class Penalties:
+    """The processors of one answer, made at its first token. They see all tokens in front of the next one.
+
+    ends: tokens that end the answer. most: new tokens it may have.
+    """
+
+    def __init__(self, generation: GenerationConfig, ends: Sequence[int], most: int) -> None:
+        self._generation = generation
+        self._ends = ends
+        self._most = most
+        self._processors: list[Processor] | None = None
+        self._ids: torch.Tensor | None = None  # (1, tokens), where the logits are
+
+    def __call__(self, before: Sequence[int], own: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits (1, vocab) in fp32 as they are after `before`, the same at each step, and the answer's
+        own tokens up to now."""
+        device = logits.device
+        if self._processors is None or self._ids is None:
+            ends = [token for token in self._ends if 0 <= token < logits.shape[1]]
+            answer = Answer(before, ends, self._most, device)
+            self._processors = self._generation.processors(answer)
+            self._ids = answer.prompt_tensor
+        known = self._ids.shape[1] - len(before)
+        self._ids = torch.cat([self._ids, torch.tensor([list(own[known:])], dtype=torch.int64, device=device)], dim=1)
+        scores = logits.to(torch.float32, copy=True)
+        for process in self._processors:
+            scores = process(self._ids, scores)
+        return scores
+
+
+def penalties_maker(model: Model, params: SamplingParams) -> Callable[[], Penalties | None] | None:
+    """Return what makes the penalties of each answer of a conversation; None if there are none."""
+    return None if penalties_of(model, params) is None else partial(penalties_of, model, params)
+
+
+def penalties_of(model: Model, params: SamplingParams) -> Penalties | None:
+    """Return the penalties of an answer that the model gives; None if nothing changes its logits."""
+    generation = model.generation.with_penalty(params.repetition_penalty)
+    if not generation.settings:
+        return None
+    ends = () if params.ignore_eos else (*model.spec.eos_token_ids, *params.stop_token_ids)
+    return Penalties(generation, ends, params.max_tokens)

@@ -1,0 +1,178 @@
+"""Finished requests as rows of the output, in the shape of OpenAI's answers. Requests: requests.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from flexgen_h2o.engine.channels import ChatText, marks_of
+from flexgen_h2o.engine.detokenizer import Detokenizer, Tokenizer, common_start, detokenizer_of
+from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.engine.sampling import TokenLogprobs
+from flexgen_h2o.jobs.requests import Request, RowError
+from flexgen_h2o.models.load import Model
+
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not; as in vLLM
+
+
+def success_row(request: Request, done: Completion, model: Model) -> dict[str, Any]:
+    """OpenAI's batch line with the answer; a HELM request also has `request` and `result`, as h2o_hf writes them."""
+    digest = _id_digest(request.custom_id)
+    is_chat = request.kind == "chat"
+    choice = _chat_choice(request, done, model) if is_chat else _text_choice(request, done, model)
+    choice |= {"finish_reason": done.finish_reason, "token_ids": done.token_ids}
+    prompt_tokens = len(request.prompt.token_ids)
+    new_tokens = len(done.token_ids)
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model.name,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
+        },
+    }
+    row: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": request.custom_id}
+    if request.record is not None:
+        row |= {"request": json.loads(request.record), "result": helm_result(choice)}
+    return {**row, "response": {"status_code": 200, "request_id": digest, "body": body}, "error": None}
+
+
+def error_row(custom_id: str, number: int, error: RowError) -> dict[str, Any]:
+    """number: of the line."""
+    return {
+        "id": f"batch_req_{_id_digest(custom_id)}",
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": error.code, "message": f"line {number}: {error}"},
+    }
+
+
+def helm_result(choice: dict[str, Any]) -> dict[str, Any]:
+    """As h2o_hf writes it and HELM reads it. choice: of a text completion. Times are constants in h2o_hf too."""
+    nothing: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    logprobs = choice["logprobs"] or nothing
+    answer = {
+        "text": choice["text"],
+        "logprobs": {**logprobs, "top_logprobs": logprobs["top_logprobs"] or []},
+        "finish_reason": choice["finish_reason"],
+    }
+    return {"choices": [answer], "request_time": {"batch_time": 0, "batch_size": 1}}
+
+
+def _chat_choice(request: Request, done: Completion, model: Model) -> dict[str, Any]:
+    """content: null without a tokenizer. reasoning_content: only of models that write channels."""
+    message: dict[str, Any] = {"role": "assistant", "content": done.text}
+    if marks_of(model.tokenizer) is not None:
+        text = ChatText(model.tokenizer, request.params, request.prompt.token_ids)
+        content, reasoning = text.more(done.token_ids, True)
+        message |= {"content": content, "reasoning_content": reasoning}
+    logprobs = None if done.logprobs is None else chat_logprobs(done.token_ids, done.logprobs, model.tokenizer)
+    return {"index": 0, "message": message, "logprobs": logprobs}
+
+
+def _text_choice(request: Request, done: Completion, model: Model) -> dict[str, Any]:
+    """text: null without a tokenizer; it begins with the prompt where the request asks for its echo."""
+    ids = [*request.prompt.token_ids, *done.token_ids] if request.echo else done.token_ids
+    text: str | None = None
+    starts: list[int] | None = None
+    if model.tokenizer is not None and done.text is not None:
+        detokenizer = detokenizer_of(model.tokenizer)
+        prompt = _echoed_prompt(request, done, detokenizer) if request.echo else ""
+        text = prompt + done.text
+        if done.logprobs is not None:
+            starts = _starts(request, done, detokenizer, len(prompt), len(text))
+    logprobs = None
+    if done.logprobs is not None:
+        found = [*(done.prompt_logprobs or ()), *done.logprobs]
+        logprobs = text_logprobs(ids, found, starts, model.tokenizer)
+    return {"index": 0, "text": text, "logprobs": logprobs}
+
+
+def _starts(request: Request, done: Completion, detokenizer: Detokenizer, prompt: int, whole: int) -> list[int]:
+    """Where the tokens begin in a text of `whole` characters, the first `prompt` of which are the echoed prompt's."""
+    ids = request.prompt.token_ids
+    starts = [min(prompt + start, whole) for start in detokenizer.starts(ids, done.token_ids)]
+    if not request.echo:
+        return starts
+    return [*(min(start, prompt) for start in detokenizer.starts((), ids)), *starts]
+
+
+def _echoed_prompt(request: Request, done: Completion, detokenizer: Detokenizer) -> str:
+    """The prompt as it was given, or as its tokens read. A character that it only begins belongs to the answer."""
+    if request.prompt.text is not None:
+        return request.prompt.text
+    ids = request.prompt.token_ids
+    return common_start(detokenizer.text(ids), detokenizer.text([*ids, *done.token_ids]))
+
+
+def text_logprobs(
+    token_ids: Sequence[int], found: Sequence[TokenLogprobs | None], starts: Sequence[int] | None,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Log-probabilities as text completions have them. The first token of a prompt has none.
+
+    starts: places of the tokens in the text; None without a tokenizer. As OpenAI promises, `top_logprobs` has the
+    token that was taken too, which need not be among the likeliest. Different tokens have different keys.
+    """
+    tokens: list[str] = []
+    top: list[dict[str, float] | None] = []
+    for token, one in zip(token_ids, found, strict=True):
+        others = [] if one is None else [other for other, _ in one.top]
+        names = _names([token, *(other for other in others if other != token)], tokenizer)
+        tokens.append(names[token])
+        if one is None:
+            top.append(None)
+            continue
+        values = {names[other]: _finite(value) for other, value in one.top}
+        if values:
+            values.setdefault(names[token], _finite(one.logprob))
+        top.append(values)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if one is None else _finite(one.logprob) for one in found],
+        "top_logprobs": top if any(top) else None,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if starts is None else list(starts),
+    }
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], found: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
+) -> dict[str, Any]:  # fmt: skip
+    """Log-probabilities as chat completions have them. bytes: of the token, also where it is a part of a character."""
+    entries = []
+    for token, one in zip(token_ids, found, strict=True):
+        others = [other for other, _ in one.top]
+        names = _names([token, *(other for other in others if other != token)], tokenizer)
+
+        def entry(token: int, value: float, names: dict[int, str] = names) -> dict[str, Any]:
+            own = None if tokenizer is None else list(detokenizer_of(tokenizer).token_bytes(token))
+            return {"token": names[token], "logprob": _finite(value), "bytes": own}
+
+        likely = [entry(other, value) for other, value in one.top]
+        entries.append({**entry(token, one.logprob), "top_logprobs": likely})
+    return {"content": entries}
+
+
+def _names(token_ids: list[int], tokenizer: Tokenizer | None) -> dict[int, str]:
+    """Different texts of different tokens; `token_id:N` without a tokenizer."""
+    if tokenizer is None:
+        return {token: f"token_id:{token}" for token in token_ids}
+    return dict(zip(token_ids, detokenizer_of(tokenizer).names(token_ids), strict=True))
+
+
+def _finite(value: float) -> float:
+    return LEAST_LOGPROB if value == -math.inf else value
+
+
+def _id_digest(custom_id: str) -> str:
+    """The same for a row whenever it is done."""
+    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()

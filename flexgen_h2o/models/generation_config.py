@@ -1,0 +1,152 @@
+"""What a model's `generation_config.json` asks of every answer, as transformers' greedy `generate` does it.
+
+Its ends of a sequence are the model's (`spec_from_folder`). Its penalties and forbidden tokens change logits before a
+token is chosen, by transformers' own classes. What else would change greedy tokens is not applied, and that is said.
+How tokens are drawn (temperature, top_p, ...) and how many is up to requests and flags, not to this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexgen_h2o.core.errors import UsageError, first_line
+from flexgen_h2o.core.files import read_object
+from flexgen_h2o.models import GENERATION_CONFIG, read_ends
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # transformers': (1, tokens) ids, (1, vocab) logits
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer that processors are made for. prompt: the tokens it follows on. ends: tokens that end it. most: new
+    tokens. device: of its logits. is_forced: its first token, behind a prompt of one."""
+
+    prompt: Sequence[int]
+    ends: Sequence[int]
+    most: int
+    device: torch.device | str = "cpu"
+    is_forced: bool = False
+
+    @property
+    def prompt_tensor(self) -> torch.Tensor:
+        return torch.tensor([list(self.prompt)], device=self.device)
+
+    @property
+    def end_tensor(self) -> torch.Tensor:
+        return torch.tensor(list(self.ends), device=self.device)
+
+
+def _made(name: str, *args: Any, **kwargs: Any) -> Any:
+    """An object of one of transformers' classes."""
+    from transformers.generation import logits_process
+
+    return getattr(logits_process, f"{name}LogitsProcessor")(*args, **kwargs)
+
+
+def _decay(value: Any, answer: Answer) -> Any:
+    from transformers.generation.logits_process import ExponentialDecayLengthPenalty
+
+    return ExponentialDecayLengthPenalty(tuple(value), answer.end_tensor, len(answer.prompt))
+
+
+# In the order in which transformers applies them (GenerationMixin._get_logits_processor).
+_MAKERS: dict[str, Callable[[Any, Answer], Any]] = {
+    "sequence_bias": lambda value, answer: _made("SequenceBias", value),
+    "encoder_repetition_penalty": lambda value, answer: _made(
+        "EncoderRepetitionPenalty", penalty=float(value), encoder_input_ids=answer.prompt_tensor
+    ),
+    "repetition_penalty": lambda value, answer: _made("RepetitionPenalty", float(value)),
+    "no_repeat_ngram_size": lambda value, answer: _made("NoRepeatNGram", value),
+    "encoder_no_repeat_ngram_size": lambda value, answer: _made("EncoderNoRepeatNGram", value, answer.prompt_tensor),
+    "bad_words_ids": lambda value, answer: _made("NoBadWords", value, answer.end_tensor),
+    "min_length": lambda value, answer: _made("MinLength", value, answer.end_tensor),
+    "min_new_tokens": lambda value, answer: _made("MinNewTokensLength", len(answer.prompt), value, answer.end_tensor),
+    "forced_bos_token_id": lambda value, answer: _made("ForcedBOSToken", value),
+    "forced_eos_token_id": lambda value, answer: _made(
+        "ForcedEOSToken", len(answer.prompt) + answer.most, value, device=answer.device
+    ),
+    "remove_invalid_values": lambda value, answer: _made("InfNanRemove"),
+    "exponential_decay_length_penalty": _decay,
+    "suppress_tokens": lambda value, answer: _made("SuppressTokens", value, device=answer.device),
+    "begin_suppress_tokens": lambda value, answer: _made(
+        "SuppressTokensAtBegin", value, len(answer.prompt) + answer.is_forced, device=answer.device
+    ),
+}
+_NEED_ENDS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")  # nothing to forbid without them
+# Values with which a setting changes nothing; null is one for each.
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "encoder_repetition_penalty": (1,), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "remove_invalid_values": (False,),
+}  # fmt: skip
+# Settings that would change greedy tokens and are not applied, each with values that would not.
+_NOT_APPLIED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "guidance_scale": (1,),
+    "watermarking_config": (), "stop_strings": ([],), "max_time": (), "token_healing": (False,), "constraints": (),
+    "force_words_ids": (), "forced_decoder_ids": (), "penalty_alpha": (0,), "dola_layers": (),
+    "cache_implementation": ("dynamic", "static", "hybrid", "offloaded", "offloaded_static", "sliding_window"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """settings: those that are applied, by their names. not_applied: names of those that are not. ends: of a sequence,
+    by config.json, which the file's own replace in text completions."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    not_applied: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    def with_penalty(self, repetition_penalty: float | None) -> GenerationConfig:
+        """The same with another repetition penalty; None keeps this one."""
+        if repetition_penalty is None:
+            return self
+        settings = {**self.settings, "repetition_penalty": repetition_penalty}
+        return replace(self, settings=_that_matter(settings))
+
+    def processors(self, answer: Answer) -> list[Processor]:
+        """What changes the logits of an answer, in order."""
+        names = (name for name in self.settings if answer.ends or name not in _NEED_ENDS)
+        answer = replace(answer, is_forced=len(answer.prompt) == 1 and "forced_bos_token_id" in self.settings)
+        return [_MAKERS[name](self.settings[name], answer) for name in names]
+
+
+def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
+    """Read it from a model's folder; without the file from config.json, as transformers does.
+
+    UsageError naming the file for a setting that transformers could not apply either.
+    """
+    config = read_object(folder / "config.json", str(folder / "config.json"))
+    path = folder / GENERATION_CONFIG
+    body = read_object(path, str(path)) if path.exists() else config
+    found = GenerationConfig(
+        _that_matter({name: body.get(name) for name in _MAKERS}),
+        tuple(name for name, idle in _NOT_APPLIED.items() if body.get(name) is not None and body[name] not in idle),
+        read_ends(config.get("eos_token_id")),
+    )
+    answer = Answer([0], [0], 1)
+    for name in found.settings:
+        try:
+            for processor in replace(found, settings={name: found.settings[name]}).processors(answer):
+                processor(answer.prompt_tensor, torch.zeros(1, vocab_size))
+        except Exception as error:  # transformers raises many kinds for a wrong value
+            where = path if path.exists() else folder / "config.json"
+            raise UsageError(
+                f"{where}: {name}: {found.settings[name]!r:.60} is of no use ({first_line(error)}); correct it, or "
+                "take it out"
+            ) from error
+    return found
+
+
+def _that_matter(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that change something, in the order in which they are applied. min_new_tokens replaces min_length."""
+    settings = {**settings, **({"min_length": None} if settings.get("min_new_tokens") is not None else {})}
+    return {
+        name: settings[name]
+        for name in _MAKERS
+        if settings.get(name) is not None and settings[name] not in _IDLE.get(name, ())
+    }
