@@ -339,12 +339,13 @@ def number(text: str) -> float:
 
 def share(text: str) -> float:
     """Return the share that a flag gives: `20%` or `0.2`."""
-    if _PERCENTAGE.fullmatch(text):
-        return float(text[:-1]) / 100
     try:
-        return float(text)
+        value = float(text[:-1]) / 100 if _PERCENTAGE.fullmatch(text) else float(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 20% or 0.2") from error
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than all; write 20% or 0.2")
+    return value
 
 
 def positive(text: str) -> int:

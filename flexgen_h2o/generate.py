@@ -135,6 +135,9 @@ def answer(args: argparse.Namespace, needs_output: bool = False) -> int:
         raise UsageError("--output: is missing; name the .jsonl file that the job writes")
     if args.prompt and args.input is not None:
         raise UsageError("--prompt and --input: give one of them")
+    for flag, texts in (("--prompt", args.prompt or ()), ("--system", filter(None, [args.system]))):
+        for text in texts:
+            check_utf8(flag, text)
     if args.input is not None:
         args.input = _checked_input(args.input)
     elif needs_output and not args.prompt:
@@ -143,6 +146,14 @@ def answer(args: argparse.Namespace, needs_output: bool = False) -> int:
         _refuse_job_flags(args)
         return print_answers(args)
     return _run_job(args)
+
+
+def check_utf8(flag: str, text: str) -> None:
+    """UsageError for a word of the command line that was not UTF-8: Python has halves of surrogate pairs for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{flag}: is not UTF-8 text") from error
 
 
 def _show_status(args: argparse.Namespace) -> int:
@@ -199,11 +210,19 @@ def _run_job(args: argparse.Namespace) -> int:
 
 
 def _kept_prompts(texts: Sequence[str], output: Path) -> Path:
-    """Write the prompts of the command line beside the output, where a resumed job finds them."""
+    """Write the prompts of the command line beside the output, where a resumed job finds them.
+
+    UsageError if other prompts, or something else, are there already.
+    """
     path = output.with_name(f"{output.name}.prompts.jsonl")
     body = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    if not path.exists() or path.read_text() != body:
-        write_whole(path, body, follow=False)
+    try:
+        if not path.exists():
+            write_whole(path, body, follow=False)
+        elif path.read_bytes() != body.encode():
+            raise UsageError(f"--prompt: {path} has other prompts, of another job; remove it, or give another --output")
+    except OSError as error:
+        raise UsageError(f"--output {output}: {path}: {error.strerror or error}") from error
     return path
 
 

@@ -85,7 +85,10 @@ def plan_job(
 
 
 def reader_of(args: argparse.Namespace, llm: LLM, defaults: SamplingParams) -> RequestReader:
-    """Return the reader of a job's lines, with the flags for texts and chat."""
+    """Return the reader of a job's lines, with the flags for texts and chat. UsageError for a --system without use."""
+    if args.system is not None and not (llm.model.has_chat_template if args.chat is None else args.chat):
+        why = "--no-chat sends texts as they are" if args.chat is False else f"{llm.model.name} has no chat template"
+        raise UsageError(f"--system: is a message of a chat, and {why}; leave it out")
     return RequestReader(llm.model, defaults, llm.eviction, args.chat, args.system)
 
 

@@ -144,6 +144,8 @@ class RequestReader:
             try:
                 value = line.parse()
             except ValueError as error:
+                if line.is_plain:
+                    raise _invalid(f"{error}; save the file as UTF-8 text, with shorter lines") from error
                 raise RowError("invalid_json", f"not valid JSON ({json_reason(error)})") from error
             return self.request(value, line.number, line.id_in(value), line.row)
 

@@ -27,7 +27,13 @@ SCHEMA = 1
 RUNNING, DONE = "running", "done"
 _MOST = 2**63  # of any number; a year of seconds is 2**25
 # Of settings whose name is not the flag's; those of models and policies without a flag keep their names.
-_FLAGS = {"model.name": "--model", "sampling.max_tokens": "--gen-len", "eviction.name": "--eviction"}
+_FLAGS = {
+    "model.name": "--model",
+    "sampling.max_tokens": "--gen-len",
+    "eviction.name": "--eviction",
+    "texts.chat": "--chat",
+    "texts.system": "--system",
+}
 _FLAGS |= {f"eviction.{name}": flag for name, flag in EVICTION_FLAGS.items()}
 
 Made = TypeVar("Made")

@@ -162,7 +162,26 @@ def test_prompts_of_the_command_line_are_kept_beside_an_output(run: Door, words_
     assert run(*line).code == EXIT_DONE
     assert answers_of(tmp_path / "out.jsonl") == texts_of(words_model, ["import os\n", "class Shape:"])
     assert "2 of them done before" in run(*line).out
-    assert run(words_model, "-p", "other", "-o", "out.jsonl").code == EXIT_USAGE
+    kept = (tmp_path / "out.jsonl.prompts.jsonl").read_bytes()
+    other = run(words_model, "-p", "other", "-o", "out.jsonl")
+    assert other.code == EXIT_USAGE and "--prompt: " in other.err and "has other prompts" in other.err
+    assert (tmp_path / "out.jsonl.prompts.jsonl").read_bytes() == kept
+
+
+@pytest.mark.parametrize("made", [lambda path: path.write_bytes(b"\xff\xfe"), lambda path: path.mkdir()])
+def test_a_file_where_the_prompts_would_be_kept_is_left_alone(
+    run: Door, words_model: Path, tmp_path: Path, made: Callable[[Path], object]
+) -> None:
+    made(tmp_path / "out.jsonl.prompts.jsonl")
+    answer = run(words_model, "-p", "a", "-o", "out.jsonl")
+    assert answer.code == EXIT_USAGE and answer.err.count("\n") == 1 and "out.jsonl.prompts.jsonl" in answer.err
+
+
+def test_words_that_are_not_text_and_systems_without_use_are_refused(run: Door, words_model: Path) -> None:
+    assert "--prompt: is not UTF-8 text" in run(words_model, "-p", "\udcff", "-o", "out.jsonl").err
+    assert "--system: is not UTF-8 text" in run(words_model, "-p", "a", "--system", "\udcff").err
+    refused = run(words_model, "-p", "a", "--system", "Be brief.")
+    assert refused.code == EXIT_USAGE and "--system: is a message of a chat" in refused.err
 
 
 def test_batch_is_the_same_job(run: Door, call: Door, words_model: Path, tmp_path: Path) -> None:
@@ -201,6 +220,9 @@ def test_a_line_that_cannot_be_run_is_named(run: Door, words_model: Path, tmp_pa
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": 5}\n')
     answer = run(words_model, "-i", "in.jsonl")
     assert answer.code == EXIT_USAGE and "--input in.jsonl:3: prompt: " in answer.err
+    (tmp_path / "in.txt").write_bytes(b"good\n\xff\n")
+    answer = run(words_model, "-i", "in.txt")
+    assert answer.code == EXIT_USAGE and "--input in.txt:2: not UTF-8 text" in answer.err
 
 
 # ---- Flags and help
