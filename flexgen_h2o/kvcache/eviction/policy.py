@@ -280,8 +280,8 @@ class Evicting(EvictionSettings):
         columns = _sized_columns(self, share, tokens, pages, have_pages / num_blocks, num_blocks)
         if columns < 1:
             raise UsageError(
-                f"--kv-bytes {self.kv_bytes}: leaves no KV entry of a prompt and answer of {tokens} tokens in all, beside "
-                "what is kept of each; give a larger share"
+                f"--kv-bytes {self.kv_bytes}: leaves no KV entry of a prompt and answer of {tokens} tokens in all; "
+                "give a larger share"
             )
         return columns
 
