@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,6 @@ _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
 _LOGGING_LIBRARIES = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
 _logging_lock = threading.RLock()
-_compiling = threading.Lock()
 _TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 # What transformers also reads.
 _OTHER_TOKENIZER_FILES = (
@@ -165,6 +165,27 @@ class Model:
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
+    @cached_property
+    def least_parts(self) -> int | None:
+        """How many texts of a content the chat template gets as parts, rather than as lines of one text.
+
+        None: it would write a list of parts as Python does. 2: it makes of a text in a part what it makes of the text.
+        1: it reads parts only.
+        """
+        if not self.has_chat_template:
+            return None
+        texts = []
+        for content in (_ANSWER_MARK, _as_parts(_ANSWER_MARK)):
+            try:
+                texts.append(self._render([{"role": "user", "content": content}], True, {}))
+            except ValueError:
+                texts.append("")
+        of_text, of_parts = texts
+        if of_parts and of_parts == of_text:
+            return 2
+        reads_parts = _ANSWER_MARK in of_parts and str(_as_parts(_ANSWER_MARK)) not in of_parts
+        return 1 if reads_parts and _ANSWER_MARK not in of_text else None
+
     @property
     def reserved_options(self) -> frozenset[str]:
         """Names that say how the chat template is called: they can be no options of its own."""
@@ -201,17 +222,23 @@ class Model:
         self, messages: Sequence[Mapping[str, Any]], answers: bool = True, options: Mapping[str, Any] | None = None
     ) -> str:  # fmt: skip
         """A conversation by the chat template, up to where an answer begins, or, without `answers`, to the end of its
-        last message, which goes on. options, ValueError and TooLongError: as of `encode_chat`."""
+        last message, which goes on. options, ValueError: as of `encode_chat`."""
+        if self.least_parts == 1:
+            messages = [
+                {**message, "content": _as_parts(text)} if isinstance(text := message.get("content"), str) else message
+                for message in messages
+            ]
+        return self._render(messages, answers, options or {})
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], answers: bool, options: Mapping[str, Any]) -> str:
+        """Call the template, in transformers' sandbox: it can run no code and write no files, and may be slow."""
         assert self.tokenizer is not None
         try:
-            _bound_template(self.tokenizer)
             with _quiet():
                 text = self.tokenizer.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers,
-                    **(options or {}),
+                    **options,
                 )  # fmt: skip
-        except TooLongError:
-            raise
         except Exception as error:  # of the template's language: many kinds
             raise ValueError(one_line(error) or type(error).__name__) from error
         return str(text)
@@ -437,23 +464,6 @@ def _check_tokenizer_file(path: Path) -> None:
         raise UsageError(f"{path}: {error.strerror or error}") from error
 
 
-def _bound_template(tokenizer: Any) -> None:
-    """Make the chat template raise TooLongError when it writes or computes too much.
-
-    transformers caches compiled templates in a private function; in a version without it the text has no bound.
-    """
-    from flexgen_h2o.models.templates import BoundedEnvironment
-
-    chat_template_utils: Any = importlib.import_module("transformers.utils.chat_template_utils")
-    compiled, text = getattr(chat_template_utils, "_compile_jinja_template", None), tokenizer.get_chat_template()
-    if compiled is None:
-        return
-    with _compiling:
-        before = getattr(chat_template_utils, "ImmutableSandboxedEnvironment", None)
-        chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
-        try:
-            if not isinstance(compiled(text).environment, BoundedEnvironment):  # compiled by somebody else before
-                compiled.cache_clear()
-                compiled(text)
-        finally:
-            chat_template_utils.ImmutableSandboxedEnvironment = before
+def _as_parts(text: str) -> list[dict[str, str]]:
+    """A text as the parts of a message's content."""
+    return [{"type": "text", "text": text}]
