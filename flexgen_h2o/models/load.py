@@ -39,7 +39,7 @@ from flexgen_h2o.core.errors import TokenizerError, TooLongError, UsageError, fi
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import SamplingParams
-from flexgen_h2o.core.units import MIB, check_text
+from flexgen_h2o.core.units import check_text
 from flexgen_h2o.models import GENERATION_CONFIG, built_in_names, built_in_spec, one_line, spec_from_folder
 from flexgen_h2o.models.generation_config import GenerationConfig, read_generation_config
 
@@ -53,7 +53,6 @@ _TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json
 _OTHER_TOKENIZER_FILES = (
     "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "processor_config.json"
 )  # fmt: skip
-_MOST_TOKENIZER_BYTES = 64 * MIB  # of a file; the largest known have 35 MB
 # A tokenizer takes some 300 bytes a character: long texts are measured, and cut, in pieces.
 PIECE_CHARACTERS = 2**16
 LONG_PIECE_CHARACTERS = 2**18
@@ -450,12 +449,9 @@ def _load_tokenizer(folder: Path) -> Any | None:
 
 
 def _check_tokenizer_file(path: Path) -> None:
-    """UsageError for what transformers must not or cannot read: no regular file, too large, a byte order mark."""
+    """UsageError for what transformers would wait for or cannot read: no regular file, or a byte order mark."""
     try:
         with open_regular(path) as file:
-            if file.seek(0, 2) > _MOST_TOKENIZER_BYTES:
-                raise UsageError(f"{path}: is larger than {_MOST_TOKENIZER_BYTES // MIB} MiB, and so no tokenizer")
-            file.seek(0)
             if path.suffix == ".json" and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                 raise UsageError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
     except FileNotFoundError:
