@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError, json_reason
+from flexgen_h2o.core.units import is_text
 
 # Of a settings file (policy, profile, config, index, sidecar). Parsed, it takes up to twenty times as much memory.
 MOST_JSON_BYTES = 8 * 2**20
@@ -127,6 +128,23 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
 
 
 # What open says of O_TMPFILE where the file system, or the kernel, has no files without a name.
+# JSON leaves these characters as they are, and readers of lines that go by Unicode cut at them.
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def json_line(value: object) -> str:
+    """Return a value as a line of JSON, without its newline. It has no character that a reader of lines could cut at,
+    and half surrogates, which UTF-8 cannot hold, are escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if text.isascii():
+        return text
+    if not is_text(text):
+        return json.dumps(value, allow_nan=False)
+    for end, escape in _LINE_ENDS.items():
+        text = text.replace(end, escape)
+    return text
+
+
 _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 

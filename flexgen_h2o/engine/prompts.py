@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
-from flexgen_h2o.core.files import MOST_LINE_BYTES, read_lines, replacing
+from flexgen_h2o.core.files import MOST_LINE_BYTES, json_line, read_lines, replacing
 from flexgen_h2o.core.units import check_int, is_text
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
     try:
         with replacing(path) as file:
             for completion in sorted(completions, key=lambda c: c.index):
-                file.write(json.dumps(output_row(completion), ensure_ascii=False) + "\n")
+                file.write(json_line(output_row(completion)) + "\n")
     except OSError as error:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error
 

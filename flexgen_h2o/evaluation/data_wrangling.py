@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import check_files, count, file_name, not_empty, positive, results_are_in
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError, json_reason
-from flexgen_h2o.core.files import read_bounded, usable_path, write_result
+from flexgen_h2o.core.files import json_line, read_bounded, usable_path, write_result
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
@@ -323,7 +323,7 @@ def _score(
             {"row": i, "text": item.text, "label": item.label, "prediction": text, "prompt": prompt, "error": error}
             for i, (item, (text, error), prompt) in enumerate(zip(items, told, prompts, strict=True))
         ]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        text = "".join(json_line(line) + "\n" for line in lines)
         write_result(folder / f"trial_{trial}.jsonl", text, "--output-dir")
         scores.append(metrics(task.kind, [(said, one.label) for (said, _), one in zip(told, items, strict=True)]))
     whole: dict[str, Any] = {

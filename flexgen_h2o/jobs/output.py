@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.files import is_still, open_patiently, open_regular, try_lock
+from flexgen_h2o.core.files import is_still, json_line, open_patiently, open_regular, try_lock
 
 SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time: a slow disk gets rarer syncs, not a slower job.
@@ -271,11 +271,8 @@ def whole_row(line: bytes) -> dict[str, Any] | None:
 
 
 def to_line(row: dict[str, Any]) -> bytes:
-    """A row as a line; half surrogates, which UTF-8 cannot hold, are escaped."""
-    try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError:
-        return json.dumps(row, allow_nan=False).encode()
+    """A row as a line (json_line)."""
+    return json_line(row).encode()
 
 
 def is_locked(path: Path) -> bool:

@@ -39,11 +39,14 @@ SAMPLING = frozenset(
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OF_TEMPLATE = ("reasoning_effort", "chat_template_kwargs")  # what a chat template gets besides messages
 LENGTH = ("max_completion_tokens", "max_tokens")
+# Counts, which some clients write as 2.0.
+WHOLE = frozenset({*LENGTH, "top_k", "seed", "logprobs", "top_logprobs"})
 # They change nothing in the answer. `model` is that of --model; the answer's body names it.
 WITHOUT_EFFECT = frozenset(
     {
         "model", "user", "metadata", "store", "service_tier", "request_id", "safety_identifier", "prompt_cache_key",
-        "priority", "stream_options", "request_type", "parallel_tool_calls",
+        "prompt_cache_retention", "priority", "stream_options", "request_type", "parallel_tool_calls", "verbosity",
+        "prediction", "return_token_ids", "cache_salt",
     }
 )  # fmt: skip
 # Fields that must have one of these values, or null: any other would change the answer.
@@ -57,7 +60,15 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "chat_template": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
+    "return_tokens_as_token_ids": (False,), "include_reasoning": (True,), "documents": ([],),
+    "logits_processors": ([],), "mm_processor_kwargs": ({},), "vllm_xargs": ({},),
 }  # fmt: skip
+# Of these fields, what a choice of "none" leaves without effect.
+NOT_CHOSEN = {"tools": "tool_choice", "functions": "function_call"}
+# Parts of a message's content that are text, in OpenAI's two APIs, each with the member that has it.
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+MESSAGE_TYPES = ("text", "message")  # of a message as a whole, as some clients write it
+REASONING = ("reasoning_content", "reasoning")  # names of an earlier answer's thoughts
 KNOWN = {
     *SAMPLING, *LENGTH, *WITHOUT_EFFECT, *OF_TEMPLATE, *ONLY, "logprobs", "top_logprobs", "echo", "prompt",
     "prompt_token_ids", "messages",
@@ -230,7 +241,7 @@ class RequestReader:
         return {**given, **options}
 
     def _chat_ids(self, given: Any, options: dict[str, Any]) -> list[int]:
-        messages = _checked_messages(given)
+        messages = _checked_messages(given, self.model.least_parts)
         if not self.model.has_chat_template:
             missing = "tokenizer" if self.model.tokenizer is None else "chat template"
             raise RowError("no_chat_template", f"messages: {self.model.name} has no {missing}; send it as a prompt")
@@ -252,19 +263,19 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
     if not isinstance(value, dict):
         raise _invalid(f"a JSON object is expected, not {type(value).__name__}")
     _short_text(value, "custom_id", 1)
-    if {"url", "body", "method"} & value.keys():
+    if any(value.get(name) is not None for name in ("url", "body", "method")):
         _required(value, "custom_id")
         url, body = _required(value, "url"), _object(value, "body")
         kind = URLS.get(url) if isinstance(url, str) else None
         if kind is None:
             raise RowError("unknown_url", f"url: {url!r} is none of {', '.join(URLS)}")
-        if value.get("method", "POST") != "POST":
+        if value.get("method") not in (None, "POST"):
             raise _invalid(f"method: {value['method']!r} is not POST")
         return kind, body, _required(body, "messages") if kind == "chat" else _plain_prompt(body), True
-    if "request" in value:
+    if value.get("request") is not None:
         record = _object(value, "request")
         return "helm", record, _required(record, "prompt"), False
-    if "article" in value:
+    if value.get("article") is not None:
         return "helm", value, value["article"], False
     if value.get("messages") is not None and value.get("prompt") is None and value.get("prompt_token_ids") is None:
         return "chat", value, value["messages"], False
@@ -272,11 +283,15 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
 
 
 def _check_fields(fields: Mapping[str, Any], is_strict: bool) -> None:
-    """RowError naming the first field that would change the answer and cannot."""
+    """RowError naming the first field that would change the answer and cannot. Null is as good as absent."""
     for name, value in fields.items():
+        if value is None:
+            continue
         if name not in KNOWN and is_strict:
             raise RowError("unsupported", f"{name}: is not supported")
-        if name in ONLY and value is not None and not any(_same(value, allowed) for allowed in ONLY[name]):
+        if name in NOT_CHOSEN and fields.get(NOT_CHOSEN[name]) == "none" and isinstance(value, list):
+            continue
+        if name in ONLY and not any(_same(value, allowed) for allowed in ONLY[name]):
             instead = " or ".join(map(repr, ONLY[name])) or "leave it out"
             raise RowError("unsupported", f"{name}: {_quoted(value)} is not supported, only {instead}")
 
@@ -286,9 +301,15 @@ def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingPar
 
     A row without a seed gets one made of the default seed and its id, so that its answer depends on no other row.
     """
+    fields = {name: _whole(value) if name in WHOLE else value for name, value in fields.items()}
     given = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}
     if given.get("top_k") == -1:  # off, in vLLM
         given["top_k"] = 0
+    seed = given.get("seed")
+    if seed == -1:  # none, in vLLM
+        del given["seed"]
+    elif type(seed) is int and -(2**63) <= seed < 0:  # vLLM takes them too
+        given["seed"] = seed + 2**63
     if "seed" not in given:
         name = f"{defaults.seed}:{custom_id}".encode("utf-8", "surrogatepass")
         given["seed"] = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
@@ -325,9 +346,14 @@ def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
         return wanted
     if wanted is not None and not isinstance(wanted, bool):
         raise _invalid(f"logprobs: {_quoted(wanted)} is not true or false")
-    if top is not None and not wanted:
+    if top and not wanted:
         raise _invalid("top_logprobs: needs logprobs to be true")
     return (0 if top is None else top) if wanted else None
+
+
+def _whole(value: Any) -> Any:
+    """A whole number that is written with a point, as a count; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _same(value: Any, allowed: Any) -> bool:
@@ -371,32 +397,55 @@ def _plain_prompt(fields: dict[str, Any]) -> Any:
     return value
 
 
-def _checked_messages(messages: Any) -> list[dict[str, str]]:
-    """Messages of text, each with its role; the parts of a content are joined."""
+def _checked_messages(messages: Any, least_parts: int | None) -> list[dict[str, Any]]:
+    """Messages of text as a chat template gets them. least_parts: as of `_content`."""
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages: a list of at least one message is expected")
-    found = []
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _invalid(f"{where}: an object with role and content is expected")
-        _check_text(f"{where}.role", message["role"])
-        for name, value in message.items():
-            if name not in ("role", "content") and value not in (None, [], ""):
-                raise RowError("unsupported", f"{where}.{name}: is not supported")
-        found.append({"role": message["role"], "content": _content(where, message.get("content"))})
-    return found
+    return [_checked_message(f"messages[{i}]", message, least_parts) for i, message in enumerate(messages)]
 
 
-def _content(where: str, content: Any) -> str:
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _checked_message(where: str, message: Any, least_parts: int | None) -> dict[str, Any]:
+    """Its role and content, and what templates read besides: a name, and the thoughts of an earlier answer."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _invalid(f"{where}: an object with role and content is expected")
+    found: dict[str, Any] = {"role": _check_text(f"{where}.role", message["role"])}
+    others: dict[str, str] = {}
+    for name, value in message.items():
+        if name in ("role", "content") or value in (None, [], ""):
+            continue
+        if name == "name" or name in REASONING:
+            if not isinstance(value, str):
+                raise _invalid(f"{where}.{name}: {_quoted(value)} is not a string")
+            others[REASONING[0] if name in REASONING else name] = _check_text(f"{where}.{name}", value)
+        elif name != "type" or value not in MESSAGE_TYPES:
+            raise RowError("unsupported", f"{where}.{name}: is not supported")
+    content = message.get("content")
+    if content is None and REASONING[0] in others:
+        content = ""
+    found["content"] = _content(where, content, least_parts)
+    return found | others
+
+
+def _content(where: str, content: Any, least_parts: int | None) -> str | list[dict[str, str]]:
+    """A text. Several parts stay parts if the chat template reads them (`Model.least_parts`), and are lines otherwise:
+    both as in vLLM."""
+    parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise _invalid(f"{where}.content: a string is expected")
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RowError("unsupported", f"{where}.content: parts of type {kind!r} are not supported, only text")
-    return _check_text(f"{where}.content", "".join(part["text"] for part in parts))
+    texts = [_check_text(f"{where}.content", _text_of_part(where, part)) for part in parts]
+    if least_parts is not None and len(texts) >= max(2, least_parts):
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
+
+
+def _text_of_part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise RowError("unsupported", f"{where}.content: parts of type {_quoted(kind)} are not supported, only text")
+    return text
 
 
 def _check_text(where: str, text: str) -> str:

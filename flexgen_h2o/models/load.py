@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.settings import SamplingParams
-from flexgen_h2o.core.units import MIB, check_int, check_text
+from flexgen_h2o.core.units import check_int, check_text
 from flexgen_h2o.models import (
     GENERATION_CONFIG,
     built_in_names,
@@ -68,13 +69,11 @@ _DRAWN = ("dropout", "alpha", "nbest_size")  # settings by which a tokenizer dra
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", _SENTENCEPIECE, "tokenizer_config.json")
 _LOGGING_LIBRARIES = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
 _logging_lock = threading.RLock()
-_compiling = threading.Lock()
 _TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 # What transformers also reads.
 _OTHER_TOKENIZER_FILES = (
     "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "processor_config.json"
 )  # fmt: skip
-_MOST_TOKENIZER_BYTES = 64 * MIB  # of a file; the largest known have 35 MB
 # A tokenizer takes some 300 bytes a character: long texts are measured, and cut, in pieces.
 PIECE_CHARACTERS = 2**16
 LONG_PIECE_CHARACTERS = 2**18
@@ -192,6 +191,27 @@ class Model:
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
+    @cached_property
+    def least_parts(self) -> int | None:
+        """How many texts of a content the chat template gets as parts, rather than as lines of one text.
+
+        None: it would write a list of parts as Python does. 2: it makes of a text in a part what it makes of the text.
+        1: it reads parts only.
+        """
+        if not self.has_chat_template:
+            return None
+        texts = []
+        for content in (_ANSWER_MARK, _as_parts(_ANSWER_MARK)):
+            try:
+                texts.append(self._render([{"role": "user", "content": content}], True, {}))
+            except ValueError:
+                texts.append("")
+        of_text, of_parts = texts
+        if of_parts and of_parts == of_text:
+            return 2
+        reads_parts = _ANSWER_MARK in of_parts and str(_as_parts(_ANSWER_MARK)) not in of_parts
+        return 1 if reads_parts and _ANSWER_MARK not in of_text else None
+
     @property
     def reserved_options(self) -> frozenset[str]:
         """Names that say how the chat template is called: they can be no options of its own."""
@@ -228,17 +248,23 @@ class Model:
         self, messages: Sequence[Mapping[str, Any]], answers: bool = True, options: Mapping[str, Any] | None = None
     ) -> str:  # fmt: skip
         """A conversation by the chat template, up to where an answer begins, or, without `answers`, to the end of its
-        last message, which goes on. options, ValueError and TooLongError: as of `encode_chat`."""
+        last message, which goes on. options, ValueError: as of `encode_chat`."""
+        if self.least_parts == 1:
+            messages = [
+                {**message, "content": _as_parts(text)} if isinstance(text := message.get("content"), str) else message
+                for message in messages
+            ]
+        return self._render(messages, answers, options or {})
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], answers: bool, options: Mapping[str, Any]) -> str:
+        """Call the template, in transformers' sandbox: it can run no code and write no files, and may be slow."""
         assert self.tokenizer is not None
         try:
-            _bound_template(self.tokenizer)
             with _quiet():
                 text = self.tokenizer.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers,
-                    **(options or {}),
+                    **options,
                 )  # fmt: skip
-        except TooLongError:
-            raise
         except Exception as error:  # of the template's language: many kinds
             raise ValueError(one_line(error) or type(error).__name__) from error
         return str(text)
@@ -563,12 +589,9 @@ def _is_installed(module: str) -> bool:
 
 
 def _check_tokenizer_file(path: Path) -> None:
-    """UsageError for what transformers must not or cannot read: no regular file, too large, a byte order mark."""
+    """UsageError for what transformers would wait for or cannot read: no regular file, or a byte order mark."""
     try:
         with open_regular(path) as file:
-            if file.seek(0, 2) > _MOST_TOKENIZER_BYTES:
-                raise UsageError(f"{path}: is larger than {_MOST_TOKENIZER_BYTES // MIB} MiB, and so no tokenizer")
-            file.seek(0)
             if path.suffix == ".json" and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                 raise UsageError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
     except FileNotFoundError:
@@ -577,23 +600,6 @@ def _check_tokenizer_file(path: Path) -> None:
         raise UsageError(f"{path}: {error.strerror or error}") from error
 
 
-def _bound_template(tokenizer: Any) -> None:
-    """Make the chat template raise TooLongError when it writes or computes too much.
-
-    transformers caches compiled templates in a private function; in a version without it the text has no bound.
-    """
-    from flexgen_h2o.models.templates import BoundedEnvironment
-
-    chat_template_utils: Any = importlib.import_module("transformers.utils.chat_template_utils")
-    compiled, text = getattr(chat_template_utils, "_compile_jinja_template", None), tokenizer.get_chat_template()
-    if compiled is None:
-        return
-    with _compiling:
-        before = getattr(chat_template_utils, "ImmutableSandboxedEnvironment", None)
-        chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
-        try:
-            if not isinstance(compiled(text).environment, BoundedEnvironment):  # compiled by somebody else before
-                compiled.cache_clear()
-                compiled(text)
-        finally:
-            chat_template_utils.ImmutableSandboxedEnvironment = before
+def _as_parts(text: str) -> list[dict[str, str]]:
+    """A text as the parts of a message's content."""
+    return [{"type": "text", "text": text}]

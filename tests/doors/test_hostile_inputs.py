@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerFast
 from flexgen_h2o import LLM, SamplingParams, batch, evaluate, flex_opt, policy_search
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import MOST_LINE_BYTES
-from flexgen_h2o.models import templates
 from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 
@@ -113,7 +112,6 @@ def test_what_a_flag_names_is_a_regular_file_of_bounded_size(
     [
         ("tokenizer.json", device),
         ("tokenizer_config.json", pipe),
-        ("merges.txt", large),
         ("chat_template.jinja", device),
     ],
 )
@@ -225,59 +223,6 @@ def test_texts_whose_tokenizer_leaves_most_of_them_out_are_not_refused() -> None
 # ---- requests of a job
 
 
-CONTENT = "def f(x): return x\n" * 20
-TEMPLATES = {
-    "a loop": "{% for i in range(100000) %}{% for j in range(1000) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
-    "a loop in a block": "{% set x %}{% for i in range(10) %}{% for j in range(100000) %}{{ messages[0].content }}"
-    "{% endfor %}{% endfor %}{% endset %}{{ x }}",
-    "doubling by ~": "{% set n = namespace(a='a') %}{% for i in range(40) %}{% set n.a = n.a ~ n.a %}{% endfor %}"
-    "{{ n.a[0] }}",
-    "repeated": "{{ ('a' * 2000000000)|length }}",
-    "a centring filter": "{{ ('a'|center(2000000000))|length }}",
-    "a format": "{{ ('%2000000000d' % 1)|length }}{{ '{:2000000000d}'.format(1)|length }}",
-    "replaced": "{% set a = 'a' * 100000 %}{{ a.replace('a', a)|length }}",
-    "empty loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-    "megabytes": "{% for i in range(10000) %}{{ messages[0].content }}{% endfor %}",
-    "jinja's filler": "{{ lipsum(100000000)|length }}",
-    "a batch": "{{ [1]|batch(2000000000, 0)|list|length }}",
-    "slices": "{{ [1]|slice(2000000000)|list|length }}",
-    "an indent of JSON": "{{ [1]|tojson(indent=2000000000) }}",
-    "loops over lists": "{% set a = [0]*1000000 %}{% for i in a %}{% for j in a %}{% endfor %}{% endfor %}",
-    "loops over nothing": "{% set a = [0]*1000000 %}{% for i in a %}{% for j in a if j %}{% endfor %}{% endfor %}",
-    "a recursive loop": "{% set a = [0]*1000000 %}{% for i in [1]*1000 recursive %}{% if i %}{{ loop(a) }}{% endif %}"
-    "{% endfor %}",
-    "a long body": "{% for i in range(100000) %}" + "{% if i %}{% endif %}" * 5000 + "{% endfor %}",
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-    "lists in lists": "{% set n = namespace(a=[0]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
-    "{{ n.a }}",
-    "lists that are compared": "{% set n = namespace(a=[0], b=[0]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
-    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}",
-    "a searched list": "{% set a = [0]*100000 %}{% for i in a %}{{ 1 in a }}{% endfor %}",
-    "joined": "{% set a = 'a' * 1000000 %}{{ ([a] * 100000)|join|length }}{{ ''.join([a] * 100000)|length }}",
-    "a format with a key": "{{ ('%(a)2000000000d' % {'a': 1})|length }}",
-    "a format in Python's manner": "{{ '{:2000000000d}'.format(1)|length }}",
-    "a field again and again": "{% set a = 'a' * 1000000 %}{{ ('{0}' * 100000).format(a)|length }}",
-    "what a block keeps": "{% set a = 'a' * 8000000 %}{% set x %}{% for i in range(9999) %}{{ a ~ i }}{% endfor %}"
-    "{% endset %}",
-    "pieces": "{% set a = 'a' * 8000000 %}{% set n = namespace(b=[]) %}{% for i in range(9999) %}"
-    "{% set n.b = n.b + [a[i:]] %}{% endfor %}",
-    "bytes": "{{ 'a'.encode().ljust(2000000000)|length }}",
-}
-ENDS = ("chat template makes more than", "characters, too many", "'lipsum' is undefined", "'encode' of 'str' object is")
-
-
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_chat_template_that_writes_without_end(
-    template: str, refusal: Callable[..., str], words_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With fewer steps than there are, which take seconds; the row of a job, below, has them all."""
-    monkeypatch.setattr(templates, "_MOST_STEPS", 2**18)
-    folder = with_template(words_model, tmp_path, template)
-    path = prompts_with(tmp_path, json.dumps({"prompt": CONTENT}))
-    line = refusal("flex_opt", "--model", folder, "--chat", "--prompts", path)
-    assert f"{path}:1: " in line and any(end in line for end in ENDS)
-
-
 USUAL = """{% macro tag(name) %}<{{ name|upper }}>{{ caller() if caller }}{% endmacro %}
 {% for m in messages[::-1] if m.role != 'system' %}{{ loop.index }}/{{ loop.length }}/{{ loop.revindex }} {{ m.role }}
 {% if loop.last and not loop.first %}{{ loop.previtem.role }}{% endif %}{{ loop.cycle('a', 'b') }}
@@ -311,11 +256,26 @@ def with_template(model: Path, tmp_path: Path, template: str) -> Path:
     return folder
 
 
-def test_a_chat_template_that_writes_without_end_is_an_error_row_of_a_job(words_model: Path, tmp_path: Path) -> None:
-    folder = with_template(words_model, tmp_path, TEMPLATES["a loop in a block"])
-    body = {"messages": [{"role": "user", "content": CONTENT}]}
+# What a template may not do: reach Python's inside, change what it is given, or load files.
+ESCAPES = {
+    "a class": "{{ ''.__class__.__mro__[1].__subclasses__()|length }}",
+    "a frame": "{{ raise_exception.__globals__['os'] }}",
+    "a format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    "a changed list": "{{ messages.append(1) }}",
+    "a changed dict": "{{ messages[0].update(role='system') }}",
+    "an import": "{% import 'other' as other %}",
+    "an include": "{% include '/etc/passwd' %}",
+}
+
+
+@pytest.mark.parametrize("template", ESCAPES.values(), ids=ESCAPES)
+def test_a_chat_template_runs_no_code_and_opens_no_files(template: str, words_model: Path, tmp_path: Path) -> None:
+    """It may be slow or wrong; its rows are errors then, and others go on."""
+    folder = with_template(words_model, tmp_path, template)
+    body = {"messages": [{"role": "user", "content": "x"}]}
     rows = rows_of_job(tmp_path, folder, {"custom_id": "a", "url": "/v1/chat/completions", "body": body}, [5, 6])
-    assert rows["a"]["error"]["code"] == "context_length_exceeded" and rows["line-2"]["error"] is None
+    assert rows["a"]["error"]["code"] == "invalid_request" and rows["line-2"]["error"] is None
+    assert "messages: the chat template does not take them" in rows["a"]["error"]["message"]
 
 
 def run_job(tmp_path: Path, model: Path) -> None:

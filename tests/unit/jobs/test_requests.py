@@ -84,7 +84,7 @@ def test_a_chat_goes_through_the_template(words: Model) -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
     ]
     found = read(model, openai({"messages": messages, "max_completion_tokens": 4, "logprobs": True}, CHAT))
-    text = "<system>be brief<user>ab<a>"
+    text = "<system>be brief<user>a\nb<a>"
     assert list(found.prompt.token_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert (found.kind, found.params.max_tokens, found.params.logprobs) == ("chat", 4, 0)
     many = openai({"messages": messages, "logprobs": True, "top_logprobs": 3}, CHAT)
