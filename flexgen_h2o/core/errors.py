@@ -42,9 +42,19 @@ class TooLongError(UsageError):
     """A prompt that the model's positions cannot hold."""
 
 
+class TokenizerError(FlexgenError):
+    """The tokenizer, which is other people's code, raised for a text. The message says what."""
+
+
 def first_line(error: BaseException) -> str:
     """Of what an error says; its kind where it says nothing."""
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def internal_reason(error: BaseException) -> str:
+    """What a row says of an exception that nobody foresaw."""
+    reason = str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {first_line(error)}"
+    return f"internal error: {reason}"
 
 
 def json_reason(error: ValueError | RecursionError) -> str:

@@ -29,6 +29,9 @@ class Interrupted(BaseException):
         self.number = number
 
 
+# What asks the program, a thread or a generator to end. Everything else is a failure of what was being done.
+_REQUESTS_TO_END = (Interrupted, KeyboardInterrupt, SystemExit, GeneratorExit)
+
 _arrived: list[int] = []
 _held = 0
 
@@ -38,17 +41,19 @@ def arrived() -> Interrupted | None:
     return Interrupted(_arrived[0]) if _arrived else None
 
 
+def asks_to_end(error: BaseException) -> bool:
+    """Return whether an exception is a request to end: no handler of a row's errors may keep it.
+
+    Other exceptions that are no `Exception` are failures: pyo3's PanicException is one, of a tokenizer in Rust.
+    """
+    return isinstance(error, _REQUESTS_TO_END)
+
+
 def check() -> None:
     """Raise Interrupted if a signal has arrived and its exception was swallowed."""
     found = arrived()
     if found is not None:
         raise found
-
-
-def is_fault(error: BaseException) -> bool:
-    """Did something go wrong, rather than somebody asking for the end? A fault need not be an Exception: the panic of a
-    Rust library is none."""
-    return not isinstance(error, Interrupted | KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
 @contextmanager

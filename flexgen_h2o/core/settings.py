@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import check_int, check_number, check_share
+from flexgen_h2o.core.units import check_int, check_number, check_share, check_text
 
 GREEDY_BELOW = 1e-5
 MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
@@ -117,6 +117,7 @@ def _check_stop(value: object) -> tuple[str, ...]:
     for s in strings:
         if not isinstance(s, str) or not s:
             raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
+        check_text("stop", s)
     if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
         raise UsageError(f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten them")
     return tuple(strings)

@@ -21,6 +21,7 @@ _UNITS = {
     "g": GIB, "gib": GIB, "gb": 10**9,
     "t": TIB, "tib": TIB, "tb": 10**12,
 }  # fmt: skip
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -138,6 +139,21 @@ def counted(count: int, what: str) -> str:
 def shortened(text: str, most: int) -> str:
     """At most so many characters of a text; dots stand for the rest."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def is_text(text: str) -> bool:
+    """Return whether UTF-8 and tokenizers can take a string: it holds no half of a surrogate pair.
+
+    JSON can escape such a half ("\\ud83e"), and Python makes them of bytes of the command line that are not UTF-8.
+    """
+    return _HALF_PAIR.search(text) is None
+
+
+def check_text(name: str, text: str) -> str:
+    """Return the text; UsageError that names `name` if it is none."""
+    if not is_text(text):
+        raise UsageError(f"{name}: holds half of a surrogate pair, which is not text")
+    return text
 
 
 def round_up(size: int, multiple: int) -> int:

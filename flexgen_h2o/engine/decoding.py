@@ -12,7 +12,8 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
-from flexgen_h2o.engine.generation import Callbacks, KnownTokens, MicroBatch, Row, SweepInput
+from flexgen_h2o.engine.generation import Callbacks, KnownTokens, MicroBatch, Row, SweepInput, sparing
+from flexgen_h2o.engine.prompts import CODE_NOT_FINITE
 from flexgen_h2o.engine.sampling import (
     NotFiniteError,
     Sampler,
@@ -144,7 +145,7 @@ class Decoding:
             self.watches.logits(indices, logits)
         steps = [max(0, len(r.token_ids) - len(r.given)) for r in rows]
         if isinstance(self.sampler, Sampler):
-            found, ready = read_back(self.sampler.choose(logits, indices, steps))
+            found, ready = read_back(self._choose(self.sampler, rows, logits, steps))
         else:
             found, ready = torch.tensor(self.sampler.sample(logits, indices, steps)), NOTHING
 
@@ -158,6 +159,25 @@ class Decoding:
         _add_logprobs(rows, taken, logits)
         return Chosen(NOTHING, lambda: taken)
 
+    def _choose(
+        self, sampler: Sampler, rows: Sequence[Row], logits: torch.Tensor, steps: Sequence[int]
+    ) -> torch.Tensor:
+        """`Sampler.choose` for all rows. If that raises and rows are spared: one by one, and a row for which it raises
+        fails. What it raises for all of several rows is no row's fault."""
+        indices = [row.prompt.index for row in rows]
+        try:
+            return sampler.choose(logits, indices, steps)
+        except Exception:
+            if not self.watches.spares_rows:
+                raise
+            chosen = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+            for i, row in enumerate(rows):
+                with sparing(row, True):
+                    chosen[i] = sampler.choose(logits[i : i + 1], indices[i : i + 1], steps[i : i + 1])[0]
+            if len(rows) > 1 and all(row.error is not None for row in rows):
+                raise
+            return chosen
+
     def _taken(self, rows: Sequence[Row], tokens: list[int], steps: Sequence[int]) -> list[int]:
         """The tokens that rows take of those that were chosen, in place."""
         try:
@@ -167,7 +187,7 @@ class Decoding:
             if is_damaged or not self.watches.spares_rows:
                 raise
             for i in error.places:
-                rows[i].error = rows[i].error or error.reason
+                rows[i].fail(CODE_NOT_FINITE, error.reason)
                 tokens[i] = 0
         for i, row in enumerate(rows):
             if len(row.token_ids) < len(row.given):
@@ -228,5 +248,5 @@ def score_prompts(
                     error = NotFiniteError(one.row.prompt.index, "in its prompt")
                     if not spares_rows:
                         raise error
-                    one.row.error = error.reason
+                    one.row.fail(CODE_NOT_FINITE, error.reason)
                 one.row.prompt_logprobs.append(found)

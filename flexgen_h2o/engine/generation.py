@@ -6,7 +6,8 @@ The executor's view of a run. Knows nothing of layers, tiers or weights.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol
@@ -15,7 +16,8 @@ import torch
 from tqdm import tqdm
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.core.errors import internal_reason
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.kernels.workspace import upload_together
 from flexgen_h2o.kvcache.eviction.policy import Columns
@@ -45,7 +47,8 @@ class Row:
     max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before. given: the first
     tokens that it takes, whatever the logits. scored: last tokens of the prompt whose log-probabilities get into
     `prompt_logprobs`, each with `top_prompt_logprobs` of the likeliest. budget_of: (prompt tokens, new tokens) that its
-    KV budget is of; None: its own. error: why it has no answer, where others go on (`Callbacks.spares_rows`).
+    KV budget is of; None: its own. error, error_code: why it has no answer, where others go on
+    (`Callbacks.spares_rows`), as of `Completion`.
     """
 
     prompt: Prompt
@@ -62,6 +65,13 @@ class Row:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     budget_of: tuple[int, int] | None = None
     error: str | None = None
+    error_code: str = ""
+
+    def fail(self, code: str, reason: str) -> None:
+        """Have no answer; the first reason stays."""
+        if self.error is None:
+            self.error = reason
+            self.error_code = code
 
     @property
     def length(self) -> int:
@@ -321,9 +331,9 @@ class Callbacks:
     bar. prompts: the attention of prompts, (prompt indices, transformer block, attention), where the policy scores
     prompts. Layers with windows are not shown: they hold what they attend to. goes_on:
     asked about a row after each of its own tokens that does not end it; where it says no, the row ends there, as of
-    length. spares_rows: a row whose logits are not finite ends with an error, and others go on; but for a micro-batch
-    all of whose first logits are so, which is a damaged model. Otherwise the run ends with NotFiniteError. Not in a
-    pipeline, whose ranks see no logits but the last.
+    length. spares_rows: a row for which something raises, or whose logits are not finite, ends with an error, and
+    others go on; except for a micro-batch all of whose first logits are not finite, which is a damaged model. Otherwise
+    the run ends with what was raised. Not in a pipeline, whose ranks see no logits but the last.
     """
 
     logits: LogitsWatch | None = None
@@ -332,6 +342,20 @@ class Callbacks:
     prompts: PromptsWatch | None = None
     goes_on: Callable[[Row], bool] | None = None
     spares_rows: bool = False
+
+
+@contextmanager
+def sparing(row: Row, spares_rows: bool) -> Iterator[None]:
+    """Whatever is raised of one row in here becomes its error if others go on (`Callbacks.spares_rows`).
+
+    A request to end goes through.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not spares_rows or interrupts.asks_to_end(error):
+            raise
+        row.fail(CODE_INTERNAL, internal_reason(error))
 
 
 @dataclass

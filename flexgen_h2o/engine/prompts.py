@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
 from flexgen_h2o.core.files import MOST_LINE_BYTES, read_lines, replacing
-from flexgen_h2o.core.units import check_int
+from flexgen_h2o.core.units import check_int, is_text
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.sampling import TokenLogprobs
@@ -27,7 +26,10 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
+# Codes of rows that have no answer through no fault of theirs: their logits are not finite, or something raised that
+# no check foresaw.
+CODE_NOT_FINITE = "not_finite"
+CODE_INTERNAL = "internal_error"
 BENCHMARK_TEXT = "Paris is the capital city of"
 # Ids below this are special tokens in every family's vocabulary (pad, begin, end, unknown).
 _FIRST_PLAIN_ID = 4
@@ -48,7 +50,7 @@ class Completion:
 
     text: None without a tokenizer. finish_reason: stop or length. logprobs: one for each of token_ids, if asked for.
     prompt_logprobs: one for each token of the prompt, None for the first, if asked for. error: why it has no answer,
-    in runs that go on beside such rows; finish_reason is then error.
+    in runs that go on beside such rows; finish_reason is then error. error_code: CODE_NOT_FINITE or CODE_INTERNAL.
     """
 
     index: int
@@ -59,6 +61,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
+    error_code: str = ""
 
     @property
     def logprob(self) -> float:
@@ -265,7 +268,7 @@ def make_prompt(
         raise UsageError(
             "a text prompt needs a tokenizer and this model has none (random weights never do); give prompt_token_ids"
         )
-    if _HALF_PAIR.search(given):
+    if not is_text(given):
         raise UsageError("the prompt holds half of a surrogate pair, which is not text")
     return Prompt(index, _check_ids(encode(given), vocab_size), given)
 

@@ -18,7 +18,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import PREFILL
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.decoding import Decoding, StopCriteria, TokenSource
-from flexgen_h2o.engine.generation import BlockStats, Callbacks, Row, make_blocks
+from flexgen_h2o.engine.generation import BlockStats, Callbacks, Row, make_blocks, sparing
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, TokenLogprobs, of_likeliest
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -85,6 +85,7 @@ class RequestTable:
         self.model, self._eviction = model, eviction
         self._source: TokenSource | None = None
         self._params: dict[int, SamplingParams] = {}
+        self._spares_rows = False
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
         eos, tokenizer = model.spec.eos_token_ids, model.tokenizer
         self._criteria = lru_cache(STOPS_KEPT)(
@@ -176,16 +177,20 @@ class RequestTable:
         """How the rows get their tokens."""
         if self._source is not None:
             return Decoding(self._source, self._source.end, callbacks, self._source.known_tokens)
+        self._spares_rows = callbacks.spares_rows
         goes_on = callbacks.goes_on
 
         def end(row: Row) -> str | None:
             # A row takes all the tokens that it is given, and its own first one comes out of the same sweep.
             has_own = len(row.token_ids) > len(row.given)
+            reason = None
+            if row.error is None:
+                with sparing(row, callbacks.spares_rows):
+                    reason = self._criteria_of(row)(row)
+                    if reason is None and goes_on is not None and has_own and not goes_on(row):
+                        reason = "length"
             if row.error is not None:
-                return "error" if has_own or len(row.token_ids) >= row.max_new else None
-            reason = self._criteria_of(row)(row)
-            if reason is None and goes_on is not None and has_own and not goes_on(row):
-                reason = "length"
+                reason = "error" if has_own or len(row.token_ids) >= row.max_new else None
             return reason
 
         return Decoding(self._sampler, end, callbacks)
@@ -199,14 +204,18 @@ class RequestTable:
         found = []
         for row in rows:
             assert row.finish_reason is not None
-            found.append(self._completion(row))
+            with sparing(row, self._spares_rows):
+                completion = self._completion(row)
+            if row.error is not None:
+                completion = Completion(
+                    row.prompt.index, row.prompt.text, None, [], "error", error=row.error, error_code=row.error_code
+                )
+            found.append(completion)
             self.decoded += max(0, len(row.token_ids) - 1)
             del self._params[row.prompt.index]
         return found
 
     def _completion(self, row: Row) -> Completion:
-        if row.error is not None:
-            return Completion(row.prompt.index, row.prompt.text, None, [], "error", error=row.error)
         params, before, behind = self._params[row.prompt.index], row.prompt_logprobs, list(row.logprobs)
         token_ids, logprobs = list(row.token_ids), None if row.top_logprobs is None else behind
         of_prompt: list[TokenLogprobs | None] | None = None

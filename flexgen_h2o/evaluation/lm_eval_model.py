@@ -91,7 +91,7 @@ class EngineLM(TemplateLM):
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, verbose=False, **given))
+        return self.llm.model.tokens_of(string, **given)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Without the system's message where the template does not take one."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from flexgen_h2o.core.errors import TooLongError, UsageError, json_reason
-from flexgen_h2o.core.units import shortened
-from flexgen_h2o.engine.prompts import Completion, Prompt, make_prompt
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import TooLongError, UsageError, internal_reason, json_reason
+from flexgen_h2o.core.units import check_text, shortened
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, CODE_NOT_FINITE, Completion, Prompt, make_prompt
 from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer, decode_text
 from flexgen_h2o.jobs.input import MOST_ID_CHARACTERS, Line
 from flexgen_h2o.jobs.output import to_line
@@ -24,7 +26,6 @@ from flexgen_h2o.kvcache.eviction.policy import check_budgets
 from flexgen_h2o.models.load import Model
 
 FULL = Full()
-NOT_FINITE = "not_finite"  # the code of a row whose logits are not finite, which is none of its request's faults
 MOST_MESSAGE_CHARACTERS = 500  # of an error: it may quote the request, which may have any length
 # Of a record that is sent back: bytes besides its prompt, since a window keeps thousands, and levels of nesting.
 MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
@@ -67,6 +68,28 @@ class RowError(Exception):
         super().__init__(shortened(message, MOST_MESSAGE_CHARACTERS))
         self.code = code
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the request is not at fault: HTTP's status is 500 then, not 400."""
+        return self.code in (CODE_INTERNAL, CODE_NOT_FINITE)
+
+
+@contextmanager
+def row_errors() -> Iterator[None]:
+    """Whatever is raised of one row in here becomes its RowError, so that others go on; a request to end goes through.
+
+    Tokenizers and templates are other people's code and raise anything, pyo3's PanicException too, which is no
+    `Exception`.
+    """
+    try:
+        yield
+    except RowError:
+        raise
+    except BaseException as error:
+        if interrupts.asks_to_end(error):
+            raise
+        raise RowError(CODE_INTERNAL, internal_reason(error)) from error
+
 
 def _invalid(message: str) -> RowError:
     return RowError("invalid_request", message)
@@ -104,18 +127,20 @@ class RequestReader:
 
     def read(self, line: Line) -> Request:
         """RowError for a line that cannot be run; its message names the field."""
-        try:
-            value = line.parse()
-        except ValueError as error:
-            raise RowError("invalid_json", f"not valid JSON ({json_reason(error)})") from error
-        return self.request(value, line.number, line.id_in(value), line.row)
+        with row_errors():
+            try:
+                value = line.parse()
+            except ValueError as error:
+                raise RowError("invalid_json", f"not valid JSON ({json_reason(error)})") from error
+            return self.request(value, line.number, line.id_in(value), line.row)
 
     def request(self, value: Any, number: int, custom_id: str, row: int = 0) -> Request:
         """`read` of a line's value. custom_id: its own, or what stands for it."""
-        try:
-            return self._request(value, number, custom_id, row)
-        except RecursionError as error:  # an error quotes the value, for which fewer levels are too many than to parse
-            raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
+        with row_errors():
+            try:
+                return self._request(value, number, custom_id, row)
+            except RecursionError as error:  # an error quotes the value: fewer levels are too many than to parse
+                raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
 
     def _request(self, value: Any, number: int, custom_id: str, row: int) -> Request:
         kind, fields, given, is_strict = _fields_of(value)
@@ -158,6 +183,8 @@ class RequestReader:
             return self.model.encode_chat(messages)
         except TooLongError as error:
             raise RowError("context_length_exceeded", f"messages: {error}") from error
+        except UsageError as error:  # what the template has made of them is no text
+            raise _invalid(f"messages: {error}") from error
         except ValueError as error:
             raise _invalid(f"messages: the chat template does not take them ({error})") from error
 
@@ -297,6 +324,7 @@ def _checked_messages(messages: Any) -> list[dict[str, str]]:
         where = f"messages[{i}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _invalid(f"{where}: an object with role and content is expected")
+        _check_text(f"{where}.role", message["role"])
         for name, value in message.items():
             if name not in ("role", "content") and value not in (None, [], ""):
                 raise RowError("unsupported", f"{where}.{name}: is not supported")
@@ -312,7 +340,14 @@ def _content(where: str, content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RowError("unsupported", f"{where}.content: parts of type {kind!r} are not supported, only text")
-    return "".join(part["text"] for part in parts)
+    return _check_text(f"{where}.content", "".join(part["text"] for part in parts))
+
+
+def _check_text(where: str, text: str) -> str:
+    try:
+        return check_text(where, text)
+    except UsageError as error:
+        raise _invalid(str(error)) from error
 
 
 def _required(fields: dict[str, Any], name: str) -> Any:

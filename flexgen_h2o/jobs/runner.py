@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import ge
 from typing import Any, Protocol
 
@@ -15,21 +16,23 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Row, Silent
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, at_once, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
-from flexgen_h2o.jobs.requests import NOT_FINITE, Request, RequestReader, RowError, error_row, success_row
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, error_row, row_errors, success_row
 from flexgen_h2o.jobs.sidecar import Status, tiers_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens, record_of
 from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
+MOST_SAID = 100  # internal errors of a job that stderr gets: it may have a million rows
 MOST_BAD_LINES = 1000  # at a time: some 60 ms, in which a server does nothing else
 WRITE_EVERY_S = 1.0
 
@@ -220,11 +223,17 @@ class JobRows:
     """The rows of a job: requests of its lines, and a row in the sink for each that is done.
 
     requests: of the lines; those that cannot be run become error rows on the way, and None stands for each
-    MOST_BAD_LINES of them, so that whoever asks can do something else.
+    MOST_BAD_LINES of them, so that whoever asks can do something else. tell: shows a person an internal error.
     """
 
-    def __init__(self, reader: RequestReader, lines: Iterable[Line], sink: Sink) -> None:
-        self.sink, self._model = sink, reader.model
+    def __init__(
+        self, reader: RequestReader, lines: Iterable[Line], sink: Sink,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.sink = sink
+        self._model = reader.model
+        self._tell = tell or partial(say, "batch")
+        self._said = 0
         self.requests = self._read(reader, lines)
 
     def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request | None]:
@@ -234,7 +243,7 @@ class JobRows:
                 request = reader.read(line)
             except RowError as error:
                 self.sink.asked(0)
-                self.sink.write([_failed(line.row, line.custom_id, line.number, error)])
+                self.sink.write([self._failed(line.row, line.custom_id, line.number, error)])
                 bad += 1
                 if bad % MOST_BAD_LINES == 0:
                     yield None
@@ -250,18 +259,30 @@ class JobRows:
         self.sink.write([self._answer(*one) for one in done])
 
     def fail(self, request: Request, error: RowError) -> None:
-        self.sink.write([_failed(request.row, request.custom_id, request.prompt.index, error)])
+        self.sink.write([self._failed(request.row, request.custom_id, request.prompt.index, error)])
 
     def _answer(self, request: Request, done: Completion) -> Answer:
-        if done.error is not None:
-            error = RowError(NOT_FINITE, done.error)
-            return _failed(request.row, request.custom_id, request.prompt.index, error)
-        return Answer(request.row, to_line(success_row(request, done, self._model)), len(done.token_ids))
+        try:
+            with row_errors():
+                if done.error is not None:
+                    raise RowError(done.error_code, done.error)
+                line = to_line(success_row(request, done, self._model))
+        except RowError as error:
+            return self._failed(request.row, request.custom_id, request.prompt.index, error)
+        return Answer(request.row, line, len(done.token_ids))
 
+    def _failed(self, row: int, custom_id: str, number: int, error: RowError) -> Answer:
+        """An error row. number: of the line, which is said on stderr too if nobody foresaw the error."""
+        if error.code == CODE_INTERNAL:
+            self._say_internal(f"line {number}: {error}")
+        return Answer(row, to_line(error_row(custom_id, number, error)), error=error.code)
 
-def _failed(row: int, custom_id: str, number: int, error: RowError) -> Answer:
-    """number: of the line."""
-    return Answer(row, to_line(error_row(custom_id, number, error)), error=error.code)
+    def _say_internal(self, line: str) -> None:
+        self._said += 1
+        if self._said <= MOST_SAID:
+            self._tell(line)
+        elif self._said == MOST_SAID + 1:
+            self._tell(f"{line}; further internal errors are in the output alone")
 
 
 class Job:

@@ -31,11 +31,12 @@ from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label,
 from flexgen_h2o.checkpoint.formats import PackedFormat
 from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, find_folder, has_weights
 from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, names_in
+from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
-from flexgen_h2o.core.errors import TooLongError, UsageError
+from flexgen_h2o.core.errors import TokenizerError, TooLongError, UsageError, first_line
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.units import MIB
+from flexgen_h2o.core.units import MIB, check_text
 from flexgen_h2o.models import GENERATION_CONFIG, built_in_names, built_in_spec, one_line, spec_from_folder
 
 _ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not known yet
@@ -75,9 +76,21 @@ class Model:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt with the tokenizer's own special tokens. TooLongError as of `check_fits`; prompts that
         are a little too long are found later."""
-        assert self.tokenizer is not None
         self.check_fits(text)
-        return list(self.tokenizer(text, verbose=False)["input_ids"])
+        return self.tokens_of(text)
+
+    def tokens_of(self, text: str, **options: Any) -> list[int]:
+        """The only door to the tokenizer. UsageError for a string that is no text, TokenizerError for whatever the
+        tokenizer raises: a panic in Rust is not even an `Exception`."""
+        assert self.tokenizer is not None
+        check_text("the text", text)
+        try:
+            return list(self.tokenizer(text, verbose=False, **options)["input_ids"])
+        except BaseException as error:
+            if interrupts.asks_to_end(error):
+                raise
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise TokenizerError(f"the tokenizer of {self.name} fails on the text ({reason})") from error
 
     def check_fits(self, text: str) -> None:
         """TooLongError for a text of far more tokens than there are positions, in little memory: the tokens of its
@@ -94,10 +107,9 @@ class Model:
 
     def encode_beginning(self, text: str, tokens: int) -> list[int]:
         """As `encode`, of a beginning of the text that has at least so many tokens; of the whole where it has fewer."""
-        assert self.tokenizer is not None
         size = PIECE_CHARACTERS
         while True:
-            ids = list(self.tokenizer(text[:size], verbose=False)["input_ids"])
+            ids = self.tokens_of(text[:size])
             if size >= len(text) or len(ids) >= tokens + _CUT_TOKENS:
                 return ids
             size *= 2
@@ -165,8 +177,7 @@ class Model:
 
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that has its special tokens in it, or that others stand before."""
-        assert self.tokenizer is not None
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.tokens_of(text, add_special_tokens=False)
 
     def encode_long(self, text: str) -> list[int]:
         """As `encode_more`, of a text of any length: a longer one in pieces, cut behind an end of line if it can be."""
@@ -359,7 +370,9 @@ def _load_tokenizer(folder: Path) -> Any | None:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # a setting of a wrong type is found at first use
         return tokenizer
-    except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
+    except BaseException as error:  # transformers and tokenizers raise many kinds for a bad file
+        if interrupts.asks_to_end(error):
+            raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(f"{folder}: its tokenizer cannot be read ({reason})") from error
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import first_line, json_reason
+from flexgen_h2o.core.errors import internal_reason, json_reason
 from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.conversation import AnswerText
-from flexgen_h2o.engine.prompts import STRICT_JSON, Completion
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, STRICT_JSON, Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.requests import (
     Request,
@@ -33,7 +33,6 @@ from flexgen_h2o.models.load import Model
 
 MOST_NUMBERS = 2_000_000  # in an answer, which is held until its last row is done
 MOST_SAID = 500  # characters of an error in the log
-INTERNAL = "internal_error"  # the code of what went wrong through no fault of a request
 
 
 class Refused(Exception):
@@ -53,21 +52,24 @@ class Refused(Exception):
 
 
 def is_fault(error: BaseException) -> bool:
-    """As `interrupts.is_fault`, in code that asyncio may cancel."""
-    return interrupts.is_fault(error) and not isinstance(error, asyncio.CancelledError)
+    """Return whether something has failed, rather than that an end was asked for, of the program or a task."""
+    return not interrupts.asks_to_end(error) and not isinstance(error, asyncio.CancelledError)
 
 
 def say_fault(where: str, error: BaseException) -> None:
-    """A line in the log about a bug of ours. where: what it happened to."""
-    what = shortened(f"{type(error).__name__}: {first_line(error)}", MOST_SAID)
-    line = f"{where}: internal error: {what}"
+    """Say in the log what nobody foresaw. where: what it happened to."""
+    say_line(f"{where}: {internal_reason(error)}")
+
+
+def say_line(line: str) -> None:
+    line = shortened(line, MOST_SAID)
     say("serve", line.encode(errors="backslashreplace").decode())  # half surrogates cannot be printed
 
 
 def internal_error(where: str, error: BaseException) -> Refused:
     """What a client is told of a bug of ours, once the log has it."""
     say_fault(where, error)
-    return Refused(500, "internal error", INTERNAL)
+    return Refused(500, "internal error", CODE_INTERNAL)
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,10 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: i
             request = reader.request(value, i, f"{name}-{i}")
             _check_length(request, length, reader.model.spec.max_positions)
         except RowError as error:
+            if error.code == CODE_INTERNAL:
+                say_line(f"a request: {error}")
             where = f"{error}" if prompts is None else f"{error} (prompt {i} of {len(prompts)})"
-            raise Refused(400, where, error.code) from error
+            raise Refused(500 if error.is_ours else 400, where, error.code) from error
         found += (_variant(request, c) for c in range(n))
     positions = reader.model.spec.max_positions
     if sum(_numbers(one, positions) for one in found) > MOST_NUMBERS:

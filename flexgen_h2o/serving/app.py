@@ -19,10 +19,9 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.engine.prompts import Completion
+from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.serving.answers import (
-    INTERNAL,
     Asked,
     Pieces,
     Refused,
@@ -290,7 +289,7 @@ async def _failed(request: Request, error: FlexgenError) -> Response:
 
 
 async def _internal(request: Request, error: Exception) -> Response:
-    return refusal(Refused(500, "internal error", INTERNAL))  # the guard gets the error too, and says it
+    return refusal(Refused(500, "internal error", CODE_INTERNAL))  # the guard gets the error too, and says it
 
 
 HANDLERS: Any = {

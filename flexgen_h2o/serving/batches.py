@@ -352,7 +352,7 @@ class Batches:
         self, batch: dict[str, Any], error: BaseException, counts: dict[str, int] | None = None
     ) -> Iterator[None]:
         """`_fail`, but for an end that somebody asked for."""
-        if not interrupts.is_fault(error):
+        if interrupts.asks_to_end(error):
             raise error
         yield from self._fail(batch, error, counts)
 

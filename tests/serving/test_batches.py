@@ -21,9 +21,9 @@ from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.jobs import runner
 from flexgen_h2o.jobs.input import at_once, scan_input
 from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.jobs.runner import JobRows
 from flexgen_h2o.jobs.sidecar import Sidecar, Status
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving import batch as module_of_one
@@ -304,19 +304,19 @@ def test_an_answer_that_cannot_be_written_is_an_error_row(
     fault: BaseException, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def answer(self: Any, request: Request, done: Completion) -> Any:
+    def answer(request: Request, *more: Any) -> Any:
         if request.prompt.index == 2:
             raise fault
-        return before(self, request, done)
+        return before(request, *more)
 
-    before = JobRows._answer
-    monkeypatch.setattr(JobRows, "_answer", answer)
+    before = runner.success_row
+    monkeypatch.setattr(runner, "success_row", answer)
     batch = create(batches, lines(3))
     run_rows(batches)
     assert batch["status"] == "completed" and batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
     [row] = map(json.loads, store.path(batch["error_file_id"]).read_text().splitlines())
     assert (row["custom_id"], row["error"]["code"]) == ("r1", "internal_error")
-    assert capsys.readouterr().err.startswith(f"serve: {batch['id']}, line 2: internal error: ")
+    assert capsys.readouterr().err.startswith(f"serve: {batch['id']}: line 2: internal error: ")
 
 
 def test_a_signal_goes_through_a_batch(batches: Batches) -> None:

@@ -13,7 +13,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.generation import Callbacks, Row
-from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.prompts import CODE_NOT_FINITE, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
@@ -84,7 +84,8 @@ class StubLLM:
 
     def _completion(self, row: Row) -> Completion:
         if row.prompt.token_ids[0] == NAN:
-            return Completion(row.prompt.index, None, None, [], "error", error="logits are not finite")
+            why = "logits are not finite"
+            return Completion(row.prompt.index, None, None, [], "error", error=why, error_code=CODE_NOT_FINITE)
         return Completion(row.prompt.index, None, None, row.token_ids, "length")
 
 
@@ -94,7 +95,6 @@ class StubBatch:
     def __init__(self, rows: Sequence[Request], later: int = 0, turn: int | None = None) -> None:
         self.rows, self.done, self.ended = deque(rows), list[int](), list[BaseException | None]()
         self.is_gone, self.asks_again, self.later = False, False, later
-        self.name = "batch_1"
         self.turn, self.rests, self.is_read = turn, False, False
 
     @property
@@ -372,8 +372,8 @@ def test_a_row_that_a_run_fails_on_fails_alone(
     assert [event[0] for event in told] == ["done"] * 3
     assert llm.failed_runs <= 3 and llm.peak_bytes and service.running == (0, 0) and not service._of_owner
     assert (service.counts.failed, service.counts.rows) == (1, 10)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and said[1].startswith(f"serve: batch_1, row 2: internal error: {type(fault).__name__}")
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"serve: a run of 4 rows: internal error: {type(fault).__name__}")
 
 
 def test_a_clients_row_that_a_run_fails_on_is_a_500(service: Service, llm: StubLLM) -> None:
