@@ -201,6 +201,6 @@ def uvicorn_config(app: App, bounds: Bounds) -> Config:
     protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})
     return Config(
         app, http=protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, log_level="critical",
-        access_log=False, server_header=False,
+        access_log=False, server_header=False, backlog=bounds.connections,
         timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5, proxy_headers=False,
     )  # fmt: skip
