@@ -224,7 +224,7 @@ def _bounds(args: argparse.Namespace) -> Bounds:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         where = "--api-key" if args.api_key is not None else KEY_VARIABLE
         raise UsageError(f"{where}: is empty, or has spaces or other than ASCII characters")
-    is_local = args.host in LOCAL
+    is_local = args.host.lower() in LOCAL
     if key is None and not is_local:
         raise UsageError(f"--host {args.host}: others reach it there; give --api-key, or set {KEY_VARIABLE}")
     sizes = (parse_bytes(args.max_body, "--max-body"), parse_bytes(args.max_file, "--max-file"))
