@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
@@ -39,7 +40,9 @@ from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
 MOST_LISTED = 10_000  # entries of a page
 LISTED = {"files": 10_000, "batches": 20}  # by default, as OpenAI has it
-FORM_FIELDS = ("file", "purpose")
+EXPIRY_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")  # as OpenAI's clients write them in a form
+FORM_FIELDS = ("file", "purpose", *EXPIRY_FIELDS)
+LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 2_592_000  # as OpenAI has it
 SHORT_BODY = 2**16  # bytes
 Reply = Callable[[Request], Awaitable[Response]]
 
@@ -184,7 +187,7 @@ class Server:
             if file is None or isinstance(file, str):
                 raise Refused(400, "file: is missing", "invalid_request")
             name = file.filename or "upload.jsonl"
-            record = await run_in_threadpool(self.batches.store.add_file, file.file, name)
+            record = await run_in_threadpool(self.batches.store.add_file, file.file, name, _expiry_of(form))
         finally:
             await form.close()
         return Answer(record)
@@ -277,12 +280,24 @@ def _route(path: str, reply: Reply, method: str = "GET", *names: str) -> Route:
 def _check_form(names: Sequence[str]) -> None:
     """Refused where an upload has a field that would change nothing."""
     for name in names:
-        if name.startswith("expires_after"):
-            raise Refused(400, "expires_after: is not supported; a file is kept until it is deleted", "unsupported")
         if name not in FORM_FIELDS:
             raise Refused(400, f"{name[:60]}: is not supported in a form with a file", "unsupported")
     if len(set(names)) < len(names):
         raise Refused(400, "a field of the form is given twice", "invalid_request")
+
+
+def _expiry_of(form: FormData) -> int | None:
+    """Seconds that a file is to be kept; None where the form does not say."""
+    anchor, seconds = (form.get(name) for name in EXPIRY_FIELDS)
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise Refused(400, "expires_after: its anchor must be created_at", "invalid_request")
+    is_number = isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10
+    if not is_number or not LEAST_EXPIRY_S <= int(seconds) <= MOST_EXPIRY_S:  # type: ignore[arg-type]
+        told = f"expires_after: its seconds must be a whole number from {LEAST_EXPIRY_S} to {MOST_EXPIRY_S}"
+        raise Refused(400, told, "invalid_request")
+    return int(seconds)  # type: ignore[arg-type]
 
 
 def _page(

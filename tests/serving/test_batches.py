@@ -445,6 +445,26 @@ def test_no_descriptor_left_is_waited_for(store: Store, batches: Batches, monkey
     assert len(store.path(batch["output_file_id"]).read_text().splitlines()) == 3
 
 
+def test_files_expire_when_no_batch_reads_them(store: Store, batches: Batches, tmp_path: Path) -> None:
+    kept = store.add_file(io.BytesIO(lines(1)), "a.jsonl")
+    gone, later = (store.add_file(io.BytesIO(lines(1)), "a.jsonl", expires_in=3600 * n) for n in (1, 3))
+    read = store.add_file(io.BytesIO(lines(1)), "a.jsonl", expires_in=3600)
+    batch = batches.create({**BODY, "input_file_id": read["id"]})
+    store.expire(time.time() + 3000)
+    assert len(store.files) == 4
+    store.expire(time.time() + 4000)
+    assert list(store.files) == [kept["id"], later["id"], read["id"]] and not (tmp_path / "files" / gone["id"]).exists()
+    run_rows(batches)
+    assert batch["status"] == "completed"
+    store.expire(time.time() + 5000)
+    assert read["id"] not in store.files and later["id"] in store.files
+    store.close()
+    again = Store(tmp_path, 2**20)
+    again.expire(time.time() + 20_000)
+    assert later["id"] not in again.files and kept["id"] in again.files
+    store._fd = again._fd
+
+
 def test_ids_sort_as_batches_were_made(store: Store, tmp_path: Path) -> None:
     made = [new_batch(store)["id"] for _ in range(50)]
     store.close()

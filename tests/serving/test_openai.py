@@ -237,10 +237,18 @@ def test_lists_of_files_and_batches(client: openai.OpenAI) -> None:
     assert [one.id for one in found.data] == made[4:6] and found.has_more
     for name in made:
         client.files.delete(name)
-    with pytest.raises(openai.BadRequestError, match="expires_after: is not supported"):
-        client.files.create(
-            file=("a.jsonl", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
-        )
+
+
+def test_a_file_that_expires(client: openai.OpenAI) -> None:
+    def create(seconds: int) -> Any:
+        after: Any = {"anchor": "created_at", "seconds": seconds}
+        return client.files.create(file=("a.jsonl", lines_of(1)), purpose="batch", expires_after=after)
+
+    file = create(3600)
+    assert file.expires_at == file.created_at + 3600 and client.files.retrieve(file.id).expires_at == file.expires_at
+    for seconds in (0, 3599, 2592001):
+        with pytest.raises(openai.BadRequestError, match="expires_after: "):
+            create(seconds)
 
 
 def test_lines_of_another_endpoint_are_error_rows(client: openai.OpenAI) -> None:
