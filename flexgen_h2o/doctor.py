@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import not_empty, run_cli
+from flexgen_h2o.core.descriptors import descriptor_limits
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_FAILED, FlexgenError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
 from flexgen_h2o.core.units import GIB, MIB, aligned, format_bytes
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 SLOW_DISK = 5e8  # bytes a second, of reads
 LITTLE_MEMORY = 2 * GIB  # free: torch, numba and small buffers take about 1 GiB
 FULL_DISK = 10 * GIB
+TOO_FEW_OPEN_FILES, FEW_OPEN_FILES, ENOUGH_OPEN_FILES = 256, 1024, 2048
 PROBED_BYTES, PROBED_S = 256 * MIB, 0.4
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -73,6 +75,7 @@ def findings(offload_dir: Path) -> Iterator[Finding]:
     yield numba_cache()
     yield wait_policy(os.environ.get("OMP_WAIT_POLICY", ""))
     yield threads()
+    yield open_files(*descriptor_limits())
     yield from memory()
     yield huge_pages()
     yield card()
@@ -154,6 +157,17 @@ def threads() -> Finding:
     if count < int(cores) // 2:  # a thread for each two hardware threads is torch's own choice
         return Finding("threads", text, "raise OMP_NUM_THREADS, or unset it: cores are idle", hurts=True)
     return Finding("threads", text)
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    """`ulimit -n`: weights in many files, a server's connections and what libraries open need descriptors."""
+    text = f"at most {soft} at a time (ulimit -n)"
+    if soft >= FEW_OPEN_FILES:
+        return Finding("open files", text)
+    wanted = min(ENOUGH_OPEN_FILES, hard)
+    advice = f"ulimit -n {wanted}" if wanted > soft else "ask the administrator for more"
+    advice += f": a model in many files and a server's connections need up to {ENOUGH_OPEN_FILES}"
+    return Finding("open files", text, advice, hurts=soft < TOO_FEW_OPEN_FILES)
 
 
 def memory() -> Iterator[Finding]:

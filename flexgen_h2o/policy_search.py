@@ -56,6 +56,7 @@ from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.report import Answer, to_json, to_text
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.planner.lp import Budgets, SearchSpace
     from flexgen_h2o.planner.profile import HardwareProfile
     from flexgen_h2o.planner.search import Plan
@@ -115,7 +116,7 @@ def _parser() -> OneLineParser:
     files("--trace", type=file_name, metavar="FILE", help="write a Chrome trace of the first batch as it is simulated")
     picture = "write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)"
     files("--plot", type=file_name, metavar="FILE", help=picture)
-    parser.set_defaults(profile=None, check=interrupts.check)  # of `ask`
+    parser.set_defaults(profile=None, check=interrupts.check, spec=None)  # of `ask`
     return parser
 
 
@@ -139,14 +140,17 @@ def _run(argv: list[str] | None) -> int:
     return EXIT_DONE
 
 
-def ask(words: Sequence[str], profile: HardwareProfile, check: Callable[[], None]) -> dict[str, Any]:
+def ask(
+    words: Sequence[str], profile: HardwareProfile, check: Callable[[], None], spec: ModelSpec | None = None
+) -> dict[str, Any]:
     """For a page: what --json says on a machine of this profile; with a plan also `text`, the tables, and `command`,
-    which runs a file of requests with it. check: called between candidates; what it raises ends the search.
+    which runs a file of requests with it. check: called between candidates; what it raises ends the search. spec: of
+    the model; None: the words say where it is.
 
     Nothing is measured, and no file is written. UsageError names the flag.
     """
     args = _parser().parse_args(words)
-    args.profile, args.check = profile, check
+    args.profile, args.check, args.spec = profile, check, spec
     _check(args)
     answer = _fastest(args)
     if answer.plan is None:
@@ -207,7 +211,7 @@ def _question(args: argparse.Namespace) -> Answer:
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace
 
-    spec = find_spec(model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len)
+    spec = args.spec or find_spec(model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len)
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
     by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits
@@ -322,7 +326,7 @@ def _with_policy(command: str, more: str, args: argparse.Namespace, answer: Answ
     words.append(given_flags(args, REPEATED))
     if args.device != "auto":
         words.append(f"--device {args.device}")
-    if args.dtype != "auto" or is_folder(args):  # whose own dtype may be another
+    if args.dtype != "auto" or (args.spec is None and is_folder(args)):  # whose own dtype may be another
         words.append(f"--dtype {answer.space.machine.dtype}")
     return " ".join(filter(None, words))
 

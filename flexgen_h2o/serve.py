@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli_common import count, file_name, own_name, positive, run_cli
+from flexgen_h2o.cli_common import count, file_name, own_name, positive, run_cli, say
 from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.descriptors import descriptor_limits, descriptors_in_use, raise_descriptor_limit
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_folder, usable_path
 from flexgen_h2o.core.units import check_number, parse_bytes
@@ -48,6 +49,8 @@ MOST_LENGTH = 2048  # tokens of a row, without --max-len
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 STATE_DIR = "~/flexgen_h2o_server"
 PLANNED = "facebook/opt-30b"  # what the planner's page begins with, if no model is named
+# Descriptors: of batches, and of what libraries open; of a connection, which may wait to be accepted, and its upload.
+SPARE_DESCRIPTORS, FOR_A_CONNECTION = 24, 3
 COMPARED_ROWS, COMPARED_QUEUE = 2, 16  # of the engine for comparisons
 SHOWN = (
     *SHOWN_OF_ENGINE,
@@ -131,6 +134,7 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.serving.store import Store
 
     args, beside = _shares(args)
+    raise_descriptor_limit(SPARE_DESCRIPTORS + FOR_A_CONNECTION * args.max_connections)
     with _listening(args) as listener, open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = "off"  # rows that come later begin otherwise
         llm.check_plan()
@@ -146,6 +150,7 @@ def _run(argv: list[str] | None) -> int:
             _compared(beside, policy, is_auto, length) as other,
             contextlib.closing(_pages(args, has_engine=True)) as pages,
         ):
+            bounds = _within_descriptors(bounds)
             batches = Batches(store, service, reader, settings, args.max_rows)
             server = Server(service, batches, reader)
             if other is not None:
@@ -240,11 +245,25 @@ def _bounds(args: argparse.Namespace) -> Bounds:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         where = "--api-key" if args.api_key is not None else KEY_VARIABLE
         raise UsageError(f"{where}: is empty, or has spaces or other than ASCII characters")
-    is_local = args.host in LOCAL
+    is_local = args.host.lower() in LOCAL
     if key is None and not is_local:
         raise UsageError(f"--host {args.host}: others reach it there; give --api-key, or set {KEY_VARIABLE}")
     sizes = (parse_bytes(args.max_body, "--max-body"), parse_bytes(args.max_file, "--max-file"))
     return Bounds(*sizes, args.max_connections, args.timeout, key, is_local)
+
+
+def _within_descriptors(bounds: Bounds) -> Bounds:
+    """As many connections as `ulimit -n` leaves room for, now that the engine has its files. UsageError where that is
+    none."""
+    limit, _ = descriptor_limits()
+    room = (limit - descriptors_in_use() - SPARE_DESCRIPTORS) // FOR_A_CONNECTION
+    if room < 1:
+        needed = descriptors_in_use() + SPARE_DESCRIPTORS + FOR_A_CONNECTION
+        raise UsageError(f"ulimit -n is {limit}, and a server needs at least {needed}; raise it")
+    if room < bounds.connections:
+        say("serve", f"ulimit -n is {limit}: at most {room} connections at a time, not {bounds.connections}; raise it")
+        return replace(bounds, connections=room)
+    return bounds
 
 
 def _length(args: argparse.Namespace, positions: int) -> int:

@@ -45,12 +45,6 @@ def check() -> None:
         raise found
 
 
-def is_fault(error: BaseException) -> bool:
-    """Did something go wrong, rather than somebody asking for the end? A fault need not be an Exception: the panic of a
-    Rust library is none."""
-    return not isinstance(error, Interrupted | KeyboardInterrupt | SystemExit | GeneratorExit)
-
-
 @contextmanager
 def held() -> Iterator[None]:
     """Signals that arrive in here are remembered and not raised: for cleaning up."""

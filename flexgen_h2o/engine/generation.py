@@ -362,7 +362,7 @@ def sparing(row: Row, spares_rows: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not spares_rows or not interrupts.is_fault(error):
+        if not spares_rows or interrupts.asks_to_end(error):
             raise
         row.fail(CODE_INTERNAL, internal_reason(error))
 

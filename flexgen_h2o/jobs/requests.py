@@ -100,7 +100,7 @@ def row_errors() -> Iterator[None]:
     except RowError:
         raise
     except BaseException as error:
-        if not interrupts.is_fault(error):
+        if interrupts.asks_to_end(error):
             raise
         raise RowError(INTERNAL, internal_reason(error)) from error
 

@@ -34,7 +34,8 @@ from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
 MOST_SAID = 100  # internal errors of a job that stderr gets: it may have a million rows
-MOST_BAD_LINES = 1000  # at a time: some 60 ms, in which a server does nothing else
+# Lines that cannot be run, at a time: some 60 ms, in which a server does nothing else. Long ones take more time each.
+MOST_BAD_LINES, MOST_BAD_S = 1000, 0.05
 WRITE_EVERY_S = 1.0
 
 PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
@@ -234,7 +235,8 @@ class JobRows:
     """The rows of a job: requests of its lines, and a row in the sink for each that is done.
 
     requests: of the lines; those that cannot be run become error rows on the way, and None stands for each
-    MOST_BAD_LINES of them, so that whoever asks can do something else. tell: shows a person an internal error.
+    MOST_BAD_LINES of them, or fewer that took MOST_BAD_S, so that whoever asks can do something else. tell: shows a
+    person an internal error.
     """
 
     def __init__(
@@ -249,6 +251,7 @@ class JobRows:
 
     def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request | None]:
         model, notes, bad = reader.model.name, self.sink.notes, 0
+        began = time.monotonic()
         for line in lines:
             try:
                 request = reader.read(line)
@@ -256,14 +259,16 @@ class JobRows:
                 self.sink.asked(0)
                 self.sink.write([self._failed(line.row, line.custom_id, line.number, error)])
                 bad += 1
-                if bad % MOST_BAD_LINES == 0:
+                if bad % MOST_BAD_LINES == 0 or time.monotonic() - began > MOST_BAD_S:
                     yield None
+                    began = time.monotonic()
                 continue
             if request.asked_model not in (None, model):
                 notes.other_models += 1
                 notes.first_other = notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
             self.sink.asked(request.params.max_tokens)
             yield request
+            began = time.monotonic()
 
     def finish(self, done: Iterable[tuple[Request, Completion]]) -> None:
         """Write rows as they finish."""

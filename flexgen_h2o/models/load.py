@@ -141,7 +141,7 @@ class Model:
         try:
             return list(self.tokenizer(text, verbose=False, **options)["input_ids"])
         except BaseException as error:
-            if not interrupts.is_fault(error):
+            if interrupts.asks_to_end(error):
                 raise
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise TokenizerError(f"the tokenizer of {self.name} fails on the text ({reason})") from error
@@ -551,7 +551,7 @@ def _load_tokenizer(folder: Path) -> Any | None:
         _drop_dropout(tokenizer, folder)
         return tokenizer
     except BaseException as error:  # transformers and tokenizers raise many kinds for a bad file
-        if not interrupts.is_fault(error):
+        if interrupts.asks_to_end(error):
             raise
         missing = _missing_for_sentencepiece(folder)
         if missing:

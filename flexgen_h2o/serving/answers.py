@@ -17,7 +17,7 @@ from typing import Any
 
 from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import first_line, json_reason
+from flexgen_h2o.core.errors import internal_reason, json_reason
 from flexgen_h2o.core.units import shortened
 from flexgen_h2o.engine.channels import ChatText
 from flexgen_h2o.engine.conversation import AnswerText
@@ -50,13 +50,16 @@ class Refused(Exception):
 
 def is_fault(error: BaseException) -> bool:
     """Return whether something went wrong and nobody asked for the end, in code that asyncio may cancel."""
-    return interrupts.is_fault(error) and not isinstance(error, asyncio.CancelledError)
+    return not interrupts.asks_to_end(error) and not isinstance(error, asyncio.CancelledError)
 
 
 def say_fault(where: str, error: BaseException) -> None:
-    """A line in the log about a bug of ours. where: what it happened to."""
-    what = shortened(f"{type(error).__name__}: {first_line(error)}", MOST_SAID)
-    line = f"{where}: internal error: {what}"
+    """Say in the log what nobody foresaw. where: what it happened to."""
+    say_line(f"{where}: {internal_reason(error)}")
+
+
+def say_line(line: str) -> None:
+    line = shortened(line, MOST_SAID)
     say("serve", line.encode(errors="backslashreplace").decode())  # half surrogates cannot be printed
 
 
@@ -119,6 +122,8 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: i
             request = reader.request(value, i, f"{name}-{i}")
             _check_length(request, length, reader.model.spec.max_positions)
         except RowError as error:
+            if error.code == CODE_INTERNAL:
+                say_line(f"a request: {error}")
             where = f"{error}" if prompts is None else f"{error} (prompt {i} of {len(prompts)})"
             raise Refused(500 if error.is_ours else 400, where, error.code) from error
         found += (_variant(request, c) for c in range(n))

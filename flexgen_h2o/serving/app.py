@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
@@ -37,8 +38,13 @@ from flexgen_h2o.serving.block import Service, Ticket
 from flexgen_h2o.serving.guard import Answer, refusal
 from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
-MOST_LISTED, LISTED = 10_000, 20  # entries of a page, at most and by default
-Handler = Callable[[Request], Any]
+MOST_LISTED = 10_000  # entries of a page
+LISTED = {"files": 10_000, "batches": 20}  # by default, as OpenAI has it
+EXPIRY_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")  # as OpenAI's clients write them in a form
+FORM_FIELDS = ("file", "purpose", *EXPIRY_FIELDS)
+LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 2_592_000  # as OpenAI has it
+SHORT_BODY = 2**16  # bytes
+Reply = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
@@ -48,29 +54,31 @@ class Server:
         self.service, self.batches, self.reader = service, batches, reader
         self.created = int(time.time())
         self.other: Server | None = None  # with another eviction policy, for comparisons
-        self._reading = asyncio.Semaphore(1)  # prompts are encoded beside the engine, one request at a time
+        # Prompts are encoded beside the engine, one short request and one long one at a time.
+        self._reading_short = asyncio.Semaphore(1)
+        self._reading_long = asyncio.Semaphore(1)
 
     def app(self, more: Sequence[Route] = ()) -> Starlette:
         routes = [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/status", self.status),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/chat/completions", self.complete, methods=["POST"]),
-            Route("/v1/files", self.add_file, methods=["POST"]),
-            Route("/v1/files", self.list_files),
-            Route("/v1/files/{file_id}", self.delete_file, methods=["DELETE"]),
-            Route("/v1/files/{file_id}", self.file),
-            Route("/v1/files/{file_id}/content", self.content),
-            Route("/v1/batches", self.add_batch, methods=["POST"]),
-            Route("/v1/batches", self.list_batches),
-            Route("/v1/batches/{batch_id}", self.batch),
-            Route("/v1/batches/{batch_id}/cancel", self.cancel_batch, methods=["POST"]),
+            _route("/v1/models", self.models),
+            _route("/v1/models/{name:path}", self.model),
+            _route("/v1/completions", self.complete, "POST"),
+            _route("/v1/chat/completions", self.complete, "POST"),
+            _route("/v1/files", self.add_file, "POST"),
+            _route("/v1/files", self.list_files, "GET", "after", "limit", "order", "purpose"),
+            _route("/v1/files/{file_id}", self.delete_file, "DELETE"),
+            _route("/v1/files/{file_id}", self.file),
+            _route("/v1/files/{file_id}/content", self.content),
+            _route("/v1/batches", self.add_batch, "POST"),
+            _route("/v1/batches", self.list_batches, "GET", "after", "limit"),
+            _route("/v1/batches/{batch_id}", self.batch),
+            _route("/v1/batches/{batch_id}/cancel", self.cancel_batch, "POST"),
         ]
         if self.other is not None:
-            routes.append(Route("/compare/v1/completions", self.other.complete, methods=["POST"]))
+            routes.append(_route("/compare/v1/completions", self.other.complete, "POST"))
         return Starlette(routes=[*routes, *more], exception_handlers=HANDLERS)
 
     # The server
@@ -107,7 +115,7 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         data = await json_body(request)
-        async with self._reading:
+        async with self._reading_short if len(data) <= SHORT_BODY else self._reading_long:
             body = await run_in_threadpool(json_of, data)
             path, service = request.url.path.removeprefix("/compare"), self.service
             most = service.most_queued, service.length
@@ -172,21 +180,25 @@ class Server:
         except OSError as error:  # of the temporary file that a large one goes to
             raise Refused(500, f"file: {error.strerror or error}", "storage_failed") from error
         try:
+            _check_form([name for name, _ in form.multi_items()])
             file, purpose = form.get("file"), form.get("purpose")
             if purpose != "batch":
                 raise Refused(400, f"purpose: {purpose!r:.60} is not batch", "invalid_request")
             if file is None or isinstance(file, str):
                 raise Refused(400, "file: is missing", "invalid_request")
             name = file.filename or "upload.jsonl"
-            record = await run_in_threadpool(self.batches.store.add_file, file.file, name)
+            record = await run_in_threadpool(self.batches.store.add_file, file.file, name, _expiry_of(form))
         finally:
             await form.close()
         return Answer(record)
 
     async def list_files(self, request: Request) -> Response:
-        found = list(self.batches.store.files.values())
         purpose = request.query_params.get("purpose")
-        return _page(request, [one for one in found if purpose in (None, one["purpose"])])
+        found = [one for one in list(self.batches.store.files.values()) if purpose in (None, one["purpose"])]
+        order = request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise Refused(400, f"order: {order[:60]!r} is neither asc nor desc", "invalid_request")
+        return _page(request, found if order == "asc" else found[::-1], LISTED["files"])
 
     async def file(self, request: Request) -> Response:
         return Answer(self.batches.store.file(request.path_params["file_id"]))
@@ -207,7 +219,8 @@ class Server:
         return Answer(await run_in_threadpool(self.batches.create, body))
 
     async def list_batches(self, request: Request) -> Response:
-        return _page(request, [self.batches.shown(one) for one in list(self.batches.store.batches.values())])
+        found = list(self.batches.store.batches.values())[::-1]
+        return _page(request, found, LISTED["batches"], self.batches.shown)
 
     async def batch(self, request: Request) -> Response:
         return Answer(self.batches.shown(self.batches.store.batch(request.path_params["batch_id"])))
@@ -249,18 +262,58 @@ async def _unless_gone(request: Request, coroutine: Any) -> Any:
         await asyncio.gather(work, gone, return_exceptions=True)
 
 
-def _page(request: Request, found: list[dict[str, Any]]) -> Response:
-    """A list of OpenAI's, the newest first. after: the id that a page begins behind."""
-    limit, after = request.query_params.get("limit", str(LISTED)), request.query_params.get("after")
+def _route(path: str, reply: Reply, method: str = "GET", *names: str) -> Route:
+    """A route of OpenAI's. names: of its query fields; others are refused, since they would change nothing."""
+
+    async def checked(request: Request) -> Response:
+        given = [name for name, _ in request.query_params.multi_items()]
+        for name in given:
+            if name not in names:
+                raise Refused(400, f"{name[:60]}: is not supported in the query of {method} {path}", "unsupported")
+        if len(set(given)) < len(given):
+            raise Refused(400, "a query field is given twice", "invalid_request")
+        return await reply(request)
+
+    return Route(path, checked, methods=[method])
+
+
+def _check_form(names: Sequence[str]) -> None:
+    """Refused where an upload has a field that would change nothing."""
+    for name in names:
+        if name not in FORM_FIELDS:
+            raise Refused(400, f"{name[:60]}: is not supported in a form with a file", "unsupported")
+    if len(set(names)) < len(names):
+        raise Refused(400, "a field of the form is given twice", "invalid_request")
+
+
+def _expiry_of(form: FormData) -> int | None:
+    """Seconds that a file is to be kept; None where the form does not say."""
+    anchor, seconds = (form.get(name) for name in EXPIRY_FIELDS)
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise Refused(400, "expires_after: its anchor must be created_at", "invalid_request")
+    is_number = isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10
+    if not is_number or not LEAST_EXPIRY_S <= int(seconds) <= MOST_EXPIRY_S:  # type: ignore[arg-type]
+        told = f"expires_after: its seconds must be a whole number from {LEAST_EXPIRY_S} to {MOST_EXPIRY_S}"
+        raise Refused(400, told, "invalid_request")
+    return int(seconds)  # type: ignore[arg-type]
+
+
+def _page(
+    request: Request, found: list[dict[str, Any]], listed: int,
+    shown: Callable[[dict[str, Any]], dict[str, Any]] = lambda one: one,
+) -> Response:  # fmt: skip
+    """A page of a list as OpenAI has it. listed: entries by default. after: the id that a page begins behind."""
+    limit, after = request.query_params.get("limit", str(listed)), request.query_params.get("after")
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST_LISTED:
         raise Refused(400, f"limit: {limit[:60]!r} is not a whole number from 1 to {MOST_LISTED}", "invalid_request")
-    found = found[::-1]
     if after is not None:
         places = [i for i, one in enumerate(found) if one["id"] == after]
         if not places:
             raise Refused(404, f"after: {after[:60]!r} is not in the list", "not_found")
         found = found[places[0] + 1 :]
-    page = found[: int(limit)]
+    page = [shown(one) for one in found[: int(limit)]]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
     return Answer({"object": "list", "data": page, **ends, "has_more": len(found) > len(page)})
 

@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion
+from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.input import Cut, Line, Steps, read_in_turns
 from flexgen_h2o.jobs.job import settle_steps
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import URLS, Request, RequestReader, RowError
 from flexgen_h2o.jobs.runner import Answer, Before, JobRows, JobWriter
-from flexgen_h2o.serving.answers import say_fault
-from flexgen_h2o.serving.block import NO_FAULT_OF_THE_ROW, Service
+from flexgen_h2o.serving.answers import say_line
+from flexgen_h2o.serving.block import Service
 from flexgen_h2o.serving.store import Store
 
 if TYPE_CHECKING:
@@ -149,7 +148,8 @@ class Batch:
         output = self._output = BatchOutput(batches.store, self.record)
         before = yield from self._before(source, output, batches.settings)
         self.writer = BatchWriter(output, before, batches.service)
-        self._rows = JobRows(reader, read_in_turns(source, Cut(0, 1, 0, ~before.done)), self.writer)
+        lines = read_in_turns(source, Cut(0, 1, 0, ~before.done))
+        self._rows = JobRows(reader, lines, self.writer, lambda line: say_line(f"{self.name}: {line}"))
         self._rows_before = before.rows
 
     def _before(self, source: Path, output: BatchOutput, settings: dict[str, Any]) -> Steps[Before]:
@@ -225,13 +225,7 @@ class Batch:
         self._running -= 1
         with self._failing():
             self.writer.status.tokens += len(done.token_ids)
-            try:
-                self._rows.finish([(request, done)])
-            except BaseException as error:
-                if isinstance(error, FlexgenError) or not interrupts.is_fault(error):
-                    raise
-                say_fault(f"{self.name}, line {request.prompt.index}", error)  # of this row alone
-                self._rows.fail(request, RowError(CODE_INTERNAL, NO_FAULT_OF_THE_ROW))
+            self._rows.finish([(request, done)])
 
     def fail(self, request: Request, error: RowError) -> None:
         self._running -= 1
@@ -249,7 +243,7 @@ class Batch:
         try:
             yield
         except BaseException as error:
-            if not interrupts.is_fault(error):
+            if interrupts.asks_to_end(error):
                 raise
             self._error = self._error or error
             self.is_gone = True

@@ -61,7 +61,7 @@ class Batches:
         self._reader = reader
         self._most_rows = most_rows
         self.running: dict[str, Batch] = {}  # in hand
-        self._clerk = Clerk(self._fill)
+        self._clerk = Clerk(self._tick)
         self._lock = threading.Lock()  # of what a batch is doing: held while its record is written
         self._turns = threading.Lock()  # of the rest, which is held for moments
         self._ready: deque[dict[str, Any]] = deque()  # validated, and not in hand
@@ -163,6 +163,11 @@ class Batches:
             if run in self._resting:
                 self._resting.remove(run)
         self._clerk.add(partial(self._end, run, error))
+
+    def _tick(self) -> None:
+        """Called now and then."""
+        self.store.expire(time.time())
+        self._fill()
 
     def _fill(self) -> None:
         """Take batches in hand as long as the block may want their rows."""
@@ -352,7 +357,7 @@ class Batches:
         self, batch: dict[str, Any], error: BaseException, counts: dict[str, int] | None = None
     ) -> Iterator[None]:
         """`_fail`, but for an end that somebody asked for."""
-        if not interrupts.is_fault(error):
+        if interrupts.asks_to_end(error):
             raise error
         yield from self._fail(batch, error, counts)
 

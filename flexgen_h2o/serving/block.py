@@ -16,16 +16,16 @@ from functools import partial
 from typing import Protocol
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.errors import FlexgenError, UsageError, internal_reason
 from flexgen_h2o.core.packing import PAGE_STEP
 from flexgen_h2o.core.timeline import Span
 from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
-from flexgen_h2o.jobs.requests import NOT_FINITE, Request, RowError
+from flexgen_h2o.jobs.requests import Request, RowError
 from flexgen_h2o.jobs.runner import MOST_BAD_LINES
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.serving.answers import Refused, say_fault
+from flexgen_h2o.serving.answers import Refused, say_fault, say_line
 
 TEMPLATE_PROMPT = 128  # tokens of a usual prompt, which the engine is opened for
 LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)  # seconds: upper ends of the histogram
@@ -34,20 +34,16 @@ PLAIN_ROW_S = 1.0  # what a row is taken to need before one has been timed
 MOST_RETRY_S = 120
 MOST_ENDS = 64
 MOST_SPANS, WATCHED_S = 1000, 15.0  # of the timeline, and for how long after somebody has asked
-NO_FAULT_OF_THE_ROW = "the server failed on this row; its log says how"
 NO_ROOM = "prompt: it and max_tokens need more of the KV cache than this server was opened for; raise --max-len"
 
 
 class Owner(Protocol):
     """Whose rows they are. All is called by the engine's thread.
 
-    name: in the log. is_gone: nobody waits for the rows any more. is_over: `next` gives none any more; a batch that is
+    is_gone: nobody waits for the rows any more. is_over: `next` gives none any more; a batch that is
     not over and gives none rests, and is added again. asks_again: it gave none for now, of a batch that has read many
     bad lines.
     """
-
-    @property
-    def name(self) -> str: ...
 
     @property
     def is_over(self) -> bool: ...
@@ -83,10 +79,6 @@ class Ticket:
     began: float = field(default_factory=time.monotonic)
 
     @property
-    def name(self) -> str:
-        return "a request"
-
-    @property
     def is_over(self) -> bool:
         return self.is_gone or not self.waiting
 
@@ -101,7 +93,9 @@ class Ticket:
         self.tell(("done", request, done))
 
     def fail(self, request: Request, error: RowError) -> None:
-        self.tell(("error", Refused(500 if error.code == NOT_FINITE else 400, str(error), error.code)))
+        if error.code == CODE_INTERNAL:
+            say_line(f"a request: {error}")
+        self.tell(("error", Refused(500 if error.is_ours else 400, str(error), error.code)))
 
     def end(self, error: BaseException | None = None) -> None:
         if isinstance(error, FlexgenError):
@@ -314,7 +308,7 @@ class Service:
                     Callbacks(listener=self, goes_on=self._goes_on, spares_rows=True), refill=True, more=self._more,
                 )  # fmt: skip
             except BaseException as error:
-                is_of_rows = interrupts.is_fault(error) and (self._running or isinstance(error, FlexgenError))
+                is_of_rows = not interrupts.asks_to_end(error) and (self._running or isinstance(error, FlexgenError))
                 if not is_of_rows:
                     raise
                 interrupts.check()  # the error may be its consequence
@@ -372,9 +366,9 @@ class Service:
         except FlexgenError as error:
             return RowError("does_not_fit", str(error))
         except BaseException as error:
-            if not interrupts.is_fault(error):
+            if interrupts.asks_to_end(error):
                 raise
-            return _fault_of(one, error)
+            return RowError(CODE_INTERNAL, internal_reason(error))
 
     def _next_suspect(self) -> tuple[Prompt, SamplingParams] | None:
         """The next row of the group that runs by itself; of the next group when all rows of this one have ended."""
@@ -489,7 +483,7 @@ class Service:
         rows = [one for one in rows if one.can_run_again]
         if len(rows) == 1:
             self.counts.failed += 1
-            rows[0].owner.fail(rows[0].request, _fault_of(rows[0], error))
+            rows[0].owner.fail(rows[0].request, RowError(CODE_INTERNAL, internal_reason(error)))
             self._forget(rows[0])
             return
         middle = len(rows) // 2
@@ -525,9 +519,3 @@ class Service:
         answered = sum(row.answered for row in rows)
         self.counts.tokens += answered
         self.counts.computed -= sum(len(row.token_ids) for row in rows) - answered
-
-
-def _fault_of(one: _Running, error: BaseException) -> RowError:
-    """What a row's owner is told of a bug of ours, once the log has it."""
-    say_fault(f"{one.owner.name}, row {one.request.prompt.index}", error)
-    return RowError(CODE_INTERNAL, NO_FAULT_OF_THE_ROW)

@@ -79,7 +79,7 @@ class Clerk:
             except StopIteration:
                 del self._under_way[lane]
             except BaseException as error:
-                if not interrupts.is_fault(error):
+                if interrupts.asks_to_end(error):
                     raise
                 self._under_way.pop(lane, None)
                 say_fault("batches", error)  # all that is expected has been seen to by the work itself

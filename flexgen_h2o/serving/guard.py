@@ -108,11 +108,11 @@ class Guard:
             self._coming[kind] -= size
 
     def _check(self, headers: Headers, path: str, most: int) -> None:
-        bounds, host = self._bounds, headers.get("host", "")
+        bounds, host = self._bounds, headers.get("host", "").lower()  # names of hosts have no case
         if bounds.local_only and PORT.sub("", host) not in LOCAL:
             raise Refused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
         origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        if origin is not None and origin.lower().partition("://")[2] != host:
             raise Refused(403, "origin: pages of other servers may not ask here", "wrong_origin")
         if bounds.key is not None and path not in OPEN_TO_ALL and not path.startswith(STATIC):
             kind, _, key = headers.get("authorization", "").partition(" ")
@@ -201,6 +201,6 @@ def uvicorn_config(app: App, bounds: Bounds) -> Config:
     protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})
     return Config(
         app, http=protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, log_level="critical",
-        access_log=False, server_header=False,
+        access_log=False, server_header=False, backlog=bounds.connections,
         timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5, proxy_headers=False,
     )  # fmt: skip

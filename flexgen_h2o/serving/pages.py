@@ -6,7 +6,6 @@ The files are in static/, each read once. They need no key; what they show comes
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from flexgen_h2o.cli_common import flag_of
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.models import built_in_names
+from flexgen_h2o.models import built_in_names, built_in_spec
 from flexgen_h2o.serving.answers import Refused, json_of
 from flexgen_h2o.serving.app import HANDLERS, json_body
 from flexgen_h2o.serving.guard import Answer
@@ -37,7 +36,6 @@ HEADERS = {
     "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
 }  # fmt: skip
 MOST_SEARCHES, MOST_SEARCH_S = 2, 120.0  # at a time, and of each
-MODEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a hub id, no path
 SWITCHES = ("compress_weight", "compress_cache")
 VALUES = (
     "num_prompts", "prompt_len", "gen_len", *(f"{tier}_mem" for tier in TIERS), "eviction", "hh_ratio", "kv_budget",
@@ -50,13 +48,15 @@ class Pages:
     """Their routes. has_engine: without it `/` leads to the planner's page.
 
     Of flexgen_h2o.policy_search: machines: profiles by name; read: a profile from an object; ask: an answer's object
-    from words of its command line, a profile, and what is called between candidates. model: the one that the page
-    begins with, and the words that say where it is.
+    from words of its command line, a profile, what is called between candidates, and a model's shape. model: the one
+    that the page begins with, and the words that say where it is. Of other models only shapes that come with the
+    package are known: no folder is read that a client names.
     """
 
     def __init__(
         self, machines: Mapping[str, Any], read: Callable[[object], Any],
-        ask: Callable[[Sequence[str], Any, Callable[[], None]], dict[str, Any]], model: Sequence[str], has_engine: bool,
+        ask: Callable[[Sequence[str], Any, Callable[[], None], Any], dict[str, Any]], model: Sequence[str],
+        has_engine: bool,
     ) -> None:  # fmt: skip
         self._machines, self._read, self._ask, self._model, self._has_engine = machines, read, ask, model, has_engine
         self._files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS}
@@ -112,17 +112,17 @@ class Pages:
 
     async def plan(self, request: Request) -> Response:
         """The answer to {model, machine or profile, SWITCHES, VALUES}, as of policy_search.ask."""
-        words, profile = self._question(json_of(await json_body(request)))
+        question = self._question(json_of(await json_body(request)))
         with self._lock:
             if not self._is_open or self._running == MOST_SEARCHES:
                 raise Refused(
                     429, f"{self._running} searches run already; try again in a moment", "busy", retry_after=5
                 )
             self._running += 1
-        future = self._searches.submit(self._search, words, profile)
+        future = self._searches.submit(self._search, *question)
         return Answer(await asyncio.wrap_future(future))
 
-    def _search(self, words: Sequence[str], profile: Any) -> dict[str, Any]:
+    def _search(self, words: Sequence[str], profile: Any, spec: Any) -> dict[str, Any]:
         ends = time.monotonic() + MOST_SEARCH_S
 
         def check() -> None:
@@ -133,7 +133,7 @@ class Pages:
                 raise Refused(503, f"the search took more than {MOST_SEARCH_S:.0f} s; ask at a terminal", "too_long")
 
         try:
-            return self._ask(words, profile, check)
+            return self._ask(words, profile, check, spec)
         except FlexgenError as error:
             raise Refused(400, str(error), "cannot_plan") from error
         except interrupts.Interrupted as error:
@@ -142,9 +142,10 @@ class Pages:
             with self._lock:
                 self._running -= 1
 
-    def _question(self, body: Mapping[str, Any]) -> tuple[list[str], Any]:
-        """Words of the command line, and the profile. Refused, naming the field, where it is wrong."""
-        usual, words = self._model, list[str]()
+    def _question(self, body: Mapping[str, Any]) -> tuple[list[str], Any, Any]:
+        """Words of the command line, the profile, and the model's shape, None where the words say where it is. Refused,
+        naming the field, where it is wrong."""
+        words = list[str]()
         for name, value in body.items():
             if name in SWITCHES and isinstance(value, bool):
                 words += [flag_of(name)] * value
@@ -153,11 +154,14 @@ class Pages:
             elif name not in ("model", "machine", "profile"):
                 known = ", ".join(("model", "machine", "profile", *SWITCHES, *VALUES))
                 raise _wrong(f"{name[:60]}: is no field with such a value; fields are {known}")
-        model = body.get("model", usual[0])
-        if model != usual[0] and not (isinstance(model, str) and MODEL.fullmatch(model)):
-            raise _wrong(f"model: {str(model)[:60]!r} is not a hub id, like facebook/opt-30b")
-        where = usual if model == usual[0] else [model]
-        return [f"--model={where[0]}", *where[1:], *words], self._profile(body)
+        model = body.get("model", self._model[0])
+        if model == self._model[0]:
+            return [f"--model={model}", *self._model[1:], *words], self._profile(body), None
+        shape = built_in_spec(model) if isinstance(model, str) and len(model) <= MOST_CHARACTERS else None
+        if shape is None:  # a folder, or the hub's cache: only who has a terminal here may have it read
+            known = "GET /api/plan lists those that come with this package"
+            raise _wrong(f"model: {str(model)[:60]!r} is not a hub id whose shape is known here; {known}")
+        return [f"--model={shape[0].name}", *words], self._profile(body), shape[0]
 
     def _profile(self, body: Mapping[str, Any]) -> Any:
         machines, name = self._machines, body.get("machine")

@@ -15,6 +15,7 @@ from flexgen_h2o.serving.block import LATENCIES, Service
 from flexgen_h2o.serving.store import ACTIVE
 
 STARTED = time.time()
+MOST_JOBS = 100  # that are shown
 
 
 def status_of(service: Service, batches: Batches) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
             "rows": counts.rows, "tokens": counts.tokens, "prompt_tokens": counts.prompt_tokens,
             "sweeps": counts.sweeps, "given_up": counts.given_up, "failed": counts.failed, "refused": counts.refused,
         },
-        "jobs": [_job(batches, one) for one in reversed(list(batches.store.batches.values()))][:100],
+        "jobs": [_job(batches, one) for one in list(batches.store.batches.values())[: -MOST_JOBS - 1 : -1]],
         "timeline": [asdict(span) for span in service.watch()],
         "sweep": service.last_sweep,
         "uptime_s": time.time() - STARTED,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -38,6 +39,7 @@ MOST_METADATA, MOST_METADATA_CHARACTERS = 16, 512
 MOST_NAME_CHARACTERS = 255
 MOST_RECORDS = 100_000  # files, and batches
 PIECE = 2**20
+EXPIRY_WAIT_S = 60  # before a file whose time is over is asked about again
 MOST_DEATHS = 2  # of the server with a batch in hand that gets no row done: it is not taken a third time
 # What os.link says where the file system, or its rules, have no second names.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -73,6 +75,7 @@ class Store:
         self._job_errors = {name: _size(self.errors(self.batches[name])) for name in self.with_jobs()}
         self._stored = sum(one["bytes"] for one in self.files.values() if _is_counted(one))
         self._stored += sum(self._job_errors.values())
+        self._next_expiry = min((one.get("expires_at") or math.inf for one in self.files.values()), default=math.inf)
         self._deaths: dict[str, int] = {}  # of the server, by batch
         self._held: set[str] = set()  # batches in hand
 
@@ -126,8 +129,8 @@ class Store:
             raise Refused(404, f"no file {file_id[:60]!r}", "not_found")
         return found
 
-    def add_file(self, source: BinaryIO, name: str) -> dict[str, Any]:
-        """Keep a file that a client has sent."""
+    def add_file(self, source: BinaryIO, name: str, expires_in: int | None = None) -> dict[str, Any]:
+        """Keep a file that a client has sent. expires_in: seconds; None: it is kept until it is deleted."""
         file_id = f"file-{self._new_id()}"
         part = self._files / f"{file_id}.part"
         charged = 0
@@ -142,7 +145,7 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, self._files / file_id)
-            record = self._keep(file_id, name[:MOST_NAME_CHARACTERS], "batch")
+            record = self._keep(file_id, name[:MOST_NAME_CHARACTERS], "batch", expires_in)
             is_kept = True
             return record
         except OSError as error:
@@ -152,13 +155,23 @@ class Store:
             if not is_kept:
                 self._give_back(charged)
 
-    def _keep(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
+    def _keep(self, file_id: str, name: str, purpose: str, expires_in: int | None = None) -> dict[str, Any]:
         """The record of a file whose content is there."""
         path = self._files / file_id
+        now = int(time.time())
         record = {
-            "id": file_id, "object": "file", "bytes": path.stat().st_size, "created_at": int(time.time()),
-            "filename": name, "purpose": purpose, "status": "processed", "expires_at": None, "status_details": None,
-        }  # fmt: skip
+            "id": file_id,
+            "object": "file",
+            "bytes": path.stat().st_size,
+            "created_at": now,
+            "filename": name,
+            "purpose": purpose,
+            "status": "processed",
+            "expires_at": None if expires_in is None else now + expires_in,
+            "status_details": None,
+        }
+        if expires_in is not None:
+            self._next_expiry = min(self._next_expiry, now + expires_in)
         try:
             files.write_whole(self._files / f"{file_id}.json", json.dumps(record) + "\n", follow=False)
         except OSError:
@@ -178,6 +191,21 @@ class Store:
             self._give_back(record["bytes"])
         for name in (f"{file_id}.json", file_id):
             (self._files / name).unlink(missing_ok=True)
+
+    def expire(self, now: float) -> None:
+        """Delete the files whose time is over. One that a batch reads is asked about again."""
+        if now < self._next_expiry:
+            return
+        self._next_expiry = math.inf
+        for record in list(self.files.values()):
+            ends = record.get("expires_at") or math.inf
+            if ends <= now:
+                try:
+                    self.delete_file(record["id"])
+                    continue
+                except Refused:
+                    ends = now + EXPIRY_WAIT_S
+            self._next_expiry = min(self._next_expiry, ends)
 
     # Batches
 

@@ -24,6 +24,7 @@ LINES = [
     "numba cache",
     "waiting threads",
     "threads",
+    "open files",
     "memory",
     "cgroup",
     "swap",
@@ -56,6 +57,7 @@ def healthy(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     monkeypatch.setattr(doctor, "CARD_FILES", ())
+    monkeypatch.setattr(doctor, "descriptor_limits", lambda: (1024, 4096))
 
 
 def test_a_line_each_of_a_machine_on_which_nothing_hurts(command: Door, healthy: None, tmp_path: Path) -> None:
@@ -85,6 +87,8 @@ HURTS = {
     "threads": (set_attribute(torch, "get_num_threads", lambda: 9), "9 for 4 cores; export OMP_NUM_THREADS=4"),
     "threads, quota": (say("CPU_QUOTA", "150000 100000\n"), "4 for 1.5 cores; export OMP_NUM_THREADS=1"),
     "threads, idle": (set_attribute(torch, "get_num_threads", lambda: 1), "1 for 4 cores; raise"),
+    "open files": (set_attribute(doctor, "descriptor_limits", lambda: (64, 64)), "ask the administrator"),
+    "open files, soft": (set_attribute(doctor, "descriptor_limits", lambda: (255, 10**6)), "255 at a time (ulimit -n)"),
     "memory": (set_attribute(device, "free_host_bytes", lambda: GIB), "1.00 GiB of"),
     "cgroup": (say("OLD_MEMORY_LIMIT", "1073741824\n"), "version 1, at most 1.00 GiB"),
     "huge pages": (say("HUGE_PAGES", "always madvise [never]\n"), "is never; echo madvise"),

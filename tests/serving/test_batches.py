@@ -21,9 +21,9 @@ from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.interrupts import Interrupted
 from flexgen_h2o.engine.prompts import Completion
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.jobs import runner
 from flexgen_h2o.jobs.input import at_once, scan_input
 from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.jobs.runner import JobRows
 from flexgen_h2o.jobs.sidecar import Sidecar, Status
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving import batch as module_of_one
@@ -304,19 +304,19 @@ def test_an_answer_that_cannot_be_written_is_an_error_row(
     fault: BaseException, store: Store, batches: Batches, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def answer(self: Any, request: Request, done: Completion) -> Any:
+    def answer(request: Request, *more: Any) -> Any:
         if request.prompt.index == 2:
             raise fault
-        return before(self, request, done)
+        return before(request, *more)
 
-    before = JobRows._answer
-    monkeypatch.setattr(JobRows, "_answer", answer)
+    before = runner.success_row
+    monkeypatch.setattr(runner, "success_row", answer)
     batch = create(batches, lines(3))
     run_rows(batches)
     assert batch["status"] == "completed" and batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
     [row] = map(json.loads, store.path(batch["error_file_id"]).read_text().splitlines())
     assert (row["custom_id"], row["error"]["code"]) == ("r1", "internal_error")
-    assert capsys.readouterr().err.startswith(f"serve: {batch['id']}, line 2: internal error: ")
+    assert capsys.readouterr().err.startswith(f"serve: {batch['id']}: line 2: internal error: ")
 
 
 def test_a_signal_goes_through_a_batch(batches: Batches) -> None:
@@ -443,6 +443,26 @@ def test_no_descriptor_left_is_waited_for(store: Store, batches: Batches, monkey
         run_rows(batches)
     assert batch["status"] == "completed"
     assert len(store.path(batch["output_file_id"]).read_text().splitlines()) == 3
+
+
+def test_files_expire_when_no_batch_reads_them(store: Store, batches: Batches, tmp_path: Path) -> None:
+    kept = store.add_file(io.BytesIO(lines(1)), "a.jsonl")
+    gone, later = (store.add_file(io.BytesIO(lines(1)), "a.jsonl", expires_in=3600 * n) for n in (1, 3))
+    read = store.add_file(io.BytesIO(lines(1)), "a.jsonl", expires_in=3600)
+    batch = batches.create({**BODY, "input_file_id": read["id"]})
+    store.expire(time.time() + 3000)
+    assert len(store.files) == 4
+    store.expire(time.time() + 4000)
+    assert list(store.files) == [kept["id"], later["id"], read["id"]] and not (tmp_path / "files" / gone["id"]).exists()
+    run_rows(batches)
+    assert batch["status"] == "completed"
+    store.expire(time.time() + 5000)
+    assert read["id"] not in store.files and later["id"] in store.files
+    store.close()
+    again = Store(tmp_path, 2**20)
+    again.expire(time.time() + 20_000)
+    assert later["id"] not in again.files and kept["id"] in again.files
+    store._fd = again._fd
 
 
 def test_ids_sort_as_batches_were_made(store: Store, tmp_path: Path) -> None:

@@ -95,7 +95,6 @@ class StubBatch:
     def __init__(self, rows: Sequence[Request], later: int = 0, turn: int | None = None) -> None:
         self.rows, self.done, self.ended = deque(rows), list[int](), list[BaseException | None]()
         self.is_gone, self.asks_again, self.later = False, False, later
-        self.name = "batch_1"
         self.turn, self.rests, self.is_read = turn, False, False
 
     @property
@@ -373,8 +372,8 @@ def test_a_row_that_a_run_fails_on_fails_alone(
     assert [event[0] for event in told] == ["done"] * 3
     assert llm.failed_runs <= 3 and llm.peak_bytes and service.running == (0, 0) and not service._of_owner
     assert (service.counts.failed, service.counts.rows) == (1, 10)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and said[1].startswith(f"serve: batch_1, row 2: internal error: {type(fault).__name__}")
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"serve: a run of 4 rows: internal error: {type(fault).__name__}")
 
 
 def test_a_clients_row_that_a_run_fails_on_is_a_500(service: Service, llm: StubLLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import socket
 import threading
 import time
@@ -14,8 +15,10 @@ import httpx2
 import pytest
 
 from flexgen_h2o import serve
-from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE
+from flexgen_h2o.core.descriptors import descriptor_limits, raise_descriptor_limit
+from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from flexgen_h2o.flags import budget_of
+from flexgen_h2o.serving.guard import Bounds
 from flexgen_h2o.tiers import device
 from tests.serving.conftest import Start
 
@@ -61,6 +64,32 @@ def test_a_tier_without_room_is_cut_in_two_like_others(monkeypatch: pytest.Monke
     args = serve._parser().parse_args(["--compare", "full", "--device", "cpu", "--compare-share", "0.3"])
     budgets = [budget_of(one) for one in serve._shares(args) if one is not None]
     assert [(budget.host, budget.disk) for budget in budgets] == [(700, 1), (300, 1)]
+
+
+def test_connections_are_as_many_as_descriptors_allow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bounds = Bounds(1, 1, 512, 30, None, True)
+    monkeypatch.setattr(serve, "descriptors_in_use", lambda: 10)
+    for limit, connections in ((2000, 512), (1024, 330), (128, 31), (37, 1)):
+        monkeypatch.setattr(serve, "descriptor_limits", lambda limit=limit: (limit, limit))
+        assert serve._within_descriptors(bounds).connections == connections
+        said = f"serve: ulimit -n is {limit}: at most {connections} connections at a time, not 512; raise it\n"
+        assert capsys.readouterr().err == ("" if connections == 512 else said)
+    monkeypatch.setattr(serve, "descriptor_limits", lambda: (36, 36))
+    with pytest.raises(UsageError, match="ulimit -n is 36, and a server needs at least 37; raise it"):
+        serve._within_descriptors(bounds)
+
+
+def test_the_soft_limit_of_descriptors_is_raised() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        assert raise_descriptor_limit(300) == 300 == descriptor_limits()[0]
+        assert raise_descriptor_limit(100) == 300
+        assert raise_descriptor_limit(2**40) == min(before[1], 2**20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

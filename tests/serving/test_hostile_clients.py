@@ -75,6 +75,36 @@ def test_a_body_without_a_length_is_bounded_too(web: httpx2.Client) -> None:
         pass  # it was closed while we wrote
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models?x=1"), ("GET", "/v1/files?x=1"), ("GET", "/v1/files?order=up"),
+        ("GET", "/v1/files?limit=0"), ("GET", "/v1/files?limit=10001"), ("GET", "/v1/files?limit=1&limit=2"),
+        ("GET", "/v1/batches?order=asc"),
+        ("POST", "/v1/completions?stream=true"), ("DELETE", f"/v1/files/file-{'0' * 24}?force=true"),
+    ],
+)  # fmt: skip
+def test_query_fields_are_heeded_or_refused(web: httpx2.Client, method: str, path: str) -> None:
+    answer = web.request(method, path, json={"prompt": "a"} if method == "POST" else None)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] in ("unsupported", "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("expires_after[seconds]", "expires_after: "), ("expires_after[anchor]", "expires_after: "),
+        ("expires_after", "expires_after: is not supported"),
+        ("metadata", "metadata: is not supported"), ("purpose", "given twice"),
+    ],
+)  # fmt: skip
+def test_form_fields_are_heeded_or_refused(web: httpx2.Client, name: str, says: str) -> None:
+    before = len(web.get("/v1/files").json()["data"])
+    parts = [("purpose", (None, b"batch")), (name, (None, b"batch")), ("file", ("a.jsonl", b"{}"))]
+    answer = web.post("/v1/files", files=parts)
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    assert len(web.get("/v1/files").json()["data"]) == before
+
+
 def test_files_are_bounded(web: httpx2.Client) -> None:
     too_large = web.post("/v1/files", files={"file": ("a.jsonl", b"a" * 2**21)}, data={"purpose": "batch"})
     assert too_large.status_code == 413
@@ -121,8 +151,9 @@ def test_half_of_a_surrogate_pair_breaks_no_list(web: httpx2.Client) -> None:
 def test_pages_of_others_and_other_hosts_are_refused(web: httpx2.Client) -> None:
     assert web.get("/v1/models", headers={"origin": "http://evil.example"}).status_code == 403
     assert web.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
-    for host in ("localhost:8000", "localhost", "127.0.0.1", "[::1]:8000", "[::1]"):
+    for host in ("localhost:8000", "localhost", "LocalHost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000", "[::1]"):
         assert web.get("/v1/models", headers={"host": host, "origin": f"http://{host}"}).is_success
+        assert web.get("/v1/models", headers={"host": host, "origin": f"HTTP://{host.lower()}"}).is_success
     assert web.post("/v1/completions", content=b'{"prompt": "a"}').status_code == 415
     assert web.put("/v1/models").status_code == 405
 

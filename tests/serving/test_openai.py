@@ -226,6 +226,40 @@ def test_a_batch(client: openai.OpenAI, alone: dict[Any, Any], server: Running) 
     assert not [p.name for p in (server.folder / "state" / "batches").iterdir() if not p.name.endswith(".json")]
 
 
+def test_lists_of_files_and_batches(client: openai.OpenAI) -> None:
+    """All files are on a page, the newest first, or the other way round; pages of one hold each once."""
+    made = [client.files.create(file=(f"{i}.jsonl", lines_of(1)), purpose="batch").id for i in range(25)]
+    first = client.files.list()
+    assert [one.id for one in first.data][:25] == made[::-1] and not first.has_more
+    assert [one.id for one in client.files.list(order="asc") if one.id in made] == made
+    assert [one.id for one in client.files.list(order="desc", limit=7) if one.id in made] == made[::-1]
+    found = client.files.list(order="asc", after=made[3], limit=2)
+    assert [one.id for one in found.data] == made[4:6] and found.has_more
+    for name in made:
+        client.files.delete(name)
+
+
+def test_a_file_that_expires(client: openai.OpenAI) -> None:
+    def create(seconds: int) -> Any:
+        after: Any = {"anchor": "created_at", "seconds": seconds}
+        return client.files.create(file=("a.jsonl", lines_of(1)), purpose="batch", expires_after=after)
+
+    file = create(3600)
+    assert file.expires_at == file.created_at + 3600 and client.files.retrieve(file.id).expires_at == file.expires_at
+    for seconds in (0, 3599, 2592001):
+        with pytest.raises(openai.BadRequestError, match="expires_after: "):
+            create(seconds)
+
+
+def test_lines_of_another_endpoint_are_error_rows(client: openai.OpenAI) -> None:
+    file = client.files.create(file=("rows.jsonl", lines_of(3)), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = wait_for(client, batch.id)
+    assert batch.status == "completed" and batch.request_counts.failed == 3 and batch.output_file_id is None
+    for row in map(json.loads, client.files.content(batch.error_file_id).text.splitlines()):
+        assert row["error"]["code"] == "unknown_url" and "for /v1/chat/completions" in row["error"]["message"]
+
+
 def test_a_batch_that_is_cancelled_keeps_what_is_done(client: openai.OpenAI) -> None:
     file = client.files.create(file=("rows.jsonl", lines_of(600)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")

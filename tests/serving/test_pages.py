@@ -86,6 +86,23 @@ def test_a_plan_is_that_of_the_command_line(web: TestClient, capsys: pytest.Capt
     assert "--kv-budget 0.5" in command and "--host-mem 1GiB" in command and "--gen-len 4" in command
 
 
+def test_no_folder_is_read_that_a_client_names(
+    web: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one with the name of a model whose shape is known."""
+    plan = web.post("/api/plan", json={**SMALL, "machine": "t4"}).json()["policy"]
+    monkeypatch.chdir(tmp_path)
+    for name in ("facebook/opt-125m", "models/private"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text('{"model_type": "opt", "hidden_size": "seen"}')
+    for name in ("facebook/opt-125m", "opt-125m"):
+        found = web.post("/api/plan", json={**SMALL, "machine": "t4", "model": name})
+        assert found.status_code == 200 and found.json()["policy"] == plan
+    for name in ("models/private", "models", "."):
+        answer = web.post("/api/plan", json={**SMALL, "machine": "t4", "model": name})
+        assert answer.status_code == 400 and "seen" not in answer.text
+
+
 def test_what_does_not_fit(web: TestClient) -> None:
     found = web.post("/api/plan", json={**SMALL, "machine": "cpu", "host_mem": "1MiB", "disk_mem": "1MiB"}).json()
     assert not found["fits"] and "--host-mem" in found["details"]["problem"] and "command" not in found
@@ -104,6 +121,9 @@ def test_what_does_not_fit(web: TestClient) -> None:
         ({"compress_weight": 1}, "compress_weight: is no field"),
         ({"model": "/etc/passwd"}, "model: '/etc/passwd' is not a hub id"),
         ({"model": "../model"}, "model: "),
+        ({"model": "somebody/model"}, "model: 'somebody/model' is not a hub id whose shape is known here"),
+        ({"model": "x" * 10_000}, "model: "),
+        ({"model": ["opt-125m"]}, "model: "),
         ({"model": "--help"}, "model: "),
         ({"model": None}, "model: "),
         ({"machine": "none"}, "machine: 'none' is none of t4, cpu"),

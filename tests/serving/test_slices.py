@@ -1,0 +1,131 @@
+"""What takes long in one request or one batch delays no other for long. No engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexgen_h2o.jobs import runner
+from flexgen_h2o.jobs.input import Line
+from flexgen_h2o.jobs.requests import RowError
+from flexgen_h2o.jobs.runner import JobRows, Notes
+from flexgen_h2o.serving import app
+from flexgen_h2o.serving.answers import Refused
+from flexgen_h2o.serving.app import SHORT_BODY, Server
+from flexgen_h2o.serving.clerk import Clerk
+
+
+def test_a_long_request_that_is_read_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def read(reader: object, path: str, body: dict[str, Any], *most: int) -> None:
+        if len(body["prompt"]) > SHORT_BODY:
+            assert goes_on.wait(60)
+        raise Refused(400, "prompt: is read")
+
+    async def post(server: Any, prompt: str) -> int:
+        body = json.dumps({"prompt": prompt}).encode()
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await server(scope, receive, send)
+        return int(sent[0]["status"])
+
+    async def both() -> None:
+        service: Any = SimpleNamespace(most_queued=1, length=1)
+        served = Server(service, SimpleNamespace(), SimpleNamespace()).app()  # type: ignore[arg-type]
+        long = [asyncio.create_task(post(served, "a" * (SHORT_BODY + 1))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert await post(served, "a") == 400 and not any(one.done() for one in long)
+        goes_on.set()
+        assert await asyncio.gather(*long) == [400, 400]
+
+    monkeypatch.setattr(app, "read_asked", read)
+    asyncio.run(both())
+
+
+def test_bad_lines_that_take_long_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of 8 MiB takes as long as a thousand short ones."""
+    monkeypatch.setattr(runner, "MOST_BAD_S", 0.01)
+
+    def read(line: Line) -> Any:
+        time.sleep(0.004)
+        if line.number % 10:
+            raise RowError("invalid_json", "bad")
+        return SimpleNamespace(asked_model=None, params=SimpleNamespace(max_tokens=1))
+
+    sink: Any = SimpleNamespace(notes=Notes(), asked=lambda tokens: None, write=lambda answers: None)
+    reader: Any = SimpleNamespace(model=SimpleNamespace(name="m"), read=read)
+    found = list(JobRows(reader, [Line(i, b"{}") for i in range(1, 31)], sink).requests)
+    assert sum(one is not None for one in found) == 3 and found.count(None) >= 6
+
+
+def steps(said: list[str], name: str, count: int) -> Iterator[None]:
+    for _ in range(count):
+        time.sleep(0.01)
+        yield
+    said.append(name)
+
+
+def test_work_waits_for_what_is_about_as_large_only() -> None:
+    said: list[str] = []
+    clerk = Clerk()
+    for name, nbytes, count in (("huge", 2**30, 60), ("large", 2**25, 30), ("late", 2**25, 1), ("small", 5, 1)):
+        clerk.add(lambda name=name, count=count: steps(said, name, count), nbytes)  # type: ignore[misc]
+    clerk.add(lambda: said.append("no steps"))
+    assert clerk.turn() and said == ["small", "no steps"]
+    assert len(clerk._under_way) == 2
+    while clerk.turn():
+        pass
+    assert said == ["small", "no steps", "large", "late", "huge"]
+
+
+def test_work_that_fails_does_not_end_the_clerk(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> Iterator[None]:
+        yield
+        raise KeyError("x")
+
+    said: list[str] = []
+    clerk = Clerk()
+    clerk.add(fail)
+    clerk.add(lambda: steps(said, "next", 1))
+    clerk.start()
+    while not said:
+        time.sleep(0.01)
+    clerk.close()
+    assert capsys.readouterr().err == "serve: batches: internal error: KeyError: 'x'\n"
+
+
+def test_a_clerk_that_is_closed_gives_up_what_is_under_way() -> None:
+    ended: list[str] = []
+
+    def long() -> Iterator[None]:
+        try:
+            while True:
+                time.sleep(0.01)
+                yield
+        finally:
+            ended.append("long")
+
+    clerk = Clerk()
+    clerk.add(long)
+    clerk.start()
+    time.sleep(0.1)
+    began = time.monotonic()
+    clerk.close()
+    clerk.add(long)
+    assert ended == ["long"] and time.monotonic() - began < 1
