@@ -350,20 +350,26 @@ class _Printed:
 def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, echo: bool) -> Completion:
     """Print the answer to the one prompt as it comes: a conversation of one turn."""
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
-    from flexgen_h2o.engine.decoding import StopCriteria
+    from flexgen_h2o.engine.decoding import stop_criteria
     from flexgen_h2o.engine.generation import Callbacks, Silent
+    from flexgen_h2o.engine.penalties import penalties_maker
 
     model = llm.model
-    ends = StopCriteria(params.stop, () if params.ignore_eos else model.spec.eos_token_ids, model.tokenizer)
-    printed = _Printed(AnswerText(model.tokenizer, params.stop))
+    ends = stop_criteria(model, params)
+    printed = _Printed(AnswerText(model.tokenizer, params.stop, prompt.token_ids, params.stop_token_ids))
     room = most_new_tokens(llm.eviction, model.spec, len(prompt.token_ids), params.max_tokens)
     asked = replace(params, max_tokens=room)
-    talk = Conversation(prompt.token_ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1)
+    penalties = penalties_maker(model, params)
+    talk = Conversation(
+        prompt.token_ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1, penalties=penalties
+    )
     if echo:
         print(_text_of(prompt.text, prompt.token_ids), end="", flush=True)
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     print()
-    return Completion(0, prompt.text, ends.text(printed.token_ids), printed.token_ids, printed.reason or "length")
+    return Completion(
+        0, prompt.text, ends.text(printed.token_ids, prompt.token_ids), printed.token_ids, printed.reason or "length"
+    )
 
 
 def _print_in_order(

@@ -38,6 +38,14 @@ def arrived() -> Interrupted | None:
     return Interrupted(_arrived[0]) if _arrived else None
 
 
+def asks_to_end(error: BaseException) -> bool:
+    """Return whether an exception is a request to end: no handler of a prompt's errors may keep it.
+
+    Other exceptions that are no `Exception` are failures: pyo3's PanicException is one, of a tokenizer in Rust.
+    """
+    return isinstance(error, Interrupted | KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
 def check() -> None:
     """Raise Interrupted if a signal has arrived and its exception was swallowed."""
     found = arrived()
