@@ -93,10 +93,18 @@ def evaluate(space: SearchSpace, policy: Policy) -> Plan:
 def search(space: SearchSpace) -> Plan:
     """The policy that runs the pile in the least time. DoesNotFitError, with the smallest budget that would do, when
     nothing fits."""
+    found = _fastest(space)
+    if found is None:
+        raise DoesNotFitError(too_small(space))
+    return found
+
+
+def _fastest(space: SearchSpace) -> Plan | None:
+    """The plan that `search` returns; None where nothing fits."""
     # One row at a time, where budgets leave room for little more.
     found = _coarse(space) or [evaluate(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)]
     if not found:
-        raise DoesNotFitError(too_small(space))
+        return None
     # What is all in memory, and what is not, improve in different directions.
     kinds = [[p for p in found if p.uses_disk is on_disk] for on_disk in (False, True)]
     found += [_improved(space, min(kind, key=attrgetter("seconds"))) for kind in kinds if kind]
@@ -430,9 +438,11 @@ class More:
 
 
 def worth_more(space: SearchSpace, reads: float) -> More | None:
-    """Budgets that are a little larger, and less than half of what is read; None where there are none.
+    """Budgets that are a little larger, with which the search finds a plan that reads less than half as much; None
+    where there are none. `reads`: bytes that are read now.
 
-    Where memory is just enough for one or two rows, all weights are read for each of them; a few MiB hold many.
+    Where memory is just enough for one or two rows, all weights are read for each of them; a few MiB hold many. A plan
+    that reads more may be faster still: what counts is the one that the search finds with those budgets.
     """
     found: list[More] = []
     if not reads:
@@ -447,4 +457,8 @@ def worth_more(space: SearchSpace, reads: float) -> More | None:
     if NEARLY * fewest >= reads / 2:
         return None
     enough = [one for one in found if one.disk_read_bytes <= NEARLY * fewest]
-    return min(enough, key=lambda one: sum(one.budgets.values()))
+    budgets = min(enough, key=lambda one: sum(one.budgets.values())).budgets
+    larger = _with_budgets(space, budgets)
+    plan = _fastest(larger)
+    fewer = reads if plan is None else disk_reads(larger, plan.policy)
+    return More(budgets, fewer) if fewer < reads / 2 else None

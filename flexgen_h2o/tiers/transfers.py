@@ -174,6 +174,7 @@ class _Staging:
     begun from it is done: further reads go on beside it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory  # what is pinned stays so as long as there is this very tensor, whatever views there are
         self._slots = memory.split(STAGING_BYTES)
         self._readers: list[tuple[Waitable, torch.Tensor]] = [(NOTHING, memory)] * len(self._slots)
         self._at = -1

@@ -247,6 +247,22 @@ def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_t
     assert re.search(rf"^disk reads in all: [\d.]+ GiB, .* a sweep \(.*\); {more}$", shown, re.M)
 
 
+@pytest.mark.parametrize(
+    ("model", "mebibytes", "is_given"),
+    [("facebook/opt-125m", 75, False), ("facebook/opt-125m", 405, False), ("facebook/opt-350m", 75, True)],
+)
+def test_a_budget_that_would_cut_disk_reads_does(plan: Door, model: str, mebibytes: int, is_given: bool) -> None:
+    """The search may take a plan that reads more and is faster: then there is no such budget."""
+    rows, length = (64, 64) if model.endswith("125m") else (32, 256)
+    task = f"--model {model} --dtype float32 --num-prompts {rows} --prompt-len {length} --gen-len 32 --json"
+    details = object_of(plan(f"{task} --host-mem {mebibytes}MiB", "host"))["details"]
+    more = details["worth_more"]
+    assert (more is not None) is is_given
+    if more is not None:
+        followed = object_of(plan(f"{task} --host-mem {more['budgets']['host']}", "host"))["details"]
+        assert followed["disk_read_bytes"] == more["disk_read_bytes"] < details["disk_read_bytes"] / 2
+
+
 def test_what_does_not_fit_is_said_in_both_ways(plan: Door) -> None:
     answer = plan(f"{SMALL} {GIVEN} --host-mem 10MiB --json")
     refused(answer, 3, "raise --host-mem")

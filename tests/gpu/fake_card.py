@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,7 +99,9 @@ class Card:
     late: list[tuple[str, int, Callable[[], object]]] = field(default_factory=list)
     watch: Watch | None = None
     recorded: list[Callable[[], object]] | None = None
-    staging: dict[int, torch.Tensor] = field(default_factory=dict)  # host memory whose accesses are ordered, too
+    # Host memory that is or was pinned, by its address, whose accesses are ordered too; and what of it is unpinned.
+    staging: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    unpinned: set[int] = field(default_factory=set)
     _streams: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
     _accesses: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
     _local: threading.local = field(default_factory=threading.local)
@@ -162,8 +165,16 @@ class Card:
         self.launch("copy", "copy_", *sides)
         self.late.append((self.stream, self.now()[self.stream], partial(_copy, _raw(dst), _raw(src))))
 
+    def pin(self, memory: torch.Tensor) -> None:
+        """Until there is no reference to `memory` any more, as tiers.device.CudaDevice does it: views do not count."""
+        storage = memory.untyped_storage()  # is kept, so that no other memory gets its address
+        self.staging[storage._cdata] = storage
+        weakref.finalize(memory, self.unpinned.add, storage._cdata)
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self.staging
+        address = tensor.untyped_storage()._cdata
+        assert address not in self.unpinned, "host memory is used after it was unpinned"
+        return address in self.staging
 
     def launch(self, what: str, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         clock, where = self._streams[self.stream], _place()

@@ -90,7 +90,7 @@ class CardDevice(Device):
     def host_staging(self, nbytes: int) -> torch.Tensor:
         memory = host_buffer(nbytes)
         with self._card.lock:
-            self._card.staging[memory.untyped_storage()._cdata] = memory
+            self._card.pin(memory)
         return memory
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -107,6 +107,19 @@ def test_a_slot_that_is_read_into_too_early_is_a_race(tmp_path: Path, monkeypatc
     assert card.races and not came
 
 
+def test_staging_that_is_unpinned_while_it_is_used_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are views: without the memory itself nothing keeps it pinned once each has been read into."""
+    made = _Staging.__init__
+
+    def forgetful(staging: _Staging, memory: torch.Tensor) -> None:
+        made(staging, memory)
+        del staging._memory
+
+    monkeypatch.setattr(_Staging, "__init__", forgetful)
+    with pytest.raises(AssertionError, match="host memory is used after it was unpinned"):
+        read_in_chunks(tmp_path)
+
+
 def test_vectors_go_to_the_card_in_one_copy() -> None:
     """Each begins where the card would put one of its own: a kernel is compiled anew for another place."""
     hosts = [torch.arange(n) for n in (3, 0, 8, 1)]
