@@ -344,7 +344,7 @@ def share(text: str) -> float:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 20% or 0.2") from error
     if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than all; write 20% or 0.2")
+        raise argparse.ArgumentTypeError(f"{text} is more than all; write 20% or 0.2")
     return value
 
 

@@ -132,7 +132,7 @@ def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
     for name in found.settings:
         try:
             for processor in replace(found, settings={name: found.settings[name]}).processors(answer):
-                processor(answer.prompt_tensor, torch.zeros(1, vocab_size))
+                processor(answer.prompt_tensor, torch.zeros(1, vocab_size, dtype=torch.float32, device="cpu"))
         except Exception as error:  # transformers raises many kinds for a wrong value
             where = path if path.exists() else folder / "config.json"
             raise UsageError(

@@ -479,7 +479,7 @@ def test_ids_sort_as_batches_were_made(store: Store, tmp_path: Path) -> None:
 def test_a_long_scan_delays_no_short_one_and_no_cancellation(store: Store, batches: Batches) -> None:
     batches._most_rows = 10**6
     store._most_bytes = 2**30
-    long, other = create(batches, lines(20_000)), create(batches, lines(20_000))
+    long, other = create(batches, lines(400_000)), create(batches, lines(400_000))
     began = time.monotonic()
     batches._clerk.turn()
     short = create(batches, lines(2))
@@ -584,7 +584,7 @@ def test_a_batch_is_not_tried_again_after_the_server_died_twice_with_it(
 ) -> None:
     store._most_bytes = 2**30
     batches = batches_of(store, reader)
-    batch = create(batches, lines(20_000 if state == "validating" else 3))
+    batch = create(batches, lines(400_000 if state == "validating" else 3))
     batches._clerk.turn()
     for _ in range(2):
         if state == "in hand":

@@ -95,7 +95,7 @@ def test_what_a_tokenizer_raises_for_an_answer_is_that_rows_error(
     run_job: Run, bytes_model: Path, raising: type[BaseException]
 ) -> None:
     """For its text, for a search for stop strings, and for log-probabilities."""
-    bad: dict[str, dict[str, Any]] = {"plain": {}, "stop": {"stop": ["zzz"]}, "logprobs": {"logprobs": 3}}
+    bad: dict[str, dict[str, Any]] = {"plain": {}, "stop": {"stop": ["zzz"]}, "logprobs": {"logprobs": 0}}
     lines = [text_line(f"good {name}", [5, 6], max_tokens=1, ignore_eos=True, **more) for name, more in bad.items()]
     lines += [text_line(name, [5, 6], max_tokens=1, ignore_eos=True, **more) for name, more in bad.items()]
     with pytest.MonkeyPatch.context() as patched:

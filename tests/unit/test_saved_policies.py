@@ -42,7 +42,7 @@ def test_the_command_finds_the_saved_policy(
     assert found.predicted is not None and saved.predicted is not None
     assert found.predicted["tokens_per_s"] == pytest.approx(saved.predicted["tokens_per_s"], rel=1e-6)
     assert (found.model, found.workload, found.profile) == (saved.model, saved.workload, saved.profile)
-    assert "flexgen-h2o flex-opt" in capsys.readouterr().out
+    assert "flexgen-h2o generate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["opt-30b/t4-h2o20", "opt-175b/a100-80", "gpt-oss-120b/a100-80"])
