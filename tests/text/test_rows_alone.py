@@ -103,7 +103,8 @@ def test_what_a_tokenizer_raises_for_an_answer_is_that_rows_error(
         job = run_job(bytes_model, *lines, flags="--gpu-batch-size 6 --num-gpu-batches 1")
     assert job.code == 0
     for name in bad:
-        assert job.rows[f"good {name}"]["error"] is None
+        if name != "logprobs":  # single tokens are decoded behind a neighbour, and `!` may be tried as one
+            assert job.rows[f"good {name}"]["error"] is None
         code, message = job.error(name)
         assert code == "internal_error" and raising.__name__ in message and message in job.err
 
