@@ -131,10 +131,10 @@ def test_all_positions_can_be_scored(reference: Callable[[str], Reference], tmp_
         assert one.token_ids == [6, 7]
         (plain,) = llm.generate([[5]], SamplingParams(max_tokens=2, logprobs=0))
         assert plain.logprob < 0
-        with pytest.raises(UsageError, match="is_greedy: the row has none"):
+        with pytest.raises(UsageError, match="is_greedy: the result has none"):
             assert plain.is_greedy
         (plain,) = llm.generate([[5]], SamplingParams(max_tokens=2))
-        with pytest.raises(UsageError, match="logprob: the row has none"):
+        with pytest.raises(UsageError, match="logprob: the result has none"):
             assert plain.logprob
 
 
