@@ -105,16 +105,20 @@ def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     for flag, text in (("--system", args.system), ("--turn-format", args.turn_format)):
         if text is not None and not is_text(text):  # bytes of the command line that Python could not decode
-            raise UsageError(f"{flag}: is not UTF-8 text")
+            raise UsageError(f"{flag}: is not UTF-8 text; write it in UTF-8")
     if args.turn_format is not None and "{turn}" not in args.turn_format:
-        raise UsageError(f"--turn-format {args.turn_format!r}: has no {{turn}} in it, where the turn would go")
+        raise UsageError(
+            f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the message goes"
+        )
     if args.turn_format is not None:
         args.turn_format = args.turn_format.replace(r"\n", "\n")
     policy, is_auto = policy_of(args)
     params, eviction = sampling_of(args), _eviction(args, policy)
     with open_llm(args, policy, is_auto, eviction) as llm:
         if llm.model.tokenizer is None:
-            raise UsageError(f"--model {llm.model.name}: has no tokenizer, and a conversation is of texts")
+            raise UsageError(
+                f"--model {llm.model.name}: has no tokenizer, which a conversation needs; give a folder with one"
+            )
         llm.check_plan()
         say_notes("chat", args, llm)
         return Chat(args, llm, params).run()
@@ -126,7 +130,8 @@ def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
     share = next((EVICTION_FLAGS[f.name] for f in given if f.metadata.get("share")), None)
     if share is not None:
         raise UsageError(
-            f"{share} {value_of(args, share)}: a conversation has no length beforehand; say it in columns, with "
+            f"{share} {value_of(args, share)}: the length of a conversation is not known; give numbers of KV "
+            "entries, with "
             "--hh-size and --recent-size"
         )
     if args.hh_size is None and (given if args.eviction is None else args.eviction != "full"):
@@ -153,7 +158,7 @@ class Reader:
         try:
             return self._typed() if self.is_terminal else self._piped()
         except UnicodeDecodeError as error:
-            raise UsageError("is not UTF-8 text") from error
+            raise UsageError("is not UTF-8 text; write it in UTF-8") from error
 
     def _typed(self) -> str | None:
         while True:
@@ -337,7 +342,7 @@ class Chat:
         if command == "/save":
             self._save(rest.strip())
         elif rest.strip() or command not in dict(COMMANDS):
-            raise UsageError(f"{command} {rest}".strip() + ": is no command here; /help lists them")
+            raise UsageError(f"{command} {rest}".strip() + ": is not a command; /help lists the commands")
         elif command == "/help":
             self._say(HELP)
         elif command == "/memory":
@@ -375,7 +380,7 @@ class Chat:
         llm = self._llm
         tokens = sum(one.tokens + len(one.answer) for one in self._exchanges)
         now = self._exchanges[-1] if self._exchanges else None
-        held = f"{now.columns:.4g} columns, {format_bytes(now.kv_bytes)}" if now else "nothing"
+        held = f"{now.columns:.4g} KV entries, {format_bytes(now.kv_bytes)}" if now else "nothing"
         tiers = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in llm.peak_bytes.items())
         return (
             f"{self._title()}\nturns: {len(self._exchanges)}, of {tokens} tokens; KV cache: {held}, of "
@@ -397,7 +402,7 @@ class Chat:
         speed = (
             f"{len(now.answer)} tokens in {format_seconds(now.seconds)}, {len(now.answer) / now.seconds:.1f} a second"
         )
-        held = f"KV {now.columns:.4g} columns, {format_bytes(now.kv_bytes)}"
+        held = f"KV {now.columns:.4g} entries, {format_bytes(now.kv_bytes)}"
         self._say(f"[{held}; {speed}; {now.reason or 'broken off'}]")
 
     @staticmethod

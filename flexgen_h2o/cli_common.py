@@ -203,7 +203,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's; importing it here would slow --help down
             raise
-        _complain(f"{name}: the card ran out of memory; lower --device-mem, or end what else uses it")
+        _complain(f"{name}: the GPU ran out of memory; lower --device-mem, or end what else uses it")
         return EXIT_DOES_NOT_FIT
 
 

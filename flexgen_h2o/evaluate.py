@@ -188,7 +188,7 @@ def _run(argv: list[str] | None) -> int:
     else:
         if policy.attn_sparsity != 1:
             raise UsageError(
-                "--attn-sparsity: is for the full cache alone, and it stands beside others here; leave it out"
+                "--attn-sparsity: works with the full cache alone, and others are compared here; leave it out"
             )
         from flexgen_h2o.evaluation.streaming import run
     return run(args, policy, is_auto)
@@ -202,7 +202,9 @@ def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
             "them out"
         )
     if policy.attn_sparsity != 1 and (args.budgets, args.budgets_of) != (BUDGETS, "prompt"):
-        raise UsageError("--budgets: say what policies keep, and with --attn-sparsity all columns stay; leave them out")
+        raise UsageError(
+            "--budgets: say what policies keep, and with --attn-sparsity all KV entries stay; leave them out"
+        )
     if args.policies is None:
         args.policies = list(POLICIES[1:]) if policy.attn_sparsity == 1 else []
 
@@ -217,7 +219,7 @@ def _check_text(args: argparse.Namespace) -> None:
     if args.prompt is not None and args.prompts is not None:
         raise UsageError("--prompt and --prompts: give one of them")
     if args.eviction == "full":
-        raise UsageError("--eviction full: is what the other is set beside; name another")
+        raise UsageError("--eviction full: another policy is compared with the full cache; name that policy")
     # h2o where no other is named, with run_text_generation's shares where none are given: the defaults of all.
     args.eviction = args.eviction or "h2o"
     check_files(args, ("prompts",), ("json",))
@@ -234,13 +236,15 @@ def _check_streaming(args: argparse.Namespace) -> None:
             )
     for policy in () if is_text else filter(says_budget, args.policies):
         raise UsageError(
-            f"--policies {policy}: how long a conversation gets is not known, so there is no share of it; give counts "
+            f"--policies {policy}: the length of a conversation is not known, so shares of it do not work; give counts "
             "(--hh-size, --recent-size)"
         )
     if args.chat and args.turn_format is not None:
         raise UsageError("--turn-format and --chat: give one of them")
     if args.turn_format is not None and "{turn}" not in args.turn_format:
-        raise UsageError(f"--turn-format {args.turn_format!r}: has no {{turn}} in it, where the turn would go")
+        raise UsageError(
+            f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the message goes"
+        )
     if args.turn_format is not None:
         args.turn_format = args.turn_format.replace(r"\n", "\n")
     check_files(args, ("turns", "text"), ("json",))
@@ -255,7 +259,9 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
     if set(args.policies) == {"full"}:
         for name in ("hh_size", "recent_size", "positions"):
             if getattr(args, name) not in (None, "original"):
-                raise UsageError(f"{flag_of(name)}: says nothing of the full cache; name another in --policies too")
+                raise UsageError(
+                    f"{flag_of(name)}: has no effect on the full cache; name another policy in --policies too"
+                )
     window, heavy = vars(args).get("window"), vars(args).get("heavy_of_window")
     sizes = ("hh_size", "recent_size", "window", "heavy_of_window")
     sized = [name for name in sizes if vars(args).get(name) is not None]
@@ -266,7 +272,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
         return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
     if args.hh_size is not None or args.recent_size is not None:
         given = "--hh-size" if args.hh_size is not None else "--recent-size"
-        raise UsageError(f"{given}: is said by --num_window_length and --num_heavy_hitter_tokens too; give one of them")
+        raise UsageError(f"{given}: is also set by --num_window_length and --num_heavy_hitter_tokens; give one of them")
     return sizes_of_window(window or 2 * SIZE, SIZE if heavy is None else heavy)
 
 

@@ -472,7 +472,7 @@ _ENGINE: dict[str, Reason] = {
     "revision": _not_of_hub,
     "path": _not_in_path,
     "cpu_cache_compute": lambda args, at: "device and host are one tier here" if at.device_is_host else "",
-    "pin_weight": lambda args, at: "" if at.has_card else "there is no card here",
+    "pin_weight": lambda args, at: "" if at.has_card else "there is no GPU here",
     "sep_layer": _one_step,
     "expert_group": lambda args, at: "this model has no experts" if at.spec is not None and not at.spec.experts else "",
 }

@@ -214,13 +214,17 @@ def _check(args: argparse.Namespace) -> None:
     check_files(args, ("prompts",), written, rows="output")
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.pipeline:
-        raise UsageError(f"{cut_short}: not with --pipeline, whose processes run to the end together; leave it out")
+        raise UsageError(
+            f"{cut_short}: does not work with --pipeline, whose processes run to the end together; leave it out"
+        )
     if args.dry_run and args.pipeline:
-        raise UsageError("--dry-run: not with --pipeline, whose processes plan their own layers; leave one of them out")
+        raise UsageError(
+            "--dry-run: does not work with --pipeline, whose processes plan their own layers; leave one of them out"
+        )
     if args.num_inner_iterations and not args.pipeline:
         raise UsageError("--num-inner-iterations: goes with --pipeline; give both")
     if cut_short and args.prompts is not None:
-        raise UsageError(f"{cut_short}: only for the benchmark; leave --prompts out")
+        raise UsageError(f"{cut_short}: works in the benchmark only; leave --prompts out")
     if args.cut_gen_len and args.debug_mode:
         raise UsageError("--cut-gen-len and --debug-mode: give one of them")
     if args.cut_gen_len and (args.cut_gen_len < 2 or args.cut_gen_len > args.gen_len):

@@ -153,7 +153,7 @@ def check_utf8(flag: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{flag}: is not UTF-8 text") from error
+        raise UsageError(f"{flag}: is not UTF-8 text; write it in UTF-8") from error
 
 
 def _show_status(args: argparse.Namespace) -> int:
@@ -171,9 +171,9 @@ def _show_status(args: argparse.Namespace) -> int:
 def _checked_input(path: Path) -> Path:
     path = usable_path(path, "--input")
     if not path.exists():
-        raise UsageError(f"--input {path}: does not exist")
+        raise UsageError(f"--input {path}: does not exist; name a .jsonl or .txt file")
     if not path.is_file():
-        raise UsageError(f"--input {path}: is not a file; it is read more than once")
+        raise UsageError(f"--input {path}: is not a file, and it is read more than once; save the prompts to a file")
     return path
 
 
@@ -268,7 +268,7 @@ def standard_input(advice: str) -> str:
     try:
         text = data.decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise UsageError("standard input: not UTF-8 text") from error
+        raise UsageError("standard input: is not UTF-8 text; convert it to UTF-8") from error
     if not text:
         raise UsageError(f"standard input: is empty, and there is no other prompt; {advice}")
     return text

@@ -36,7 +36,7 @@ RATES = {
     "d2h_unpinned_bytes_per_s": "device to host",
     "host_memory_bytes_per_s": "host memory",
     "device_memory_bytes_per_s": "device memory",
-    "overlay_bytes_per_s": "merging pending KV columns into units from disk",
+    "overlay_bytes_per_s": "merging pending KV entries into units from disk",
 }
 SECONDS = {
     "kernel_s": "kernel",
@@ -48,7 +48,7 @@ SECONDS = {
     "row_s": "added per row",
     "short_read_compute_s": "more, for each short disk read",
     "cache_load_step_s": "more, with a KV unit from another tier",
-    "graph_step_s": "step that is a graph of a card",
+    "graph_step_s": "step that is one CUDA graph",
 }
 SHARES = {
     "disk_read_beside_compute": "disk read beside compute",

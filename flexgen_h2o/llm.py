@@ -230,7 +230,7 @@ class LLM:
         read = prompts_from_python(prompts, encode, spec.vocab_size, spec.max_positions)
         done: list[Completion] = []
         if not read and not isinstance(asked, SamplingParams) and asked:
-            raise UsageError(f"params: {len(asked)} for 0 prompts")
+            raise UsageError(f"params: {len(asked)} for 0 prompts; give one for each")
         if read:
             self.run(read, asked, done.extend, Callbacks(watch_logits), refill=refill)
         return sorted(done, key=lambda c: c.index)
@@ -250,7 +250,7 @@ class LLM:
         if isinstance(prompts, Iterator):
             prompts = list(prompts)
         if isinstance(prompts, Sized) and len(read) != len(prompts):
-            raise UsageError(f"continuations: {len(read)} for {len(prompts)} prompts")
+            raise UsageError(f"continuations: {len(read)} for {len(prompts)} prompts; give one for each")
         return self.generate(prompts, [SamplingParams(score=one.token_ids, score_mode=mode) for one in read])
 
     def follow(

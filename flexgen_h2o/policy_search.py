@@ -260,7 +260,10 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
     usual = [name for name in (*USUAL_DTYPES, *profile.compute) if name in profile.compute]
     dtype: str = usual[0] if args.dtype == "auto" else args.dtype
     if dtype not in profile.compute:
-        raise UsageError(f"--dtype {dtype}: the profile of {profile.machine} has only {', '.join(profile.compute)}")
+        raise UsageError(
+            f"--dtype {dtype}: the profile of {profile.machine} has only {', '.join(profile.compute)}; give one of "
+            "these"
+        )
     return dtype
 
 
@@ -362,7 +365,7 @@ def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
         steps = decoded // max(1, len(walked) - 1)
         sweeps = ", ".join(map(str, walked))
         where = f"{space.spec.name} on {space.machine.profile.machine}"
-        title = f"{where}, simulated sweeps {sweeps}\n{as_flags(plan.policy)}"
+        title = f"{where}, simulated passes {sweeps}\n{as_flags(plan.policy)}"
         draw_timeline(timeline.spans, args.plot, title, around_prefill_end(timeline.spans, steps))
 
 

@@ -206,7 +206,9 @@ def read_policy(path: Path) -> SavedPolicy:
     body = read_object(path, f"--policy {path}")
     schema = body.get("schema")
     if type(schema) is not int or not 1 <= schema <= POLICY_SCHEMA:
-        raise UsageError(f"--policy {path}: schema is {schema!r}, this version reads 1 to {POLICY_SCHEMA}")
+        raise UsageError(
+            f"--policy {path}: schema is {schema!r}, this version reads 1 to {POLICY_SCHEMA}; make the plan again"
+        )
     names = [f.name for f in fields(Policy) if SINCE_SCHEMA.get(f.name, 1) <= schema]
     unknown = sorted(set(body) - {*names, *ABOUT, "schema"})
     missing = sorted(set(names) - set(body))

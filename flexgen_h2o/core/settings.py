@@ -103,7 +103,7 @@ class SamplingParams:
         if not isinstance(given, list | tuple) or not given:
             raise UsageError(f"score: {self.score!r:.60} is not a list of at least one token id")
         if self.prompt_logprobs is not None:
-            raise UsageError("prompt_logprobs: is not for a row with `score`; leave one of them out")
+            raise UsageError("prompt_logprobs: cannot be combined with `score`; leave one of them out")
         object.__setattr__(self, "score", tuple(check_int("score", token, low=0) for token in given))
         object.__setattr__(self, "max_tokens", len(given))
         object.__setattr__(self, "logprobs", 1 if self.logprobs is None else self.logprobs)
@@ -224,20 +224,24 @@ class EvictionSettings:
     def __post_init__(self) -> None:
         for kind in ("heavy", "recent"):
             if getattr(self, f"{kind}_ratio") is not None and getattr(self, f"{kind}_size") is not None:
-                raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
+                raise UsageError(
+                    f"{kind}_size: both a count and a share of {kind} KV entries are given; give one of them"
+                )
         check_settings(self)
         given = [name for name in SIZES if getattr(self, name) is not None]
         given += [name for name in ("kv_bytes", "kv_budget") if getattr(self, name) is not None]
         if len(given) > 1 and given[-1] not in SIZES:
-            raise UsageError(f"{given[-1]}: says how many columns stay, and so does {given[0]}; leave one of them out")
+            raise UsageError(
+                f"{given[-1]}: says how many KV entries stay, and so does {given[0]}; leave one of them out"
+            )
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
-            raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
+            raise UsageError("heavy_size: 0 alone leaves nothing; say with recent_size how many recent KV entries stay")
         object.__setattr__(self, "protect", _check_protect(self.protect))
         if not isinstance(self.layer_schedule, str):
             raise UsageError(f"layer_schedule: {self.layer_schedule!r:.60} is not a text")
         weights_of(self.layer_schedule)
         if self.summaries is not None and self.positions == ROLLING:
-            raise UsageError("summaries: the mean of keys has no rank to be turned by; leave positions at original")
+            raise UsageError("summaries: do not work with rolling positions; leave positions at original")
         if self.summary_layers is not None and self.summaries is None:
             raise UsageError(
                 "summary_layers: says which layers have summaries, and there are none; give --summaries too"
@@ -269,6 +273,6 @@ def _check_protect(value: str | int | None) -> str | int | None:
         return PROMPT if value == PROMPT else None
     if isinstance(value, str):
         if not value.isdecimal():
-            raise UsageError(f"protect: {value!r:.60} is not prompt, none or a number of columns")
+            raise UsageError(f"protect: {value!r:.60} is not prompt, none or a number of KV entries")
         value = int(value)
     return check_int("protect", value, low=1)

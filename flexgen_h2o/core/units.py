@@ -152,7 +152,7 @@ def is_text(text: str) -> bool:
 def check_text(name: str, text: str) -> str:
     """Return the text; UsageError that names `name` if it is none."""
     if not is_text(text):
-        raise UsageError(f"{name}: holds half of a surrogate pair, which is not text")
+        raise UsageError(f"{name}: holds half of a surrogate pair, which is not text; remove it")
     return text
 
 

@@ -183,8 +183,8 @@ class Wire:
             return
         if message.left != left:
             raise FlexgenError(
-                f"--pipeline: rank {self._before} goes on with {message.left} rows where this one has {left}"
-                "; the model must be the same everywhere"
+                f"--pipeline: rank {self._before} goes on with {message.left} sequences, and this rank with {left}"
+                "; give every rank the same model"
             )
         if not left:
             del self._received[micro_batch]
@@ -401,5 +401,7 @@ def _gather(pipeline: Pipeline, mine: Any) -> list[Any]:
     try:
         dist.all_gather_object(found, mine)
     except RuntimeError as error:
-        raise FlexgenError(f"--pipeline: lost a rank; what ended it is said there ({first_line(error)})") from error
+        raise FlexgenError(
+            f"--pipeline: another process ended; its own output shows why ({first_line(error)})"
+        ) from error
     return found

@@ -169,7 +169,7 @@ class MemoryPlan:
         if any(b.tier == tier and b.name in ("weights", "cache", "hidden") for b in self.buffers):
             ways.append("move shares to another tier with --percent")
         if not self.shape.record and any(b.tier == tier and b.name == "cache" for b in self.buffers):
-            ways.append("keep fewer KV columns with --kv-budget, which may change answers")
+            ways.append("keep fewer KV entries with --kv-budget, which may change answers")
         return "".join(f", or {way}" for way in ways)
 
     def check(self, budgets: dict[str, int | None]) -> None:
@@ -181,7 +181,7 @@ class MemoryPlan:
         largest = sorted((b for b in self.buffers if b.tier == tier), key=lambda b: -b.nbytes)[:4]
         parts = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in largest)
         raise DoesNotFitError(
-            f"the policy needs {format_bytes(self.bytes_on(tier))} on the {tier} tier ({parts}), "
+            f"the plan needs {format_bytes(self.bytes_on(tier))} on the {tier} tier ({parts}), "
             f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; "
             f"{advice(tier, budgets[tier], self.bytes_on(tier))}{self._other_ways(tier)}"
         )

@@ -77,7 +77,7 @@ class Completion:
     def _logprobs_of(self, name: str, least: int) -> list[TokenLogprobs]:
         found = self.logprobs or []
         if len(found) < len(self.token_ids) or not all(len(one.top) >= least for one in found):
-            raise UsageError(f"{name}: the row has none; ask for SamplingParams(logprobs={least}) or more")
+            raise UsageError(f"{name}: the result has none; ask for SamplingParams(logprobs={least}) or more")
         return found
 
 
@@ -90,7 +90,7 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
     """
     read_line = {".txt": lambda line: line, ".jsonl": prompt_of_json}.get(path.suffix.lower())
     if read_line is None:
-        raise UsageError(f"--prompts {path}: the file name must end in .txt (a prompt a line) or .jsonl")
+        raise UsageError(f"--prompts {path}: the file name must end in .txt (one prompt per line) or .jsonl")
     prompts: list[Prompt] = []
     for place, line in lines_of(path, "--prompts"):
         try:
@@ -269,7 +269,7 @@ def make_prompt(
             "a text prompt needs a tokenizer and this model has none (random weights never do); give prompt_token_ids"
         )
     if not is_text(given):
-        raise UsageError("the prompt holds half of a surrogate pair, which is not text")
+        raise UsageError("the prompt holds half of a surrogate pair, which is not text; remove it")
     return Prompt(index, _check_ids(encode(given), vocab_size), given)
 
 

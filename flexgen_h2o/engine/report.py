@@ -270,7 +270,8 @@ def sparsity_line(report: RunReport) -> str:
     """What --attn-sparsity saved, and what not."""
     moved = ", ".join(f"{link} {format_bytes(n)}" for link, n in report.io_bytes_by_kind["kv"].items() if n)
     return (
-        f"attention sparsity: a decode step reads {report.policy.attn_sparsity} of a row's columns; that saves memory "
+        f"attention sparsity: a decode step reads {report.policy.attn_sparsity} of a sequence's KV entries; that "
+        "saves memory "
         f"reads, no traffic (KV moved: {moved or 'nothing'})"
     )
 
@@ -348,7 +349,7 @@ def project_decode_seconds(sweep_seconds: Sequence[float], gen_len: int) -> floa
     if needed <= len(sweep_seconds):
         return math.fsum(sweep_seconds[: max(needed, 0)])
     if not sweep_seconds:
-        raise UsageError("--cut-gen-len: 1 measures no decode sweep to project from; give at least 2")
+        raise UsageError("--cut-gen-len: 1 measures no decode pass to project from; give at least 2")
     first = sweep_seconds[:_WARM_SWEEPS]
     rest = sweep_seconds[_WARM_SWEEPS:] or sweep_seconds[-1:]
     return math.fsum(first) + math.fsum(rest) / len(rest) * (needed - len(first))

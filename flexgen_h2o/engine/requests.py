@@ -60,7 +60,7 @@ def forced_rows(
     read = prompts_from_python(prompts, None, spec.vocab_size)
     after = prompts_from_python(continuations, None, spec.vocab_size, name="continuations")
     if len(read) != len(after):
-        raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
+        raise UsageError(f"continuations: {len(after)} for {len(read)} prompts; give one for each")
     for prompt, more in zip(read, after, strict=True):
         length, new = len(prompt.token_ids), len(more.token_ids)
         if length > spec.max_positions or most_new_tokens(eviction, spec, length, new) < new:
@@ -105,7 +105,7 @@ class RequestTable:
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Row]:
         """Rows for more prompts, each with its own params."""
         if len(params) != len(prompts):
-            raise UsageError(f"params: {len(params)} for {len(prompts)} prompts")
+            raise UsageError(f"params: {len(params)} for {len(prompts)} prompts; give one for each")
         for one in params:
             self._criteria(one.stop, one.ignore_eos, one.stop_token_ids)
         self._params |= {p.index: one for p, one in zip(prompts, params, strict=True)}

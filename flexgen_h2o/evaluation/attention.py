@@ -76,14 +76,18 @@ def _check(args: argparse.Namespace) -> None:
     if args.first_query is None:
         args.first_query = min(LEAST_SEEN, args.prompt_len // 2)
     if args.first_query >= args.prompt_len:
-        raise UsageError(f"--first-query {args.first_query}: the last of --prompt-len is {args.prompt_len - 1}")
+        raise UsageError(
+            f"--first-query {args.first_query}: the last token of --prompt-len is {args.prompt_len - 1}; give that "
+            "or less"
+        )
     for i, share in enumerate(args.remove):
         if share in args.remove[:i]:
             raise UsageError(f"--remove: {share:g} is given twice")
         removed = int(share * args.prompt_len) if 0 < share < 1 else 0
         if not 1 <= removed <= args.prompt_len - args.sinks:
             raise UsageError(
-                f"--remove {share:g}: of {args.prompt_len} columns at least 1 leaves and {args.sinks} (--sinks) stay"
+                f"--remove {share:g}: must remove at least 1 of {args.prompt_len} KV entries and leave {args.sinks} "
+                "(--sinks)"
             )
     if args.remove and args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")

@@ -42,7 +42,9 @@ def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         cases = removals(args.remove, args.sinks, args.seed)
         llm.check_plan()
         if llm.model.spec.windows:
-            raise UsageError(f"--model {args.model}: has sliding windows, and whole rows are measured; take another")
+            raise UsageError(
+                f"--model {args.model}: has sliding windows, and full attention is measured; give another model"
+            )
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
         rows = _rows(args, llm)
         say_notes("evaluate attention", args, llm)

@@ -63,7 +63,7 @@ def read_turns(path: Path | None) -> list[Turn]:
     if path is None:
         return [Turn(text, "--turns", {}) for text in TURNS]
     if path.suffix.lower() not in (".txt", ".jsonl"):
-        raise UsageError(f"--turns {path}: the file name must end in .txt (a turn a line) or .jsonl")
+        raise UsageError(f"--turns {path}: the file name must end in .txt (one turn per line) or .jsonl")
     is_text, turns = path.suffix.lower() == ".txt", []
     for place, line in lines_of(path, "--turns"):
         try:
@@ -269,5 +269,5 @@ def _line(now: Exchange) -> str:
     surprised = f", perplexity {perplexity(fmean(now.nats)):.1f}" if now.nats else ""
     return (
         f"{now.tokens} tokens{surprised}; {len(now.answer)} in answer, {now.reason or 'broken off'}; "
-        f"KV {now.columns:.4g} columns, {format_bytes(now.kv_bytes)}; {format_seconds(now.seconds)}"
+        f"KV {now.columns:.4g} entries, {format_bytes(now.kv_bytes)}; {format_seconds(now.seconds)}"
     )

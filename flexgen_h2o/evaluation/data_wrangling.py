@@ -222,7 +222,7 @@ def _show_prompts(args: argparse.Namespace, prompts: Sequence[str]) -> int:
         model_of(args), args.path, args.revision, max_model_len=args.max_model_len, offload_dir=args.offload_dir
     )
     if model.tokenizer is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer to count the tokens of prompts")
+        raise UsageError(f"--model {model.name}: has no tokenizer to count tokens with; give a folder with one")
     sizes = [len(model.encode(prompt)) for prompt in prompts]
     for prompt, size in list(zip(prompts, sizes, strict=True))[: args.num_print]:
         print(f"{RULE}\n{size} tokens\n{RULE}\n{prompt}")

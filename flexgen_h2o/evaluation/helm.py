@@ -96,7 +96,8 @@ def run_export(args: argparse.Namespace) -> int:
                 seen.add(digest)
         if not counts["written"] + counts["in the cache"]:
             raise UsageError(
-                f"--organization {args.organization}: no request in {args.runs} is of its models ({_counted(counts)})"
+                f"--organization {args.organization}: no request in {args.runs} is for its models "
+                f"({_counted(counts)}); name another"
             )
     print(f"{counts['written']} requests in {args.output}{_left_out(counts)}")
     return EXIT_DONE
@@ -225,7 +226,7 @@ def _answers(path: Path, counts: Counter[str]) -> Iterator[tuple[dict[str, Any],
         try:
             row = object_of_json(line)
         except UsageError as error:
-            raise UsageError(f"{place}: {error}; a job that was killed mends its output when it goes on") from error
+            raise UsageError(f"{place}: {error}; run the job again, which mends its output") from error
         request, result = row.get("request"), row.get("result")
         if row.get("error") is not None:
             counts["errors"] += 1
@@ -257,7 +258,9 @@ def _missing(path: Path, answered: set[bytes]) -> int:
         try:
             request = object_of_json(line)["request"]
         except (UsageError, KeyError) as error:
-            raise UsageError(f'{place}: is no {{"scenario", "request"}} line; name what was exported') from error
+            raise UsageError(
+                f'{place}: is no {{"scenario", "request"}} line; name the file that was exported'
+            ) from error
         missing += _digest(key_of(request)) not in answered
     return missing
 

@@ -67,11 +67,11 @@ def run(args: argparse.Namespace) -> int:
     policy, is_auto = policy_of(args)
     eviction = eviction_of(args, policy)
     if not isinstance(eviction, Evicting):
-        raise UsageError("--kv-bytes: says what all layers keep together, and is not given; give it, or --kv-budget")
+        raise UsageError("--kv-bytes: is missing; say what all layers keep together, with it or with --kv-budget")
     if eviction.layer_schedule != UNIFORM:
-        raise UsageError("--kv-layer-schedule: is what is looked for; leave it out")
+        raise UsageError("--kv-layer-schedule: is what this command finds; leave it out")
     if eviction.protect is not None:
-        raise UsageError("--protect: leaves single layers no small share to be measured at; leave it out")
+        raise UsageError("--protect: keeps layers from being measured at small shares; leave it out")
     from flexgen_h2o.evaluation.fidelity import Runner
 
     exact = replace(policy, compress_weight=False, compress_cache=False, int8_compute=False)
@@ -98,7 +98,9 @@ def _search(args: argparse.Namespace, alone: Runner, whole: Runner, eviction: Ev
     check_positions(args, llm.model.name, spec.max_positions)
     texts, recalls = rows_of(args, whole)
     if len(texts) < 2:
-        raise UsageError(f"--prompts {args.prompts}: has 1 row, and half of the rows measure and half check; give 2")
+        raise UsageError(
+            f"--prompts {args.prompts}: has 1 prompt, and half of the prompts measure and half check; give 2"
+        )
     say_notes("evaluate layers", args, llm)
     losses = _measure(alone, [*texts[::2], *_cut(recalls[::2])], stretches, eviction, shares)
     given = share_out(losses, [len(blocks) for blocks in stretches], shares, share)
@@ -120,20 +122,20 @@ def _search(args: argparse.Namespace, alone: Runner, whole: Runner, eviction: Ev
 def _check(args: argparse.Namespace) -> None:
     """And the defaults that depend on other flags."""
     if args.attn_sparsity not in (None, 1):
-        raise UsageError("--attn-sparsity: reads a share of the full cache, and no column is dropped; leave it out")
+        raise UsageError("--attn-sparsity: reads a share of the full cache, and no KV entry is dropped; leave it out")
     check_rows(args, PROMPTS, RECALL_PROMPTS)
     for flag, rows, or_none in (
         ("--num-prompts", args.num_prompts, ""),
         ("--recall-prompts", args.recall_prompts, "0 or "),
     ):
         if rows == 1:
-            raise UsageError(f"{flag} 1: half of the rows measure and half check; give {or_none}at least 2")
+            raise UsageError(f"{flag} 1: half of the prompts measure and half check; give {or_none}at least 2")
 
 
 def _shares(share: float, args: argparse.Namespace) -> list[float]:
     """At which a stretch is measured: of the columns of prompt and continuation, ascending, all below 1."""
     if share >= 1:
-        raise UsageError("--kv-budget: keeps every column, so there is nothing to share out; give a smaller one")
+        raise UsageError("--kv-budget: keeps every KV entry, so there is nothing to share out; give a smaller one")
     tokens = args.prompt_len + args.gen_len
     by_columns = {int(times * share * tokens): times * share for times in TIMES_THE_BUDGET}
     least = min(LEAST_COLUMNS, int(share * tokens))
@@ -148,9 +150,13 @@ def _stretches(spec: ModelSpec, groups: int | None) -> list[list[int]]:
     layers = [block for block in range(spec.num_blocks) if spec.window(block) is None]
     if groups == 1 or len(layers) < 2:
         name = f"--groups {groups}" if groups else f"--model {spec.name}"
-        raise UsageError(f"{name}: one stretch has the whole budget; give at least 2, or a model of more layers")
+        raise UsageError(
+            f"{name}: one group of layers gets the whole budget; give at least 2, or a model of more layers"
+        )
     if groups is not None and groups > len(layers):
-        raise UsageError(f"--groups {groups}: {spec.name} drops columns in {len(layers)} layers; give at most as many")
+        raise UsageError(
+            f"--groups {groups}: {spec.name} drops KV entries in {len(layers)} layers; give at most as many"
+        )
     asked = min(groups or GROUPS, len(layers))
     found: list[list[int]] = [[] for _ in range(asked)]
     for layer, block in enumerate(layers):

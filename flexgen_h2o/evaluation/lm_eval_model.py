@@ -58,7 +58,7 @@ class EngineLM(TemplateLM):
     def __init__(self, llm: LLM, seed: int = 0) -> None:
         super().__init__()
         if llm.model.tokenizer is None:
-            raise UsageError(f"--model {llm.model.name}: has no tokenizer, and the texts of tasks need one")
+            raise UsageError(f"--model {llm.model.name}: has no tokenizer, which tasks need; give a folder with one")
         self.llm, self._seed = llm, seed
         self.tokenizer: Any = llm.model.tokenizer
         self.max_length = llm.model.spec.max_positions

@@ -57,10 +57,12 @@ class FileLM(LM):
         return [self._answer(mended(context), mended(more)) for context, more in (r.args for r in requests)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        raise UsageError("--tasks: a task asks for whole texts' likelihoods; h2o_hf's files have choices only")
+        raise UsageError(
+            "--tasks: a task scores whole texts, and h2o_hf's files hold choices only; leave that task out"
+        )
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        raise UsageError("--tasks: a task generates text; h2o_hf's files have choices only: run it without a step")
+        raise UsageError("--tasks: a task generates text; h2o_hf's files hold choices only; run it without a step")
 
 
 def _evaluated(args: argparse.Namespace, names: list[str], answer: Loglikelihood, resamples: int) -> dict[str, Any]:

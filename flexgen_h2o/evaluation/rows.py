@@ -129,7 +129,7 @@ def recall_rows(
     rows = [_recall_row(rng, text, prompt_len, gen_len, i % depths, depths) for i in range(count)]
     if not all(row.questions for row in rows):
         raise UsageError(
-            f"--gen-len {gen_len}: too short for the answer of a recall row; give more, or --recall-prompts 0"
+            f"--gen-len {gen_len}: too short for the answer of a recall prompt; give more, or --recall-prompts 0"
         )
     return rows
 
@@ -151,7 +151,9 @@ def _recall_row(
     taken = len(text.start) + len(asked) + sum(map(len, stated.values())) + 2 * len(newline)
     room = prompt_len - taken
     if room < 0:
-        raise UsageError(f"--prompt-len {prompt_len}: too short for recall rows, which take {taken} and more")
+        raise UsageError(
+            f"--prompt-len {prompt_len}: too short for recall prompts, which take {taken} or more tokens; give more"
+        )
     before = room * depth // max(1, depths - 1)
     prompt, ends = [*text.start, *stretch(rng, text.tokens, before), *newline], {}
     for pair, tokens in stated.items():
@@ -173,7 +175,9 @@ def _recall_row(
 def stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
     """`length` token ids of `code`, which follow on each other there. UsageError where it has fewer."""
     if len(code) < length + 2:
-        raise UsageError(f"--prompt-len: a row takes {length} tokens of the held-out text, which has {len(code)}")
+        raise UsageError(
+            f"--prompt-len: a prompt takes {length} tokens of the held-out text, which has {len(code)}; lower it"
+        )
     start = rng.randrange(len(code) - length - 1)
     return [int(i) for i in code[start : start + length]]
 
@@ -204,12 +208,14 @@ def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutT
 def held_out_rows(text: HeldOutText, count: int, prompt_len: int, gen_len: int, seed: int) -> list[TextRow]:
     """Stretches of the text that do not overlap, drawn at random. UsageError if there are not so many."""
     if prompt_len <= len(text.start):
-        raise UsageError(f"--prompt-len {prompt_len}: a prompt begins with {len(text.start)} special token(s)")
+        raise UsageError(
+            f"--prompt-len {prompt_len}: a prompt begins with {len(text.start)} special token(s); give more"
+        )
     size = prompt_len + gen_len - len(text.start)
     stretches = len(text.tokens) // size
     if count > stretches:
         raise UsageError(
-            f"--num-prompts {count}: Python's own sources give {stretches} held-out rows of {prompt_len + gen_len} "
+            f"--num-prompts {count}: Python's own sources give {stretches} held-out prompts of {prompt_len + gen_len} "
             "tokens; ask for fewer or give --prompts"
         )
     starts = [size * i for i in random.Random(seed).sample(range(stretches), count)]
@@ -232,7 +238,7 @@ def rows_of_file(
     long_enough = found if greedy else [ids for ids in found if len(ids) >= both]
     if not long_enough:
         raise UsageError(
-            f"--prompts {path}: no row has {both} tokens (--prompt-len + --gen-len), the longest has "
+            f"--prompts {path}: no prompt has {both} tokens (--prompt-len + --gen-len), the longest has "
             f"{max(map(len, found))}; lower them{or_else}"
         )
     end = prompt_len if greedy else both
@@ -299,11 +305,11 @@ def make_cells(
         check_distinct(name, given)
     for budget in budgets:
         if not 0 < budget <= 1:
-            of = "bytes" if budgets_of == BYTES else f"{budgets_of}'s columns"
+            of = "bytes" if budgets_of == BYTES else f"{budgets_of}'s KV entries"
             raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the {of}")
     for policy in filter(says_budget, policies):
         raise UsageError(
-            f"--policies {policy}: --budgets says it; leave kv_budget and kv_bytes out, and give --budgets-of"
+            f"--policies {policy}: --budgets sets the size; leave kv_budget and kv_bytes out, and give --budgets-of"
         )
     found = [Case(Full.name, Full(), budget_of=budgets_of)] if whole else []
     for budget in budgets:
@@ -341,7 +347,7 @@ def sizes_of_window(window: int, heavy: int) -> tuple[int, int]:
     if not 0 <= heavy < window:
         raise UsageError(
             f"--num_heavy_hitter_tokens {heavy}: must be from 0 to less than --num_window_length {window}, which the "
-            "recent columns are in too; or -1, half of it"
+            "recent KV entries are in too; or -1, half of it"
         )
     return heavy, window - heavy
 

@@ -95,7 +95,7 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
         if most_new_tokens(llm.eviction, spec, 1, size - 1) < size - 1:
             raise UsageError(
                 f"--stream-len {size}: {spec.name} has {spec.max_positions} positions; lower it, or leave {case.label} "
-                "out: only rolling positions go on"
+                "out: only rolling positions go past them"
             )
     found = []
     for case in cases:
@@ -160,12 +160,12 @@ def title(case: Case, compression: str, row: tuple[int, int] = (0, 0), layers: i
     and new tokens, layers: without a window, where sizes depend on them."""
     said = f", {compression}" if compression else ""
     if not case.eviction.needs.record:
-        return f"{case.label}: every KV column{said}"
+        return f"{case.label}: every KV entry{said}"
     policy: Any = getattr(case.eviction, "policy", case.eviction)  # without the model's windows
     budget = replace(policy, layer_schedule=UNIFORM).budget(*row, 0, layers)
     counts = [(name, getattr(budget, name)) for name in ("sinks", "heavy", "recent")]
     columns = " + ".join(f"{n} {name}" for name, n in counts if n)
-    return f"{case.label}: {columns} KV columns a row, {case.positions} positions{said}"
+    return f"{case.label}: {columns} KV entries per sequence, {case.positions} positions{said}"
 
 
 def _show(text: str) -> None:

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--input {args.input}: no record in it, only blank lines or nothing; {LAYOUT}")
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
-        raise UsageError("--attn-sparsity: is for the full cache alone, and it stands beside others here; leave it out")
+        raise UsageError("--attn-sparsity: works with the full cache alone, and others are compared here; leave it out")
     with open_llm(args, policy, is_auto, Full()) as llm:
         for cell in cells:  # what is refused, a dtype too, is refused before anything is run
             llm.eviction = cell.case.eviction
@@ -192,7 +192,9 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     if args.input is None:
         raise UsageError(f"--input: is missing; name a .jsonl file of articles: {LAYOUT}")
     if (args.output_dir is None) == (args.output is None):
-        raise UsageError("--output-dir: give it, or for a single cell --output; the jobs' rows are kept there")
+        raise UsageError(
+            "--output-dir: is missing; name a folder for the answers, or with one setting a file with --output"
+        )
     check_files(args, ("input",), ("json", "markdown", "plot"), "output")
     if not args.input.is_file():
         raise UsageError(f"--input {args.input}: no such file; {LAYOUT}")
@@ -202,7 +204,9 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     check_press_folder(args)
     cells = _cells(args)
     if args.output is not None and len(cells) > 1:
-        raise UsageError(f"--output {args.output}: takes one cell, and there are {len(cells)}; give --output-dir DIR")
+        raise UsageError(
+            f"--output {args.output}: holds one setting, and there are {len(cells)}; give --output-dir DIR"
+        )
     if args.output is None:
         args.output_dir = usable_path(args.output_dir, "--output-dir")
     if not args.dry_run:
@@ -237,7 +241,9 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     own = {} if args.positions is None else {"positions": args.positions}
     sized, given = [name for name in others if not says_budget(name)], _given_sizes(args)
     if not others and (own or given):
-        raise UsageError("--policies full: keeps every column, sizes and positions say nothing of it; name another too")
+        raise UsageError(
+            "--policies full: keeps every KV entry, so sizes and positions have no effect; name another too"
+        )
     if given and not sized:
         raise UsageError(f"{args.given[given[0]]}: each of --policies has a budget of its own; leave one of them out")
     named += [(case, "") for case in make_cases([name for name in others if name not in sized], own, None)]
@@ -264,7 +270,9 @@ def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         raise UsageError(f"--recent-size {recent[0]}: goes with --hh-size; give both (0 heavy ones for a window alone)")
     elif heavy is not None:
         if 0 in heavy and recent is None:
-            raise UsageError("--hh-size 0: leaves nothing alone; say with --recent-size how many recent columns stay")
+            raise UsageError(
+                "--hh-size 0: keeps nothing by itself; say with --recent-size how many recent KV entries stay"
+            )
         pairs = _paired("--hh-size", heavy, "--recent-size", recent or heavy)
     elif "kv_budget" in given:
         pairs = []
@@ -328,7 +336,8 @@ def _prepare(args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], outp
                 file.write(line)
             if not counts["articles"]:
                 raise UsageError(
-                    f"--too-long skip: all {counts['skipped']} articles are too long for {model.name}; cut them"
+                    f"--too-long skip: all {counts['skipped']} articles are too long for {model.name}; leave it "
+                    "out, and they are cut"
                 )
     except OSError as error:
         raise FlexgenError(f"{path}: {error.strerror or error}") from error

@@ -112,8 +112,8 @@ def _as_blocks(row: dict[str, Any], name: str) -> str:
     prompt_len, full, evicted = row["prompt_len"], row["full"], row["evicted"]
     heads = (
         f"prompt {row['index']}, {prompt_len} token{'s' if prompt_len != 1 else ''}",
-        f"full cache: {full['columns']:.4g} KV columns, {format_bytes(full['bytes'])}",
-        f"{name}: {evicted['columns']:.4g} KV columns, {format_bytes(evicted['bytes'])}; "
+        f"full cache: {full['columns']:.4g} KV entries, {format_bytes(full['bytes'])}",
+        f"{name}: {evicted['columns']:.4g} KV entries, {format_bytes(evicted['bytes'])}; "
         f"first {row['same_tokens']} of {len(full['token_ids'])} tokens as the full cache's",
     )
     prompt = "(token ids)" if row["prompt"] is None else row["prompt"]

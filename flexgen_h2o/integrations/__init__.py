@@ -72,13 +72,14 @@ def enable_eviction(
     if not isinstance(mode, str) or mode not in MODES:
         raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
     if is_rolling(eviction):  # the model itself has rotated its keys before they are cached
-        raise UsageError("positions: rolling ones are the engine's alone; leave them original here")
+        raise UsageError("positions: rolling works in the engine only; leave it at original here")
     if mode == "mask" and eviction.needs.page:
-        raise UsageError("mode: mask drops nothing that summaries could be of; use drop, or leave summaries out")
+        raise UsageError("mode: mask drops nothing, so there is nothing to summarise; use drop, or leave summaries out")
     unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
     if unknown:
         raise UsageError(
-            f"eviction: {eviction.name} needs {', '.join(unknown)} of its columns, which only the engine has"
+            f"eviction: {eviction.name} needs {', '.join(unknown)} of its KV entries, which only the engine has; "
+            "choose another"
         )
     of_sequence = [name for name in ("kv_budget", "kv_bytes") if getattr(eviction, name, None) is not None]
     if bool(of_sequence) != (max_new_tokens is not None):
@@ -107,7 +108,7 @@ def enable_eviction(
 def disable_eviction(model: PreTrainedModel) -> None:
     """The model as it was before `enable_eviction` or `enable_h2o`. Raises UsageError if eviction is not enabled."""
     if not isinstance(model, PreTrainedModel) or model not in _enabled:
-        raise UsageError("model: eviction is not enabled on it")
+        raise UsageError("model: eviction is not enabled on it; call enable_h2o(model) first")
     hook, attention = _enabled.pop(model)
     hook.remove()
     model.set_attn_implementation(attention)
@@ -133,7 +134,9 @@ def _check_model(model: PreTrainedModel) -> None:
         raise UsageError(f"model: type {config.model_type} is not one of {', '.join(MODEL_TYPES)}")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "sliding_window", None) is not None or kinds != {"full_attention"}:
-        raise UsageError("model: layers with sliding windows drop columns by themselves; eviction needs full attention")
+        raise UsageError(
+            "model: layers with sliding windows drop KV entries by themselves; eviction needs full attention"
+        )
 
 
 def evicting_attention(
@@ -148,9 +151,9 @@ def evicting_attention(
     if cache is None:
         raise UsageError(f"attn_implementation: {ATTENTION} is set by enable_h2o(model), not by hand")
     if attention_mask is not None:
-        raise UsageError("attention_mask: eviction has no use for masks of its own; give (sequences, tokens)")
+        raise UsageError("attention_mask: other masks do not work with eviction; give (sequences, tokens)")
     if query.requires_grad or kwargs.get("dropout"):
-        raise UsageError("gradients: evicted columns have none; use model.eval() and torch.no_grad()")
+        raise UsageError("gradients: evicted KV entries have none; use model.eval() and torch.no_grad()")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return cache.attend(cast(int, module.layer_idx), (query, key, value), scale), None
 

@@ -88,7 +88,9 @@ class EvictingLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises UsageError: what was evicted for these tokens cannot come back."""
-        raise UsageError("assisted decoding takes tokens back, and evicted columns do not return: generate without it")
+        raise UsageError(
+            "assisted decoding takes tokens back, and evicted KV entries do not return; generate without it"
+        )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -413,7 +415,7 @@ def _spans_of(mask: torch.Tensor, length: int) -> list[tuple[int, int]]:
     counts, firsts = real.sum(1), real.int().argmax(1)
     lasts = length - real.flip(1).int().argmax(1)
     if bool((counts == 0).any()):
-        raise UsageError(f"attention_mask: sequence {int(counts.argmin())} is nothing but padding")
+        raise UsageError(f"attention_mask: sequence {int(counts.argmin())} is nothing but padding; give it a token")
     if bool((lasts - firsts != counts).any()):
         raise UsageError("attention_mask: padding between the tokens of a sequence; put it on the left")
     return list(zip(firsts.tolist(), counts.tolist(), strict=True))

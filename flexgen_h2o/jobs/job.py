@@ -122,7 +122,7 @@ def run(
         before = settle(args, output, settings)
         say_notes("batch", args, llm)
         if output.cut_bytes:
-            note("batch", f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
+            note("batch", f"--output {args.output}: cut off an incomplete last line of {output.cut_bytes} bytes")
         if args.ray is None:
             _say_rows(before)
             writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
@@ -242,7 +242,7 @@ def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> 
         writer.end(state)
         output.sync()
     if not status_path(args.output).is_file():
-        raise FlexgenError(f"{status_path(args.output)}: cannot be written; the rows of {args.output} are whole")
+        raise FlexgenError(f"{status_path(args.output)}: cannot be written; the answers in {args.output} are complete")
 
 
 def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile) -> None:

@@ -213,7 +213,7 @@ class RayJob:
                 why = str(error)
             missing = int((~done).sum())
             if missing == left:
-                raise FlexgenError(f"--ray: no row came back from any actor ({why})")
+                raise FlexgenError(f"--ray: no answer came back from any actor ({why})")
             if missing:
                 print(f"batch: --ray: {missing} rows are missing ({why}); they are run again", file=sys.stderr)
 
@@ -349,7 +349,7 @@ def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:
         if fitting >= number:
             return Pool(number, cpus, 1 if cards else 0, share)
     raise DoesNotFitError(
-        f"--ray-actors {number}: the nodes of this Ray have {sum(cores)} cores, {cards} cards and "
+        f"--ray-actors {number}: the nodes of this Ray have {sum(cores)} cores, {cards} GPUs and "
         f"{format_bytes(sum(memory))} of RAM for actors"
         + (f", and each takes {format_bytes(host_bytes)} (--host-mem); lower one of them" if host_bytes else "; fewer")
     )

@@ -179,7 +179,7 @@ class RequestReader:
         if is_chat:
             params = self.model.for_chat(params)
         if params.stop and self.model.tokenizer is None:
-            raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none")
+            raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none; leave it out")
         asked_model = _short_text(fields, "model")
         prompt = self._prompt(number, self._chat_ids(given, options) if is_chat else given)
         prompt = Prompt(prompt.index, prompt.token_ids, prompt.text if echo else None)
@@ -228,13 +228,15 @@ class RequestReader:
         under its own name. RowError for names that say how the template is called."""
         given = {name: fields[name] for name in OF_TEMPLATE if fields.get(name) is not None}
         if given and not is_chat:
-            raise RowError("unsupported", f"{next(iter(given))}: is of chat requests")
+            raise RowError("unsupported", f"{next(iter(given))}: works in chat requests only; leave it out")
         options = given.pop("chat_template_kwargs", {})
         if not isinstance(options, dict):
             raise _invalid(f"chat_template_kwargs: {_quoted(options)} is not an object")
         for name in options:
             if name in self.model.reserved_options:
-                raise RowError("unsupported", f"chat_template_kwargs.{name}: is not for the template")
+                raise RowError(
+                    "unsupported", f"chat_template_kwargs.{name}: cannot be set for the chat template; leave it out"
+                )
         effort = given.get("reasoning_effort")
         if effort is not None and effort not in EFFORTS:
             raise _invalid(f"reasoning_effort: {_quoted(effort)} is none of {', '.join(EFFORTS)}")
@@ -333,7 +335,7 @@ def _echo(fields: Mapping[str, Any], is_chat: bool) -> bool:
     if echo is not None and not isinstance(echo, bool):
         raise _invalid(f"echo: {_quoted(echo)} is not true or false")
     if echo and is_chat:
-        raise RowError("unsupported", "echo: is of text completions")
+        raise RowError("unsupported", "echo: works in text completions only; leave it out")
     return bool(echo)
 
 
@@ -342,7 +344,7 @@ def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
     wanted, top = fields.get("logprobs"), fields.get("top_logprobs")
     if not is_chat:
         if top is not None:
-            raise RowError("unsupported", "top_logprobs: is of chat requests; logprobs is the number here")
+            raise RowError("unsupported", "top_logprobs: works in chat requests only; give the number as logprobs")
         return wanted
     if wanted is not None and not isinstance(wanted, bool):
         raise _invalid(f"logprobs: {_quoted(wanted)} is not true or false")

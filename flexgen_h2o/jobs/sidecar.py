@@ -86,7 +86,9 @@ def read_sidecar(output: Path) -> Sidecar | None:
 
     def made(body: Any) -> Sidecar:
         if body["schema"] != SCHEMA:
-            raise UsageError(f"{path}: schema is {body['schema']!r}, this version reads {SCHEMA}")
+            raise UsageError(
+                f"{path}: schema is {body['schema']!r}, this version reads {SCHEMA}; give another --output"
+            )
         source = body["input"]
         return Sidecar(body["settings"], source["path"], source["bytes"], source["digest"], body["earlier"])
 

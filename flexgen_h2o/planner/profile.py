@@ -214,7 +214,8 @@ class HardwareProfile:
         """UsageError for a dtype that was not measured."""
         if dtype not in self.compute:
             raise UsageError(
-                f"profile of {self.machine}: has no compute rates of {dtype}, only {', '.join(self.compute)}"
+                f"profile of {self.machine}: has no compute rates of {dtype}, only {', '.join(self.compute)}; give "
+                "one of these with --dtype"
             )
         return self.compute[dtype]
 

@@ -204,7 +204,8 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
         need = answer.space.need
         blocks = -(-need.rows // plan.policy.block_size)
         each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
-        walked = f"{each} a sweep ({counted(blocks, 'block')}, {counted(need.gen_len, 'sweep')} each)"
+        passes = f"{need.gen_len:,} {'pass' if need.gen_len == 1 else 'passes'}"
+        walked = f"{each} per pass ({counted(blocks, 'block')}, {passes} each)"
         most = "" if answer.is_even else "at most "
         yield f"disk reads in all: {most}{format_bytes(answer.disk_read_bytes)}, {walked}{more}"
 

@@ -189,7 +189,7 @@ class CudaDevice(Device):
     def compute_dtype(self, asked: str | None, stored: str) -> str:
         """bfloat16 on a card without it is refused when asked for, replaced when stored."""
         if asked == "bfloat16" and not self._has_bf16:
-            raise UsageError("--dtype bfloat16: this card has no tensor cores for it; use --dtype float16, or float32")
+            raise UsageError("--dtype bfloat16: this GPU has no tensor cores for it; use --dtype float16, or float32")
         return asked or ("float16" if stored == "bfloat16" and not self._has_bf16 else stored)
 
     def free_bytes(self) -> int:
@@ -259,7 +259,7 @@ class CudaDevice(Device):
             raise
         except RuntimeError as error:
             said = str(error).partition("\n")[0]
-            raise FlexgenError(f"no CUDA graph can be made ({said}); --overlap false goes without") from error
+            raise FlexgenError(f"no CUDA graph can be made ({said}); use --overlap false") from error
         return graph.replay
 
 
@@ -359,7 +359,7 @@ def resolve_budgets(
     free_on_card, on_device = device.free_bytes(), budget.device
     if on_device is not None and free_on_card is not None and on_device > free_on_card:
         raise DoesNotFitError(
-            f"--device-mem {format_bytes(on_device)}: the card has {format_bytes(free_on_card)} free; give less, or end"
+            f"--device-mem {format_bytes(on_device)}: the GPU has {format_bytes(free_on_card)} free; give less, or end"
             " what else is on it"
         )
     if on_device is None:

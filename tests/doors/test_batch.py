@@ -255,7 +255,11 @@ def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path:
     output, whole = tmp_path / "out.jsonl", rows(tmp_path / "out.jsonl")
     output.write_bytes(output.read_bytes()[:-9])
     ended = job()
-    assert ended.code == 0 and "cut off a torn row of" in ended.err and "2 prompts, 1 of them done before" in ended.out
+    assert (
+        ended.code == 0
+        and "cut off an incomplete last line of" in ended.err
+        and "2 prompts, 1 of them done before" in ended.out
+    )
     found = rows(output)
     for row in (*found.values(), *whole.values()):
         del row["response"]["body"]["created"]
@@ -373,7 +377,7 @@ def test_an_output_of_unknown_origin_needs_force(job: Callable[..., Answer], tmp
 
 
 REFUSED = [
-    (("--input", "no.jsonl"), "--input no.jsonl: does not exist"),
+    (("--input", "no.jsonl"), "--input no.jsonl: does not exist; name a .jsonl or .txt file"),
     (("--input", "."), "--input .: is not a file"),
     (("--input", "empty.jsonl"), "--input empty.jsonl: no request in it"),
     (("--input", "twice.jsonl"), "lines 1 and 3 both have the custom_id 'a'"),

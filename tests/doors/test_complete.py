@@ -65,7 +65,10 @@ def test_standard_input_is_one_prompt(complete: Door, words_model: Path, monkeyp
 
     [want] = texts(words_model, [PROMPTS[1]], SamplingParams(max_tokens=3))
     assert given(PROMPTS[1].encode() + b"\n").out == f"{PROMPTS[1]}{want}\n"
-    for data, says in ((b"", "standard input: is empty"), (b"caf\xe9", "standard input: not UTF-8 text")):
+    for data, says in (
+        (b"", "standard input: is empty"),
+        (b"caf\xe9", "standard input: is not UTF-8 text; convert it to UTF-8"),
+    ):
         refused = given(data)
         assert refused.code == 2 and says in refused.err and refused.err.count("\n") == 1
 

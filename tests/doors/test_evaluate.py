@@ -180,11 +180,11 @@ def test_attention_of_a_file_without_a_tokenizer_and_without_removals(
         ("--mass 1", "--mass 1: is not between 0 and 1"),
         ("--near-zero nan", "--near-zero nan: is not between 0 and 1"),
         ("--remove 0.2 0.2", "--remove: 0.2 is given twice"),
-        ("--remove 1.5", "--remove 1.5: of 32 columns at least 1 leaves and 4 (--sinks) stay"),
-        ("--remove 0.95", "--remove 0.95: of 32 columns"),
-        ("--remove 0.01", "--remove 0.01: of 32 columns"),
+        ("--remove 1.5", "--remove 1.5: must remove at least 1 of 32 KV entries and leave 4 (--sinks)"),
+        ("--remove 0.95", "--remove 0.95: must remove at least 1 of 32 KV entries"),
+        ("--remove 0.01", "--remove 0.01: must remove at least 1 of 32 KV entries"),
         ("--prompt-len 3", "--prompt-len 3: "),
-        ("--first-query 32", "--first-query 32: the last of --prompt-len is 31"),
+        ("--first-query 32", "--first-query 32: the last token of --prompt-len is 31; give that or less"),
         ("--gen-len 1", "--gen-len 1: "),
         ("--prompts none.jsonl", "none.jsonl"),
         ("--json /none/a.json", "--json /none/a.json"),
@@ -204,7 +204,7 @@ def test_attention_within_windows_is_not_measured(evaluate: Door, tmp_path: Path
     model.save_pretrained(tmp_path / "m")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": list(range(5, 45))}) + "\n")
     out = evaluate(f"{SEEN} --model m --prompts p.jsonl", code=2)
-    assert "--model m: has sliding windows, and whole rows are measured; take another" in out.err
+    assert "--model m: has sliding windows, and full attention is measured; give another model" in out.err
 
 
 # ---- texts
@@ -293,7 +293,7 @@ def test_turns_share_one_cache(streaming: Door, rotary: Path, tmp_path: Path, wr
     assert full["tokens"] == h2o["tokens"] == len(said)
     assert full["kv_bytes"] == (len(said) - 1) * column and h2o["kv_bytes"] == 10 * column
     assert [turn["kv_columns"] for turn in h2o["turns"]][1:] == [10, 10]
-    assert "| `h2o` | original | 3 of 3 |" in out.out and "5 heavy + 4 recent KV columns" in out.out
+    assert "| `h2o` | original | 3 of 3 |" in out.out and "5 heavy + 4 recent KV entries" in out.out
 
 
 def test_the_perplexity_is_that_of_the_turns(
@@ -401,7 +401,7 @@ def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) ->
     assert h2o["nll"]["value"] != full["nll"]["value"]
     # int(0.25 x 33) columns and the newcomer, as soon as there are so many
     assert [w["kv_bytes"] for w in share["windows"]] == [7 * column, *[9 * column] * 3]
-    assert "h2o:kv_budget=0.25: 4 heavy + 4 recent KV columns a row" in out.err
+    assert "h2o:kv_budget=0.25: 4 heavy + 4 recent KV entries per sequence" in out.err
     assert "| `local:positions=rolling` | rolling |" in out.out
 
 

@@ -195,7 +195,7 @@ def test_batch_is_the_same_job(run: Door, call: Door, words_model: Path, tmp_pat
     ("words", "says"),
     [
         (["-p", "a", "-i", "p.txt"], "--prompt and --input: give one of them"),
-        (["-i", "none.txt"], "--input none.txt: does not exist"),
+        (["-i", "none.txt"], "--input none.txt: does not exist; name a .jsonl or .txt file"),
         (["-p", "a", "--force"], "--force: is for answers that are written to a file; give --output"),
         (["-p", "a", "-o", "out.csv"], "--output out.csv: the file name must end in .jsonl"),
         (["--status"], "--output: is missing"),

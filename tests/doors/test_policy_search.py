@@ -244,7 +244,7 @@ def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_t
     assert two[0]["worth_more"]["budgets"]["host"] <= 1.25 * least + 2**20
     shown = plan(f"{task} --host-mem {int(least)}", "host").out
     more = r"--host-mem \d+MiB would cut disk reads to at most [\d.]+ GiB"
-    assert re.search(rf"^disk reads in all: [\d.]+ GiB, .* a sweep \(.*\); {more}$", shown, re.M)
+    assert re.search(rf"^disk reads in all: [\d.]+ GiB, .* per pass \(.*\); {more}$", shown, re.M)
 
 
 @pytest.mark.parametrize(

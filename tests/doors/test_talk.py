@@ -139,13 +139,13 @@ def test_titles_say_what_layers_keep_that_drop_columns(
     chat: Door, command: Door, rotary: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     """Of a share of bytes too, and where the first layer keeps all or has a window."""
-    said = "5 heavy + 4 recent KV columns a row"
+    said = "5 heavy + 4 recent KV entries per sequence"
     assert f"h2o: {said}" in chat(f"--model {rotary} {SMALL} --kv-layer-schedule first-full", "x", "/memory").err
     assert title(Case("h2o", Windowed(H2O(heavy_size=5, recent_size=4), (8, None))), "").startswith(f"h2o: {said}")
     (tmp_path / "t.txt").write_text("import os\n" * 20)
     text = "--text t.txt --stream-len 33 --streams 1 --policies h2o:kv_bytes=0.25,positions=rolling"
     out = command(f"evaluate streaming --model {rotary} --offload-dir o {text}")
-    assert "0.25,positions=rolling: 3 heavy + 4 recent KV columns a row, rolling positions" in out.err
+    assert "0.25,positions=rolling: 3 heavy + 4 recent KV entries per sequence, rolling positions" in out.err
 
 
 # ---- Limits
@@ -192,8 +192,8 @@ def test_odd_lines_are_skipped_or_refused_and_change_nothing(chat: Door, words_m
     odd = chat(flags, "", "a", "   ", b"caf\xe9", "/nothing", b"x" * (MOST_LINE_BYTES + 9), "//b", "/save b.json")
     assert odd.code == 2 and odd.out == plain.out
     lines = [line for line in odd.err.splitlines() if line.startswith("chat: ")]
-    assert lines[0] == "chat: line 4 of standard input: is not UTF-8 text"
-    assert lines[1] == "chat: line 5 of standard input: /nothing: is no command here; /help lists them"
+    assert lines[0] == "chat: line 4 of standard input: is not UTF-8 text; write it in UTF-8"
+    assert lines[1] == "chat: line 5 of standard input: /nothing: is not a command; /help lists the commands"
     assert lines[2] == "chat: line 6 of standard input: is longer than 8 MiB"
     assert [t["token_ids"] for t in saved(tmp_path / "a.json")] == [t["token_ids"] for t in saved(tmp_path / "b.json")]
     assert saved(tmp_path / "b.json")[1]["prompt"] == "/b"
@@ -213,13 +213,13 @@ def test_save_refuses_what_cannot_be_written(chat: Door, words_model: Path, tmp_
 
 
 REFUSED = [
-    ("--hh-ratio 0.2", "--hh-ratio 0.2: a conversation has no length beforehand; say it in columns"),
-    ("--recent-ratio 0.2 --hh-size 3", "--recent-ratio 0.2: a conversation has no length beforehand"),
+    ("--hh-ratio 0.2", "--hh-ratio 0.2: the length of a conversation is not known; give numbers of KV entries"),
+    ("--recent-ratio 0.2 --hh-size 3", "--recent-ratio 0.2: the length of a conversation is not known"),
     ("--turn-format x", "has no {turn} in it"),
     ("--eviction nope", "--eviction nope"),
     ("--positions rolling", "--positions rolling: needs rotary embeddings"),
     ("--max-len 0", "--max-len"),
-    ("--model {ids}", "has no tokenizer, and a conversation is of texts"),
+    ("--model {ids}", "has no tokenizer, which a conversation needs; give a folder with one"),
 ]
 
 
@@ -313,7 +313,7 @@ def test_on_a_terminal(forks: Forks, tmp_path: Path) -> None:
 
     greeting = wait_for(b"> ")
     os.close(slave)  # from here on the end of the process ends what is read
-    assert b"opt-tiny, full: every KV column; /help lists" in greeting
+    assert b"opt-tiny, full: every KV entry; /help lists" in greeting
     os.write(master, b"import os\n")
     wait_for(b"import os\r\n")
     while not re.sub(rb"\x1b(\[[?0-9;]*([a-zA-Z]|$)|$)|\s", b"", shown):  # readline's own, before the answer

@@ -73,8 +73,11 @@ def test_two_models_evict_apart(known: Callable[[str], Known]) -> None:
         ({"kv_budget": 0.2}, "max_new_tokens: kv_budget is a share of prompt and new tokens; say how many"),
         ({"heavy_size": 3, "max_new_tokens": 8}, "max_new_tokens: only kv_budget and kv_bytes ask for it"),
         ({"kv_bytes": 0.2}, "max_new_tokens: kv_bytes is a share of prompt and new tokens; say how many"),
-        ({"heavy_size": 3, "summaries": 4, "mode": "mask"}, "mode: mask drops nothing that summaries could be of"),
-        ({"kv_budget": 0.2, "heavy_size": 3, "max_new_tokens": 8}, "kv_budget: says how many columns stay"),
+        (
+            {"heavy_size": 3, "summaries": 4, "mode": "mask"},
+            "mode: mask drops nothing, so there is nothing to summarise",
+        ),
+        ({"kv_budget": 0.2, "heavy_size": 3, "max_new_tokens": 8}, "kv_budget: says how many KV entries stay"),
         ({"kv_budget": 0.2, "max_new_tokens": 0}, "max_new_tokens: 0"),
         ({"kv_budget": 20, "max_new_tokens": 8}, "kv_budget: 20"),
     ],
@@ -121,9 +124,9 @@ class Aged(H2O):
 
 
 def test_policy_that_only_the_engine_can_run_is_refused(known: Callable[[str], Known]) -> None:
-    with pytest.raises(UsageError, match="eviction: h2o needs ages of its columns"):
+    with pytest.raises(UsageError, match="eviction: h2o needs ages of its KV entries"):
         enable_eviction(known("opt").model, Aged(**SIZES))
-    with pytest.raises(UsageError, match="positions: rolling ones are the engine's"):
+    with pytest.raises(UsageError, match="positions: rolling works in the engine only"):
         enable_eviction(known("opt").model, H2O(**SIZES, positions="rolling"))
 
 
@@ -133,7 +136,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "offloaded"}, "cache_implementation: eviction brings its own cache"),
     ({"output_attentions": True}, "output_attentions: attention matrices are never made"),
     (RIGHT, "attention_mask: padding between the tokens of a sequence"),
-    ({"attention_mask": torch.zeros(2, 18, dtype=torch.long)}, "attention_mask: sequence 0 is nothing but padding"),
+    (
+        {"attention_mask": torch.zeros(2, 18, dtype=torch.long)},
+        "attention_mask: sequence 0 is nothing but padding; give it a token",
+    ),
 ]
 
 

@@ -182,7 +182,7 @@ def test_a_rank_that_fails_ends_all_with_its_line(three_blocks: Reference, tmp_p
     )  # fmt: skip
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("flex_opt, rank")]
-    assert any(line.startswith("flex_opt, rank 1: the policy needs ") for line in lines), done.stderr[:6000]
+    assert any(line.startswith("flex_opt, rank 1: the plan needs ") for line in lines), done.stderr[:6000]
     assert "latency" not in done.stdout
 
 

@@ -121,17 +121,20 @@ def test_all_positions_can_be_scored(reference: Callable[[str], Reference], tmp_
             with pytest.raises(UsageError, match="score: token id 99999"):
                 llm.generate([[5]], SamplingParams(score=[99999], score_mode=mode))
     with engine(known, Policy(1, 1), tmp_path) as llm:
-        for given, said in (([[5], [6]], "continuations: 2 for 1 prompts"), ([[]], r"continuations\[0\]: ")):
+        for given, said in (
+            ([[5], [6]], "continuations: 2 for 1 prompts; give one for each"),
+            ([[]], r"continuations\[0\]: "),
+        ):
             with pytest.raises(UsageError, match=said):
                 llm.score([[5]], given)
         (one,) = llm.score(iter([[5]]), iter([[6, 7]]))  # type: ignore[arg-type]
         assert one.token_ids == [6, 7]
         (plain,) = llm.generate([[5]], SamplingParams(max_tokens=2, logprobs=0))
         assert plain.logprob < 0
-        with pytest.raises(UsageError, match="is_greedy: the row has none"):
+        with pytest.raises(UsageError, match="is_greedy: the result has none"):
             assert plain.is_greedy
         (plain,) = llm.generate([[5]], SamplingParams(max_tokens=2))
-        with pytest.raises(UsageError, match="logprob: the row has none"):
+        with pytest.raises(UsageError, match="logprob: the result has none"):
             assert plain.logprob
 
 

@@ -155,7 +155,10 @@ def test_stop_tokens_need_no_tokenizer(run_job: Run, chatty: Path, tmp_path: Pat
         path.unlink()
     job = run_job(folder, text_line("a", [*b"x>"], stop_token_ids=[256]), text_line("b", [*b"x>"], stop=["H"]))
     assert job.choice("a")["token_ids"] == [*b"Hi", 256]
-    assert job.error("b") == ("unsupported", "line 2: stop: needs a tokenizer, and the model's folder has none")
+    assert job.error("b") == (
+        "unsupported",
+        "line 2: stop: needs a tokenizer, and the model's folder has none; leave it out",
+    )
 
 
 def test_what_the_template_gets(run_job: Run, chatty: Path, tmp_path: Path) -> None:
@@ -190,7 +193,9 @@ def test_what_the_template_gets(run_job: Run, chatty: Path, tmp_path: Path) -> N
         "effort": "invalid_request", "no object": "invalid_request", "reserved": "unsupported",
         "messages": "unsupported", "template": "unsupported", "text": "unsupported",
     }  # fmt: skip
-    assert "chat_template_kwargs.tokenize: is not for the template" in job.error("reserved")[1]
+    assert (
+        "chat_template_kwargs.tokenize: cannot be set for the chat template; leave it out" in job.error("reserved")[1]
+    )
 
 
 # ---- channels

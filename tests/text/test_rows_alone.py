@@ -188,7 +188,7 @@ def test_a_template_that_raises_is_its_rows_error(run_job: Run, bytes_model: Pat
     job = run_job(folder, *(chat_line(name, name, max_tokens=2) for name in ("one", "half", "zero", "two")))
     assert job.code == 0 and job.rows["one"]["error"] is job.rows["two"]["error"] is None
     assert job.error("half") == (
-        "invalid_request", "line 2: messages: the text: holds half of a surrogate pair, which is not text"
+        "invalid_request", "line 2: messages: the text: holds half of a surrogate pair, which is not text; remove it"
     )  # fmt: skip
     code, message = job.error("zero")
     assert code == "invalid_request" and "the chat template does not take them (division by zero)" in message
@@ -200,7 +200,7 @@ def test_bytes_of_the_command_line_that_are_not_utf8(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = chat.main(["--model", str(bytes_model), "--gen-len", "2", flag, "caf\udce9 {turn}"])
-    assert (code, capfd.readouterr().err) == (2, f"chat: {flag}: is not UTF-8 text\n")
+    assert (code, capfd.readouterr().err) == (2, f"chat: {flag}: is not UTF-8 text; write it in UTF-8\n")
 
 
 def test_turns_of_a_conversation_come_through_the_same_door(bytes_model: Path, raising: type[BaseException]) -> None:

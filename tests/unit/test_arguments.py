@@ -61,8 +61,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 ONE = SamplingParams(max_tokens=1)
 CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("params[0]", lambda llm: llm.generate(["a"], [1, 2])),
-    ("params: 0 for 1 prompts", lambda llm: llm.generate(["a"], [])),
-    ("params: 1 for 0 prompts", lambda llm: llm.generate([], [ONE])),
+    ("params: 0 for 1 prompts; give one for each", lambda llm: llm.generate(["a"], [])),
+    ("params: 1 for 0 prompts; give one for each", lambda llm: llm.generate([], [ONE])),
     ("params", lambda llm: llm.generate(["a"], {"max_tokens": 3})),
     ("params", lambda llm: llm.generate(["a"], 5)),
     ("params[1]", lambda llm: llm.generate(["a", "b"], [ONE, None])),

@@ -48,7 +48,7 @@ def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> Non
     hours_25 = replace(plan.prediction, prefill_s=40_000.0, decode_s=50_000.0)
     lines = lines_of(asked, replace(plan, prediction=hours_25), disk_read_bytes=8 * GIB)
     assert lines[-1] == "a night of 10 hours: 3 prompts, 12 new tokens; all take 2.5 nights"
-    assert "disk reads in all: 8.00 GiB, 2.00 GiB a sweep (1 block, 4 sweeps each)" in lines
+    assert "disk reads in all: 8.00 GiB, 2.00 GiB per pass (1 block, 4 passes each)" in lines
     mxfp4 = replace(asked.space.spec, quantization={"quant_method": "mxfp4"})
     quantised = replace(asked, space=replace(asked.space, spec=mxfp4))
     assert ", as published (mxfp4), read in place" in lines_of(quantised, plan)[2]

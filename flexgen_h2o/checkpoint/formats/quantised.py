@@ -173,7 +173,10 @@ def refused(where: str, key: str, value: Any, allowed: Sequence[Any]) -> UsageEr
 
 def whole_number(where: str, key: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise UsageError(f"quantization_config: {where} with {key} {value!r:.60}: no whole number of {low} to {high}")
+        raise UsageError(
+            f"quantization_config: {where} with {key} {value!r:.60} is not a whole number from {low} to {high}; "
+            f"{_OTHER}"
+        )
     return value
 
 
@@ -193,7 +196,7 @@ def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, 
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise UsageError(f"quantization_config: {where} with {key} {value!r:.60}: no list of names")
+        raise UsageError(f"quantization_config: {where} with {key} {value!r:.60} is not a list of names; {_OTHER}")
     characters = sum(map(len, value))
     if len(value) > _MOST_PATTERNS or characters > _MOST_CHARACTERS:
         raise UsageError(

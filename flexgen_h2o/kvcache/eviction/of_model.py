@@ -81,14 +81,15 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
     asked = eviction.policy if isinstance(eviction, Windowed) else eviction
     if spec.windows and None not in spec.windows and not isinstance(asked, Full):
         raise UsageError(
-            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest columns, "
+            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest KV entries, "
             f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
         )
     layers = spec.windows.count(None) if spec.windows else spec.num_blocks
     weights = weights_of(getattr(asked, "layer_schedule", UNIFORM))
     if len(weights) > layers:
         raise UsageError(
-            f"--kv-layer-schedule: has {len(weights)} weights, and {spec.name} drops columns in {layers} layers; give "
+            f"--kv-layer-schedule: has {len(weights)} weights, and {spec.name} drops KV entries in {layers} layers; "
+            "give "
             "one for each, or fewer, each for as many neighbours"
         )
     if not is_rolling(eviction):
@@ -99,9 +100,7 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
             "states and so its keys hold; leave it at original"
         )
     if compresses_cache:
-        raise UsageError(
-            "--positions rolling: turns keys as they are read, not packed ones; leave out --compress-cache"
-        )
+        raise UsageError("--positions rolling: does not work with a compressed KV cache; leave out --compress-cache")
 
 
 @dataclass(frozen=True)

@@ -291,9 +291,9 @@ class Evicting(EvictionSettings):
         columns = heavy + recent
         if (left := columns - protected) < 1:
             flag = "--kv-bytes" if self.kv_bytes else "--kv-budget" if self.kv_budget else "--hh-ratio or --hh-size"
-            keeps = "by --kv-layer-schedule a layer keeps" if weights_of(self.layer_schedule) else "a row keeps"
+            keeps = "by --kv-layer-schedule a layer keeps" if weights_of(self.layer_schedule) else "a sequence keeps"
             raise UsageError(
-                f"--protect {self.protect}: protects {protected} columns of a prompt of {prompt_len} tokens, and "
+                f"--protect {self.protect}: protects {protected} KV entries of a prompt of {prompt_len} tokens, and "
                 f"{keeps} {columns} in all; give a larger {flag}, or protect fewer"
             )
         own = self.split(heavy * left // columns, left - heavy * left // columns)

@@ -30,7 +30,7 @@ class SnapKV(Evicting):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kernel % 2 == 0:
-            raise UsageError(f"kernel: {self.kernel} is not odd")
+            raise UsageError(f"kernel: {self.kernel} is not odd; give an odd number")
 
     @property
     def measures(self) -> Needs:

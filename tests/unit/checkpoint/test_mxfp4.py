@@ -160,7 +160,7 @@ def decoded_experts(folder: Path, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"modules_to_not_convert": "lm_head"}, "no list of names"), ({"modules_to_not_convert": ["("]}, r"has '\('"),
+    [({"modules_to_not_convert": "lm_head"}, "not a list of names"), ({"modules_to_not_convert": ["("]}, r"has '\('"),
      ({"kv_cache_quant": "fp8"}, r"with kv_cache_quant \('fp8'\) is not known")],
 )  # fmt: skip
 def test_configs_that_mean_something_else_are_refused(change: dict[str, Any], says: str) -> None:

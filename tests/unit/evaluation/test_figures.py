@@ -62,7 +62,7 @@ def test_a_policy_takes_settings_of_its_own() -> None:
         (["h2o"], [0.1, 0.1], "--budgets: 0.1 is given twice"),
         (["h2o"], [0.0], "--budgets: 0.0 is not in"),
         (["h2o"], [float("nan")], "--budgets: nan is not in"),
-        (["h2o:kv_budget=0.2"], [0.1], "--policies h2o:kv_budget=0.2: --budgets says it; leave kv_budget and"),
+        (["h2o:kv_budget=0.2"], [0.1], "--policies h2o:kv_budget=0.2: --budgets sets the size; leave kv_budget and"),
     ],
 )
 def test_what_is_refused(policies: list[str], budgets: list[float], says: str) -> None:

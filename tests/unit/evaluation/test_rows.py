@@ -46,7 +46,7 @@ def test_held_out_rows_begin_with_bos_do_not_overlap_and_follow_the_seed(text: H
 
 
 def test_more_rows_than_there_is_text_are_refused(text: HeldOutText) -> None:
-    with pytest.raises(UsageError, match=r"--num-prompts 100000: .* held-out rows of 200 tokens"):
+    with pytest.raises(UsageError, match=r"--num-prompts 100000: .* held-out prompts of 200 tokens"):
         held_out_rows(text, 100_000, 160, 40, 0)
 
 
@@ -70,9 +70,11 @@ def test_recall_rows_ask_for_what_they_state(model: Model, text: HeldOutText) ->
 def test_questions_that_do_not_fit_are_left_out_and_prompts_must_hold_the_pairs(text: HeldOutText) -> None:
     [row] = recall_rows(text, 1, 160, 6, 5, 0)
     assert len(row.questions) == 1 and len(row.continuation) == 6
-    with pytest.raises(UsageError, match=r"--prompt-len 40: too short for recall rows"):
+    with pytest.raises(UsageError, match=r"--prompt-len 40: too short for recall prompts"):
         recall_rows(text, 1, 40, 40, 5, 0)
-    with pytest.raises(UsageError, match=r"--gen-len 3: too short for the answer of a recall row; give more, or --re"):
+    with pytest.raises(
+        UsageError, match=r"--gen-len 3: too short for the answer of a recall prompt; give more, or --re"
+    ):
         recall_rows(text, 1, 160, 3, 5, 0)
     assert recall_rows(text, 0, 160, 3, 5, 0) == []
 
@@ -85,7 +87,7 @@ def test_rows_of_a_file_are_cut_and_short_ones_left_out(model: Model, tmp_path: 
     assert len(rows_of_file(path, model, 6, 4, False, 2)) == 2
     greedy = rows_of_file(path, model, 11, 4, True, None)
     assert [(len(row.prompt), len(row.continuation)) for row in greedy] == [(11, 0), (9, 0), (10, 0), (11, 0)]
-    with pytest.raises(UsageError, match=r"no row has 60 tokens .* the longest has 30"):
+    with pytest.raises(UsageError, match=r"no prompt has 60 tokens .* the longest has 30"):
         rows_of_file(path, model, 40, 20, False, None)
 
 

@@ -173,7 +173,7 @@ def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_aga
 
 def test_a_job_of_which_nothing_comes_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Driven(tmp_path, monkeypatch, 3, gives_up(answers(1)), gives_up(answers(1)))
-    with pytest.raises(FlexgenError, match=r"no row came back from any actor \(the actor died\)"):
+    with pytest.raises(FlexgenError, match=r"no answer came back from any actor \(the actor died\)"):
         driven.job.run()
     assert driven.ids() == ["r1"]
 

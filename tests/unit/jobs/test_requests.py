@@ -162,7 +162,7 @@ BAD = [
     ({"request": "x"}, "invalid_request", "request: a JSON object"),
     ({"request": {**HELM, "echo": "yes"}}, "invalid_request", "echo: 'yes' is not true or false"),
     ({"prompt": "x", "max_tokens": 0}, "invalid_request", "max_tokens: 0 must be at least 1, unless"),
-    (openai({"messages": [{"role": "user", "content": "x"}], "echo": True}, CHAT), "unsupported", "echo: is of text"),
+    (openai({"messages": [{"role": "user", "content": "x"}], "echo": True}, CHAT), "unsupported", "echo: works in"),
     ({"article": 3}, "invalid_request", "prompt: a prompt is"),
     ({"article": "a", "data": "x" * 20_000}, "invalid_request", "more than 16 KiB beside its prompt"),
     (b'{"article": "a", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "invalid_request", "nests more than 100 levels"),

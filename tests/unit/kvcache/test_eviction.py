@@ -200,8 +200,8 @@ def test_a_page_may_be_longer_than_the_prompt(page: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"kv_budget": 0.1}, "a row keeps 11 in all; give a larger --kv-budget, or"),
-        ({"heavy_size": 9, "recent_size": 2}, "a row keeps 11 in all; give a larger --hh-ratio or --hh-size, or"),
+        ({"kv_budget": 0.1}, "a sequence keeps 11 in all; give a larger --kv-budget, or"),
+        ({"heavy_size": 9, "recent_size": 2}, "a sequence keeps 11 in all; give a larger --hh-ratio or --hh-size, or"),
         ({"kv_budget": 0.1, "layer_schedule": "1/3"}, "by --kv-layer-schedule a layer keeps 6 in all; give a larger"),
     ],
 )
@@ -214,7 +214,7 @@ def test_what_protected_columns_fill_is_named(sizes: dict[str, Any], says: str) 
 @pytest.mark.parametrize(("protect", "columns"), [("prompt", 100), (30, 30), (31, 30)])
 def test_a_budget_that_protected_columns_fill_is_refused(protect: str | int, columns: int) -> None:
     policy = Random(heavy_size=columns // 2, recent_size=columns // 2, protect=protect)
-    with pytest.raises(UsageError, match=rf"^--protect {protect}: .*100 tokens, and a row keeps {columns} in all"):
+    with pytest.raises(UsageError, match=rf"^--protect {protect}: .*100 tokens, and a sequence keeps {columns} in all"):
         policy.budget(100, 40, 0, 1)
     assert policy.budget(10, 40, 0, 1).columns == columns  # all of a shorter prompt has room
 

@@ -206,9 +206,7 @@ class CardOf4GiB(StandInDevice):
 @pytest.mark.usefixtures("_machine")
 def test_a_card_gives_no_more_than_it_has_free(tmp_path: Path) -> None:
     assert resolve_budgets(MemoryBudget("4GiB"), CardOf4GiB(), tmp_path)["device"] == 4 * GIB
-    with pytest.raises(
-        DoesNotFitError, match=r"--device-mem 5\.00 GiB: the card has 4\.00 GiB free; give less, or end"
-    ):
+    with pytest.raises(DoesNotFitError, match=r"--device-mem 5\.00 GiB: the GPU has 4\.00 GiB free; give less, or end"):
         resolve_budgets(MemoryBudget("5GiB"), CardOf4GiB(), tmp_path)
 
 
