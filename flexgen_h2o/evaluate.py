@@ -90,11 +90,11 @@ def _add_fidelity_flags(parser: OneLineParser) -> None:
     )  # fmt: skip
     add(
         "--budgets", nargs="+", type=float, default=BUDGETS, metavar="SHARE",
-        help="columns kept as shares of the prompt, half heavy and half recent (0.5 0.2 0.1)",
+        help="KV entries kept, as shares of the prompt: half heavy hitters, half recent (0.5 0.2 0.1)",
     )  # fmt: skip
     add(
         "--budgets-of", choices=("prompt", "sequence", "bytes"), default="prompt",
-        help="what --budgets are shares of: columns of the prompt, or of the prompt and what is followed after it, or "
+        help="what --budgets are shares of: KV entries of the prompt; of the prompt and the text after it; or "
         "bytes of these in bf16 (prompt)",
     )  # fmt: skip
     add_row_flags(parser, TEXT_PROMPTS, RECALL_PROMPTS)
@@ -106,7 +106,7 @@ def _add_fidelity_flags(parser: OneLineParser) -> None:
     )  # fmt: skip
     add(
         "--speed", type=positive, metavar="ROUNDS",
-        help="also generate the rows freely so often, in turn with the full cache: tokens/s of prefill and decode",
+        help="also generate freely, so many times in turn with the full cache: tokens/s of prefill and decode",
     )  # fmt: skip
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
 
@@ -137,8 +137,8 @@ def _add_streaming_flags(parser: OneLineParser) -> None:
         "--policies", nargs="+", default=("full", "h2o"), metavar="NAME",
         help=f"{', '.join(POLICIES)} (full h2o); also h2o:positions=rolling, and with --text h2o:kv_budget=0.2",
     )  # fmt: skip
-    add("--hh-size", type=count, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
-    add("--recent-size", type=positive, metavar="N", help=f"recent columns a row ({SIZE})")
+    add("--hh-size", type=count, metavar="N", help=f"heavy-hitter KV entries per sequence ({SIZE})")
+    add("--recent-size", type=positive, metavar="N", help=f"recent KV entries per sequence ({SIZE})")
     add("--kv-budget", type=_no_share, help=argparse.SUPPRESS)
     add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
     add("--turns", type=file_name, help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them")

@@ -70,7 +70,7 @@ def _parser() -> OneLineParser:
     disk = f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})"
     add("--offload-dir", type=not_empty, default=DEFAULT_OFFLOAD_DIR, help=disk)
     add("--device", default="auto", help="auto, cpu or cuda")
-    add("--machine", type=not_empty, metavar="NAME", help="the profile's name (default: from the card or the CPU)")
+    add("--machine", type=not_empty, metavar="NAME", help="the profile's name (default: from the GPU or the CPU)")
     shown = "measure nothing; print a profile file, a shipped profile by its name, or the one kept for this machine"
     add("--show", nargs="?", const=CACHED, metavar="NAME", help=shown)
     return parser

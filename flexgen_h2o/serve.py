@@ -88,12 +88,12 @@ def _parser() -> OneLineParser:
     add("--port", type=count, default=8000, help="0 takes a free one (8000)")
     add("--api-key", metavar="KEY", help=f"that clients must send (default: of {KEY_VARIABLE}; none on this machine)")
     add("--state-dir", type=file_name, default=Path(STATE_DIR), help=f"files and batches ({STATE_DIR})")
-    add("--rows", type=positive, help=f"rows that are computed together (the policy's block; {ROWS} with auto)")
-    length = f"of a row at most, prompt and answer (default: the model's positions or {MOST_LENGTH}, whichever is less)"
+    add("--rows", type=positive, help=f"requests that are computed together (the plan's batch; {ROWS} with auto)")
+    length = f"most tokens of a request, prompt and answer (the model's positions or {MOST_LENGTH}, whichever is less)"
     add("--max-len", type=positive, metavar="TOKENS", help=length)
-    share = "share of the rows kept for batches while any wait; of one row none (0.25)"
+    share = "share of --rows that is kept for batches while any wait (0.25)"
     add("--batch-share", type=float, default=0.25, metavar="SHARE", help=share)
-    add("--max-queue", type=positive, default=1000, metavar="ROWS", help="rows of clients that wait at most (1000)")
+    add("--max-queue", type=positive, default=1000, metavar="ROWS", help="most requests of clients that wait (1000)")
     add("--max-body", default="8MiB", metavar="BYTES", help="of a request (8MiB)")
     add("--max-file", default="200MiB", metavar="BYTES", help="of a file that is sent (200MiB)")
     add("--max-stored", default="20GiB", metavar="BYTES", help="of all files that were sent and error rows (20GiB)")

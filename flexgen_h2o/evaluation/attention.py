@@ -26,7 +26,7 @@ def add_flags(parser: OneLineParser) -> None:
     add("--gen-len", type=positive, default=64, help="tokens of the text that are followed after a removal (64)")
     add(
         "--mass", type=float, default=0.95, metavar="P",
-        help="share of a query's attention mass that the counted columns must cover (0.95)",
+        help="share of a query's attention that the counted KV entries must cover (0.95)",
     )  # fmt: skip
     add(
         "--near-zero", type=float, default=0.01, metavar="P",
@@ -42,11 +42,13 @@ def add_flags(parser: OneLineParser) -> None:
     )  # fmt: skip
     add(
         "--remove", nargs="*", type=float, default=(0.05, 0.2), metavar="SHARE",
-        help="shares of the prompt's columns that are removed (0.05 0.2); without a value nothing is",
+        help="shares of the prompt's KV entries that are removed (0.05 0.2); without a value nothing is",
     )  # fmt: skip
-    add("--sinks", type=positive, default=4, metavar="N", help="first columns that one of the removals leaves (4)")
+    add("--sinks", type=positive, default=4, metavar="N", help="first KV entries that one of the removals leaves (4)")
     add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
-    add("--seed", type=count, default=0, help="random seed for row selection, random columns and bootstrap")
+    add(
+        "--seed", type=count, default=0, help="random seed for the choice of texts, random KV entries and the bootstrap"
+    )
     add("--keep-mem", default="256MiB", help="RAM for attention matrices and logits, beside the budgets (256MiB)")
     add("--json", type=file_name, help="write all figures, by transformer block and head")
     add("--markdown", type=file_name, help="write the tables that are printed")

@@ -381,7 +381,7 @@ def add_row_flags(parser: OneLineParser, texts: int, recalls: int, purpose: str 
         help="follow the text itself, or the model's own greedy tokens",
     )  # fmt: skip
     add("--resamples", type=positive, default=1000, help="number of bootstrap resamples (1000)")
-    add("--seed", type=count, default=0, help="random seed for row selection and bootstrap")
+    add("--seed", type=count, default=0, help="random seed for the choice of texts and the bootstrap")
     add("--keep-mem", default="1GiB", help="RAM for what is kept of the full cache's run, beside the budgets (1GiB)")
     add("--json", type=file_name, help="write all figures")
     add("--markdown", type=file_name, help="write the tables that are printed")

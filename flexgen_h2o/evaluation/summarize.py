@@ -72,14 +72,33 @@ def add_flags(parser: OneLineParser) -> None:
     add_sampling_flags(parser)
     add = parser.add_argument
     add("--input", type=file_name, help='.jsonl, a record an article: {"article", "summary_gt", "max_tokens", ...}')
-    add("--output-dir", type=file_name, metavar="DIR", help="folder of the jobs: an output a cell, and summary.json")
-    add("--output", type=file_name, metavar="FILE", help="instead, of one cell: the .jsonl that its job writes")
+    add(
+        "--output-dir",
+        type=file_name,
+        metavar="DIR",
+        help="folder of the jobs: one output per setting, and summary.json",
+    )
+    add(
+        "--output", type=file_name, metavar="FILE", help="instead, for a single setting: the .jsonl that its job writes"
+    )
     add(
         "--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} (full local h2o); also h2o-norm:decay=0.9"
     )
-    add("--hh-size", type=count, nargs="+", metavar="N", help="heavy-hitter columns a row, a cell each (32 ... 512)")
-    add("--recent-size", type=positive, nargs="+", metavar="N", help="recent columns a row, one for each (as many)")
-    add("--kv-budget", type=float, nargs="+", metavar="R", help="shares of prompt + max_tokens, a cell each")
+    add(
+        "--hh-size",
+        type=count,
+        nargs="+",
+        metavar="N",
+        help="heavy-hitter KV entries per sequence, one setting each (32 ... 512)",
+    )
+    add(
+        "--recent-size",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="recent KV entries per sequence, one for each (as many)",
+    )
+    add("--kv-budget", type=float, nargs="+", metavar="R", help="shares of prompt + max_tokens, one setting each")
     add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
     add("--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only")
     add("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0: records say 0.3")
