@@ -118,7 +118,7 @@ def test_a_card_that_makes_no_graph_says_how_to_go_without(monkeypatch, error: B
     with pytest.raises(FlexgenError if error is None else type(error)) as caught:
         card.graph(issue, None)
     if error is None:
-        assert "when stream is capturing); --overlap false" in str(caught.value) and "\n" not in str(caught.value)
+        assert "when stream is capturing); use --overlap false" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
