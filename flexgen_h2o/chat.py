@@ -14,13 +14,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli_common import check_files, own_name, positive, run_cli, say
+from flexgen_h2o.cli_common import check_files, check_words, own_name, positive, run_cli, say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import MOST_LINE_BYTES, write_result
 from flexgen_h2o.core.settings import ORIGINAL, EvictionSettings
-from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, is_text
+from flexgen_h2o.core.units import aligned, format_bytes, format_seconds
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     SHOWN_OF_ENGINE,
@@ -103,9 +103,7 @@ def _parser() -> OneLineParser:
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    for flag, text in (("--system", args.system), ("--turn-format", args.turn_format)):
-        if text is not None and not is_text(text):  # bytes of the command line that Python could not decode
-            raise UsageError(f"{flag}: is not UTF-8 text; write it in UTF-8")
+    check_words(system=args.system, turn_format=args.turn_format)
     if args.turn_format is not None and "{turn}" not in args.turn_format:
         raise UsageError(
             f"--turn-format {args.turn_format!r}: has no {{turn}} in it; write {{turn}} where the message goes"

@@ -28,6 +28,7 @@ from flexgen_h2o.core.errors import (
     UsageError,
 )
 from flexgen_h2o.core.files import check_working_folder, check_writable, usable_path, write_result
+from flexgen_h2o.core.units import is_text
 from flexgen_h2o.parser import as_typed, forget_spellings
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -317,6 +318,13 @@ def not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("'' is empty; leave it out")
     return text
+
+
+def check_words(**words: str | None) -> None:
+    """UsageError for text of the command line that was not UTF-8, by the field of its flag; None: it was not given."""
+    for field, text in words.items():
+        if text is not None and not is_text(text):
+            raise UsageError(f"{flag_of(field)}: is not UTF-8 text; write it in UTF-8")
 
 
 def boolean(text: str) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import (
     check_separate,
+    check_words,
     count,
     file_name,
     positive,
@@ -129,38 +130,27 @@ def _add_job_flags(parser: OneLineParser) -> None:
 def answer(args: argparse.Namespace, needs_output: bool = False) -> int:
     """Do what the flags of `job_parser` ask for; returns the exit code. needs_output: answers are never printed."""
     args.output = args.output and usable_path(args.output, "--output")
+    if args.output is None and (args.status or (needs_output and not args.dry_run)):
+        raise UsageError("--output: is missing; name the .jsonl file that the job writes")
     if args.status:
         return _show_status(args)
-    if needs_output and args.output is None and not args.dry_run:
-        raise UsageError("--output: is missing; name the .jsonl file that the job writes")
     if args.prompt and args.input is not None:
         raise UsageError("--prompt and --input: give one of them")
-    for flag, texts in (("--prompt", args.prompt or ()), ("--system", filter(None, [args.system]))):
-        for text in texts:
-            check_utf8(flag, text)
+    check_words(prompt="".join(args.prompt or ()), system=args.system)
     if args.input is not None:
         args.input = _checked_input(args.input)
     elif needs_output and not args.prompt:
         raise UsageError("--input: is missing; name the .jsonl or .txt file with the prompts")
-    if args.output is None and not (args.dry_run and args.input is not None):
+    if (args.input if args.dry_run else args.output) is not None:
+        return _run_job(args)
+    if args.output is None:
         _refuse_job_flags(args)
-        return print_answers(args)
-    return _run_job(args)
-
-
-def check_utf8(flag: str, text: str) -> None:
-    """UsageError for a word of the command line that was not UTF-8: Python has halves of surrogate pairs for it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{flag}: is not UTF-8 text; write it in UTF-8") from error
+    return print_answers(args)  # or the plan of the prompts of the command line
 
 
 def _show_status(args: argparse.Namespace) -> int:
     from flexgen_h2o.jobs.sidecar import read_status, status_lines
 
-    if args.output is None:
-        raise UsageError("--output: is missing; name the .jsonl file that the job writes")
     if args.dry_run:
         raise UsageError("--status and --dry-run: give one of them")
     print("\n".join(status_lines(read_status(args.output))))
@@ -192,7 +182,7 @@ def _run_job(args: argparse.Namespace) -> int:
         raise UsageError("--ray-actors: goes with --ray; give both")
     if args.ray is not None and (find_spec("ray") is None or find_spec("pyarrow") is None):
         raise UsageError("--ray: needs Ray Data; pip install -e '.[ray]' in a clone")
-    if args.output is not None and not args.dry_run:
+    if not args.dry_run:
         check_output_path(args.output)
         if args.input is None:
             args.input = _kept_prompts(_texts(args), args.output)

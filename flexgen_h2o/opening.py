@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.units import counted, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes
 from flexgen_h2o.engine.report import MEASURED_BUSY, NOT_MEASURED
@@ -24,7 +25,7 @@ def opening_line(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingP
     policy = llm.policy
     assert policy is not None
     spec = llm.model.spec
-    size = format_bytes(checkpoint_bytes(spec, 4 if llm.dtype == "float32" else 2))
+    size = format_bytes(checkpoint_bytes(spec, DTYPE_BYTES[llm.dtype]))
     weights = _places("weights", policy.weight_shares, llm.device_is_host)
     cache = _places("KV cache", policy.cache_shares, llm.device_is_host)
     batch = min(policy.block_size, num_prompts)

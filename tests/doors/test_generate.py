@@ -184,6 +184,12 @@ def test_words_that_are_not_text_and_systems_without_use_are_refused(run: Door, 
     assert refused.code == EXIT_USAGE and "--system: is a message of a chat" in refused.err
 
 
+def test_a_dry_run_of_the_command_lines_prompts_writes_nothing(run: Door, words_model: Path, tmp_path: Path) -> None:
+    answer = run(words_model, "-p", "import os", "-o", "out.jsonl", "--dry-run")
+    assert answer.code == EXIT_DONE and "time for all prompts" in answer.out
+    assert not list(tmp_path.glob("out.jsonl*"))
+
+
 def test_batch_is_the_same_job(run: Door, call: Door, words_model: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("\n".join(PROMPTS))
     asked = ("--max-tokens", 5, "--dtype", "float32", "--offload-dir", "offload")

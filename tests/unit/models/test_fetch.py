@@ -9,7 +9,6 @@ import sys
 import textwrap
 import zipfile
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,13 @@ from flexgen_h2o.core.files import read_mark
 from flexgen_h2o.models import fetch as room
 from flexgen_h2o.models.fetch import convert, fetch
 from flexgen_h2o.models.named import NAMED, NamedModel, folder_of, is_fetched
+from tests.extras import needs
 
 NAME = "tiny-llama"
 CONTENT = b"stands for a GGUF file"
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
-needs_gguf = pytest.mark.skipif(
-    any(find_spec(name) is None for name in room.NEEDED), reason=f"needs the extra gguf: {', '.join(room.NEEDED)}"
-)
+needs_gguf = needs("gguf")
 
 
 def sha256(data: bytes) -> str:
