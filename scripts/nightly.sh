@@ -5,7 +5,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 export FLEXGEN_VENV="${FLEXGEN_VENV:-$ROOT/.venv-nightly}"
-use_venv dev,gpu,plot,bench,eval,ray,browser
+use_venv dev,gpu,plot,bench,eval,gguf,ray,browser
 cd "$ROOT"
 failed=0
 "$PYTHON" -m pytest -n 2 --dist worksteal --durations=25 || failed=1
