@@ -38,6 +38,7 @@ from flexgen_h2o.parser import OneLineParser
 # Workflows with flags of their own: name -> (module of `evaluation/` with `add_flags(parser)`, one line of help). The
 # module may import no torch; add_flags sets `run`, a function of the parsed arguments that returns the exit code.
 WORKFLOWS: dict[str, tuple[str, str]] = {
+    "frontier": ("frontier", "what answers lose, and what is saved: policies, sizes and bits against the full cache"),
     "data-wrangling": ("data_wrangling", "entity matching, error detection and imputation, as fm_data_tasks has them"),
     "summarize": ("summarize", "summaries of articles by size of the KV cache: ROUGE, bytes, tokens/s"),
     "helm": ("helm", "HELM's requests for batch jobs, and their answers for HELM's cache"),

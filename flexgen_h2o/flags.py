@@ -92,13 +92,16 @@ def add_flag(parser: OneLineParser, section: str, flag: str, *short: str, **argu
     return action
 
 
-def add_flags_of(parser: OneLineParser, section: str, settings: type, only_given: bool = True) -> None:
+def add_flags_of(
+    parser: OneLineParser, section: str, settings: type, only_given: bool = True, without: Sequence[str] = ()
+) -> None:
     """Add a flag for each `setting` of a dataclass that has a help text.
 
-    only_given: every flag's default is None, which tells what was given from what was not.
+    only_given: every flag's default is None, which tells what was given from what was not. without: fields that have
+    no flag.
     """
     for f in fields(settings):
-        if f.metadata.get("help"):
+        if f.metadata.get("help") and f.name not in without:
             default = None if only_given else list(f.default) if isinstance(f.default, tuple) else f.default
             flag = f.metadata.get("flag", flag_of(f.name))
             where = SECTION_OF.get(f.name, section)
@@ -131,10 +134,13 @@ def _help_of(f: Field[Any]) -> str:
     return text.replace("%", "%%")
 
 
-def add_engine_flags(parser: OneLineParser, dry_run: bool = True, positional: bool = True) -> None:
+def add_engine_flags(
+    parser: OneLineParser, dry_run: bool = True, positional: bool = True, without: Sequence[str] = ()
+) -> None:
     """Add model, tiers and plan: the flags of every command that runs the engine. FlexGen's keep their names.
 
-    dry_run: also --dry-run, which `open_llm` sees to. positional: MODEL stands without a flag as well.
+    dry_run: also --dry-run, which `open_llm` sees to. positional: MODEL stands without a flag as well. without: fields
+    of `Policy` that the command sets by itself.
     """
     model = parser.section(MODEL).add_argument
     what = "model folder, hub id, or smollm2-135m"
@@ -160,7 +166,7 @@ def add_engine_flags(parser: OneLineParser, dry_run: bool = True, positional: bo
         add_flag(parser, MEMORY, "--dry-run", action="store_true", help=dry)
     profile = "measurements that the plan uses: a profile file or a shipped one's name (this machine's)"
     add_flag(parser, PLACEMENT_FLAGS, "--hardware", metavar="FILE", help=profile)
-    add_flags_of(parser, PLACEMENT_FLAGS, Policy)
+    add_flags_of(parser, PLACEMENT_FLAGS, Policy, without=without)
 
 
 def add_eviction_flags(parser: OneLineParser) -> None:
@@ -509,6 +515,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
     },
     "evaluate layers": _ENGINE,
+    "evaluate frontier": _ENGINE,
     "complete": {**_ENGINE, **_SAMPLING},
     "evaluate lm-eval": _ENGINE,
     "evaluate text": {**_ENGINE, **_SAMPLING},

@@ -219,6 +219,16 @@ class FullWatch:
         self.weights[place][rows] = found
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What the full cache gives along n rows' continuations. watch: its logits and attention; tokens: (n, s + 1)
+    int64; nll: nats of the tokens after the first, (n, s) float64."""
+
+    watch: FullWatch
+    tokens: torch.Tensor
+    nll: Array
+
+
 class Runner:
     """Runs one open LLM with one eviction policy after another.
 
@@ -246,20 +256,49 @@ class Runner:
 
         Returns nats of the reference tokens with the full cache, (n, s) float64, and a result a case.
         """
-        shape, size = (len(rows), len(rows[0].continuation) - 1), max(1, self._keep_bytes // self._row_bytes(rows))
-        full_nll, results = np.zeros(shape), [self._unmeasured(case, rows, shape) for case in cases]
+        size = self.rows_at_once(rows, len(rows[0].continuation))
+        full_nll: list[Array] = []
+        parts: list[list[TextFidelity]] = [[] for _ in cases]
         for start in range(0, len(rows), size):
-            part, chunk = slice(start, start + size), rows[start : start + size]
-            full, tokens = self._watch_full(chunk), torch.tensor([row.continuation for row in chunk], device="cpu")
+            chunk = rows[start : start + size]
+            reference = self.reference(chunk)
             _say(f"full cache, rows {start + 1} - {start + len(chunk)} of {len(rows)}")
-            nll = surprise(full.logits[:, 1:].flatten(0, 1), tokens[:, 1:].flatten())
-            full_nll[part] = nll.view(len(chunk), -1)
-            for found in results:
-                case, mass = found.case, None if found.mass is None else found.mass[part]
-                here = replace(found, kl=found.kl[part], nll=found.nll[part], flipped=found.flipped[part], mass=mass)
-                self._compare(chunk, tokens, full, here)
-                _say(f"{case.title}: KL {here.kl.mean():.4f}")
-        return full_nll, results
+            full_nll.append(reference.nll)
+            for case, found in zip(cases, parts, strict=True):
+                found.append(self.compare(chunk, reference, case))
+                _say(f"{case.title}: KL {found[-1].kl.mean():.4f}")
+        sizes = [len(nats) for nats in full_nll]
+        return np.concatenate(full_nll), [TextFidelity.joined(found, sizes) for found in parts]
+
+    def rows_at_once(self, rows: Sequence[TextRow], steps: int) -> int:
+        """How many rows' reference fits what may be kept. steps: tokens of a continuation."""
+        return max(1, self._keep_bytes // self._row_bytes(rows, steps))
+
+    def reference(self, rows: Sequence[TextRow]) -> Reference:
+        """Follow the rows, whose continuations are equally long, with the full cache."""
+        watch, tokens = self._watch_full(rows), torch.tensor([row.continuation for row in rows], device="cpu")
+        nats = surprise(watch.logits[:, 1:].flatten(0, 1), tokens[:, 1:].flatten())
+        return Reference(watch, tokens, nats.view(len(rows), -1).numpy())
+
+    def compare(self, rows: Sequence[TextRow], reference: Reference, case: Case) -> TextFidelity:
+        """Follow the same rows as the reference with a case's policy."""
+        found = self._unmeasured(case, rows, (len(rows), reference.tokens.shape[1] - 1))
+        self._compare(rows, reference.tokens, reference.watch, found)
+        return found
+
+    def answers(
+        self, case: Case, prompts: Sequence[Sequence[int]], tokens: int, ignore_eos: bool = False
+    ) -> list[str]:  # fmt: skip
+        """Texts of greedy answers; token ids as text where there is no tokenizer."""
+        params = SamplingParams(tokens, ignore_eos=ignore_eos)
+        found = self._use(case).generate(prompts, params)
+        return [one.text if one.text is not None else " ".join(map(str, one.token_ids)) for one in found]
+
+    def shares(self, case: Case, lengths: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        """Means of `kv_shares` over rows. lengths: their prompt tokens and most new tokens."""
+        spec, policy, eviction = self.llm.model.spec, base_of(self._placed(case)), self._use(case).eviction
+        held, read = np.mean([kv_shares(spec, policy, eviction, row) for row in lengths], axis=0).tolist()
+        return held, read
 
     def recall(self, rows: Sequence[TextRow], case: Case | None) -> list[list[bool]]:
         """For each row and question: are all tokens of the answer the likeliest ones? case: None for the reference."""
@@ -315,8 +354,8 @@ class Runner:
         done = self._use(case).generate([row.prompt for row in rows], params)
         return np.array([completion.token_ids for completion in done])
 
-    def _row_bytes(self, rows: Sequence[TextRow]) -> int:
-        spec, steps = self.llm.model.spec, len(rows[0].continuation)
+    def _row_bytes(self, rows: Sequence[TextRow], steps: int) -> int:
+        spec = self.llm.model.spec
         columns = max(len(row.prompt) for row in rows) + steps
         weights = min(self._mass_steps, steps - 1) * spec.num_blocks * spec.num_kv_heads * columns * 4
         return steps * spec.vocab_size * DTYPE_BYTES[self.llm.dtype] + weights
@@ -329,8 +368,7 @@ class Runner:
             for block in range(blocks)
         ]
         mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
-        spec, policy = self.llm.model.spec, base_of(self._placed(case))
-        held, read = np.mean([kv_shares(spec, policy, eviction, row.lengths) for row in rows], axis=0).tolist()
+        held, read = self.shares(case, [row.lengths for row in rows])
         return TextFidelity(
             case, sum(kept) / len(kept), held, read, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
         )

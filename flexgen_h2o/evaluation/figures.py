@@ -150,6 +150,20 @@ class TextFidelity:
     flipped: NDArray[np.bool_]
     mass: Array | None
 
+    @classmethod
+    def joined(cls, parts: Sequence[TextFidelity], rows: Sequence[int]) -> TextFidelity:
+        """Return the parts of one case as one. rows: of each part."""
+        first = parts[0]
+        weights = np.array(rows) / sum(rows)
+        columns, share, read = (
+            float(weights @ [getattr(part, name) for part in parts]) for name in ("columns", "share", "read")
+        )
+        kl, nll, flipped = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("kl", "nll", "flipped")
+        )
+        mass = None if first.mass is None else np.concatenate([part.mass for part in parts if part.mass is not None])
+        return cls(first.case, columns, share, read, kl, nll, flipped, mass)
+
 
 def summarise_texts(
     full_nll: Array, results: Sequence[TextFidelity], resamples: int, seed: int

@@ -31,6 +31,7 @@ from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
+    from flexgen_h2o.engine.workload import AutoPolicy
     from flexgen_h2o.models.load import Model
 
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3"})
@@ -275,7 +276,7 @@ class Case:
     eviction: Eviction
     budget: float = 1.0
     budget_of: str = PROMPT
-    policy: Policy | None = None
+    policy: Policy | AutoPolicy | None = None
 
     @property
     def positions(self) -> str:

@@ -1,0 +1,705 @@
+"""`evaluate frontier`: what answers lose, and what is saved, for each way to have a smaller KV cache or weights.
+
+Each setting is an eviction policy at a size, with a precision of KV cache and weights. It follows the same
+continuations as the full cache in the precision of --dtype does (teacher forcing). Its losses are the KL divergence of
+the next token, the share of steps whose likeliest token changes, and the negative log-likelihood of the text. They
+stand against the bytes of the KV cache that it holds, the bytes that one step reads, and tokens/s.
+
+Every figure is a mean over prompts with the 95% interval of a percentile bootstrap (Efron and Tibshirani 1993, chapter
+13). What each prompt gave is appended to FILE.rows.jsonl beside --json FILE. The same command after a kill, or with
+more settings, measures only what is missing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flexgen_h2o.cli_common import (
+    check_files,
+    check_picture,
+    count,
+    file_name,
+    positive,
+    results_are_in,
+    say,
+    share,
+    write_results,
+)
+from flexgen_h2o.core.config import BITS, CACHE_BITS, Policy, without_unused_bits
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.units import markdown_table, parse_bytes
+from flexgen_h2o.engine.workload import AutoPolicy
+from flexgen_h2o.evaluation import long_context
+from flexgen_h2o.evaluation.rows import BYTES, SEQUENCE, Case, TextRow, check_distinct
+from flexgen_h2o.flags import add_engine_flags, check_positions, open_llm, policy_of, say_notes
+from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Full, make_eviction, mix_of, says_budget
+from flexgen_h2o.parser import OneLineParser
+
+if TYPE_CHECKING:
+    from flexgen_h2o.evaluation.fidelity import Runner
+    from flexgen_h2o.evaluation.figures import Figures
+    from flexgen_h2o.models.load import Model
+
+SCHEMA = 1
+WHOLE = 16  # bits of what is not packed
+INT8 = "int8"  # of --weight-bits: int8_compute
+DEFAULT_POLICIES = ("h2o", "local", "random")
+DEFAULT_BUDGETS = (0.5, 0.2)
+ROUGE = ("rouge1", "rouge2", "rougeL")
+# Settings of `Policy` that the grid sets.
+GRID_FIELDS = ("compress_cache", "cache_bits", "compress_weight", "weight_bits", "int8_compute", "attn_sparsity")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to have a smaller KV cache or weights.
+
+    policy: eviction policy, with settings of its own behind a colon. kv_budget: share of the KV entries of prompt and
+    answer that stay. kv_bytes: share of the full bf16 cache's bytes instead. kv_bits: of a key or value, 16 where they
+    are not packed; "4/2": keys in 4, values in 2. kv_window: newest entries that packing leaves whole (None: the
+    command's). kv_read: share of the entries that a step reads. weights: bits of a weight ("16": as computed), or INT8.
+    chosen_by: the flag that stands for policy and bits.
+    """
+
+    policy: str = Full.name
+    kv_budget: float | None = None
+    kv_bytes: float | None = None
+    kv_bits: int | str = WHOLE
+    kv_window: int | None = None
+    kv_read: float = 1.0
+    weights: str = str(WHOLE)
+    chosen_by: str = ""
+
+    @property
+    def name(self) -> str:
+        """What tables call it, and the file of measurements."""
+        parts = [self.policy]
+        if self.chosen_by:
+            return self.chosen_by
+        if self.kv_budget is not None:
+            parts.append(f"{self.kv_budget:.3g} of the entries")
+        if self.kv_bytes is not None:
+            parts.append(f"{self.kv_bytes:.3g} of the bytes")
+        if self.kv_bits != WHOLE:
+            parts.append(f"KV in {self.kv_bits} bits")
+        if self.kv_read < 1:
+            parts.append(f"{self.kv_read:.3g} read a step")
+        if self.weights != str(WHOLE):
+            parts.append(f"weights in {self.weights}" + (" bits" if self.weights != INT8 else ""))
+        return ", ".join(parts)
+
+    def case(self, base: Policy, is_auto: bool) -> Case:
+        """Return what the runner takes. UsageError names --policies."""
+        changes: dict[str, Any] = {"attn_sparsity": self.kv_read}
+        if self.kv_bits != WHOLE:
+            changes |= {"compress_cache": True, "cache_bits": self.kv_bits}
+            if self.kv_window is not None:
+                changes["cache_window"] = self.kv_window
+        if self.weights == INT8:
+            changes["int8_compute"] = True
+        elif self.weights != str(WHOLE):
+            changes |= {"compress_weight": True, "weight_bits": int(self.weights)}
+        policy = without_unused_bits(replace(base, **changes))
+        placement = AutoPolicy(policy) if is_auto else policy
+        if self.policy == Full.name:
+            return Case(self.name, Full(), budget_of=SEQUENCE, policy=placement)
+        size = {"kv_budget": self.kv_budget} if self.kv_bytes is None else {"kv_bytes": self.kv_bytes}
+        if says_budget(self.policy):
+            raise UsageError(f"--policies {self.policy}: --kv-budget and --kv-bytes set the size; leave it out there")
+        try:
+            eviction = make_eviction(self.policy, **size)
+        except UsageError as error:
+            raise UsageError(f"--policies {self.policy}: {str(error).removeprefix('eviction: ')}") from error
+        of = SEQUENCE if self.kv_bytes is None else BYTES
+        return Case(self.name, eviction, self.kv_budget or self.kv_bytes or 1.0, of, placement)
+
+
+REFERENCE = Setting()
+
+
+def add_flags(parser: OneLineParser) -> None:
+    """Add all flags of `evaluate frontier`."""
+    add_engine_flags(parser, without=GRID_FIELDS)
+    parser.set_defaults(dtype="float32", run=run, **dict.fromkeys(GRID_FIELDS))
+    add = parser.add_argument
+    lines = ".txt or .jsonl as `generate -i` takes them; articles with `summary_gt` are summarised too"
+    add("--prompts", type=file_name, metavar="FILE", help=lines)
+    add("--num-prompts", type=positive, metavar="N", help="the first N of them only")
+    add("--prompt-len", type=positive, default=448, metavar="N", help="tokens of a prompt (448)")
+    add("--gen-len", type=positive, default=64, metavar="N", help="tokens that are followed after it (64)")
+    add(
+        "--continuation",
+        choices=("text", "greedy"),
+        default="text",
+        help="follow the text itself, or the model's own greedy answer (text)",
+    )
+    add("--join", action="store_true", help="join prompts of the file until they are long enough")
+    add("--chat", action="store_true", help="prompts are messages in the model's chat template; follow its answer")
+    names = ", ".join(POLICIES)
+    add("--policies", nargs="+", metavar="NAME", help=f"{names} ({' '.join(DEFAULT_POLICIES)})")
+    budgets = f"shares of the KV entries that stay ({' '.join(map(str, DEFAULT_BUDGETS))})"
+    add("--kv-budget", type=share, nargs="+", metavar="SHARE", help=budgets)
+    bits = "bits of keys and values, one setting each; 16: not packed; 4/2: keys in 4, values in 2 (16 8 4)"
+    add("--kv-bits", nargs="+", metavar="N", help=bits)
+    kv_bytes = "shares of the KV cache's bytes: what --kv-size chooses; with --learn every policy and bits"
+    add("--kv-bytes", "--kv-size", dest="kv_sizes", type=share, nargs="+", metavar="SHARE", help=kv_bytes)
+    reads = "shares of the KV entries that a step reads, all entries kept"
+    add("--kv-read", type=share, nargs="+", metavar="SHARE", help=reads)
+    weights = f"weights in {', '.join(map(str, BITS))} bits or {INT8}, with all KV entries and each --kv-bits"
+    add("--weight-bits", nargs="+", metavar="N", help=weights)
+    tasks = f"also score long-context tasks of --prompt-len tokens: {', '.join(long_context.TASKS)}"
+    add("--tasks", nargs="+", metavar="NAME", help=tasks)
+    add("--num-questions", type=positive, default=24, metavar="N", help="questions of a task (24)")
+    add("--no-answers", action="store_true", help="do not generate: no tokens/s and no ROUGE")
+    add("--learn", type=file_name, metavar="FILE", help="write the settings that lose least at each --kv-bytes")
+    add("--resamples", type=positive, default=1000, metavar="N", help="number of bootstrap resamples (1000)")
+    add("--seed", type=count, default=0, metavar="N", help="random seed for tasks and the bootstrap (0)")
+    add("--keep-mem", default="1GiB", metavar="SIZE", help="RAM for the full cache's logits, beside --ram (1GiB)")
+    add("--json", type=file_name, metavar="FILE", help="write all figures; FILE.rows.jsonl has each prompt's")
+    add("--markdown", type=file_name, metavar="FILE", help="write the table that is printed")
+    add("--plot", type=file_name, metavar="FILE", help="write a picture (.png, .svg; needs the extra `plot`)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what is missing, print and write; returns the exit code. Flags are checked before torch is imported."""
+    settings = _check(args)
+    results_are_in(args.json, args.markdown)
+    base, is_auto = policy_of(args)
+    cases = {setting: setting.case(base, is_auto) for setting in settings}
+    from flexgen_h2o.evaluation.fidelity import Runner
+
+    began = time.perf_counter()
+    with open_llm(args, base, is_auto, Full()) as llm:
+        check_positions(args, llm.model.name, llm.model.spec.max_positions)
+        runner = Runner(llm, args.keep_mem, 0)
+        runner.check(list(cases.values()))
+        prompts = read_prompts(args, llm.model)
+        say_notes("evaluate frontier", args, llm)
+        facts = _facts(args, llm.model, llm.dtype, prompts)
+        kept = None if args.json is None else args.json.with_name(args.json.name + ".rows.jsonl")
+        measured = Measurements(kept, facts)
+        for setting in measured.settings:  # of earlier runs: they stand in the same table
+            cases.setdefault(setting, setting.case(base, is_auto))
+        measure(args, runner, prompts, cases, measured)
+        result = {**facts, "cells": _cells(args, runner, prompts, cases, measured)}
+    result["seconds"] = time.perf_counter() - began
+    write_results(args, result, markdown(result), draw)
+    if args.learn is not None:
+        from flexgen_h2o.core.files import write_result
+
+        write_result(args.learn, learned(result), "--learn")
+    return EXIT_DONE
+
+
+# ---- What is compared
+
+
+def _check(args: argparse.Namespace) -> list[Setting]:
+    """Return the settings, the full cache first. UsageError for what is wrong with flags and files."""
+    if args.prompts is None:
+        raise UsageError("--prompts: is missing; name a .txt or .jsonl file of prompts")
+    if args.gen_len < 2:
+        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
+    args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
+    check_files(args, ("prompts",), ("json", "markdown", "plot", "learn"))
+    if args.plot is not None:
+        check_picture(args.plot)
+    for task in args.tasks or ():
+        if task not in long_context.TASKS:
+            raise UsageError(f"--tasks {task}: is not one of {', '.join(long_context.TASKS)}")
+    if args.learn is not None and not args.kv_sizes:
+        raise UsageError("--learn: chooses among settings of equal bytes; say with --kv-bytes which shares")
+    for flag, given in (
+        ("--policies", args.policies),
+        ("--kv-budget", args.kv_budget),
+        ("--kv-bits", args.kv_bits),
+        ("--kv-bytes", args.kv_sizes),
+        ("--kv-read", args.kv_read),
+        ("--weight-bits", args.weight_bits),
+        ("--tasks", args.tasks),
+    ):
+        check_distinct(flag, given or ())
+    settings = grid(args)
+    for setting in settings:
+        setting.case(Policy(), False)  # what it refuses is refused before torch is imported
+    for name in GRID_FIELDS:
+        setattr(args, name, None)
+    return settings
+
+
+def grid(args: argparse.Namespace) -> list[Setting]:
+    """Return every setting that the flags ask for, once, the full cache first. UsageError names the flag."""
+    bits = [_kv_bits(text) for text in args.kv_bits or ("16", "8", "4")]
+    chosen = bool(args.kv_sizes or args.kv_read or args.weight_bits)
+    policies = args.policies or (() if chosen and not args.kv_budget and not args.learn else DEFAULT_POLICIES)
+    budgets = args.kv_budget or (() if chosen else DEFAULT_BUDGETS)
+    evicting = [policy for policy in policies if policy != Full.name]
+    for policy in evicting:
+        if policy.partition(":")[0] not in EVICTING:
+            raise UsageError(f"--policies {policy}: is not one of {', '.join(POLICIES)}")
+    found = [REFERENCE]
+    if not chosen or args.kv_bits or Full.name in policies:
+        found += [Setting(kv_bits=one) for one in bits]
+    packed = bits if args.kv_bits else [WHOLE]
+    found += [Setting(policy, budget, kv_bits=one) for policy in evicting for budget in budgets for one in packed]
+    for size in args.kv_sizes or ():
+        found.append(setting_of_size(size))
+        if args.learn is not None:
+            found += [Setting(kv_bits=one) for one in bits]
+            found += [Setting(policy, kv_bytes=size, kv_bits=one) for policy in evicting for one in bits]
+    found += [Setting(kv_read=read, kv_bits=one) for read in args.kv_read or () for one in packed]
+    for weights in args.weight_bits or ():
+        if weights != INT8 and weights not in map(str, BITS):
+            raise UsageError(f"--weight-bits {weights}: is not one of {', '.join(map(str, BITS))}, {INT8}")
+        found += [Setting(kv_bits=one, weights=weights) for one in dict.fromkeys([WHOLE, *packed])]
+    return list(dict.fromkeys(found))
+
+
+def setting_of_size(size: float) -> Setting:
+    """Return what `--kv-size` chooses for a share of the bytes."""
+    mix = mix_of(size)
+    chosen_by = f"--kv-size {size:.3g}"
+    return Setting(mix.eviction, kv_bytes=size, kv_bits=mix.cache_bits, kv_window=mix.cache_window, chosen_by=chosen_by)
+
+
+def _kv_bits(text: str) -> int | str:
+    keys, _, values = text.partition("/")
+    known = [str(one) for one in CACHE_BITS]
+    if keys not in known or (values or keys) not in known:
+        if text == str(WHOLE):
+            return WHOLE
+        raise UsageError(f"--kv-bits {text}: is not one of {WHOLE}, {', '.join(known)}, nor two of them as 4/2")
+    return int(keys) if values in ("", keys) else text
+
+
+# ---- What it is measured on
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """rows: token ids of prompts, all with equally long continuations. asked, references: prompts to summarise with
+    what a person wrote; without references `asked` are the rows' prompts. questions: by task."""
+
+    rows: list[TextRow]
+    asked: list[tuple[int, ...]]
+    references: list[str]
+    questions: Mapping[str, list[long_context.Question]]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it, so that measurements of other prompts are not taken for these."""
+        found = hashlib.sha256()
+        for row in self.rows:
+            found.update(json.dumps([row.prompt, row.continuation]).encode())
+        found.update(json.dumps([self.asked, self.references]).encode())
+        for task, questions in self.questions.items():
+            found.update(json.dumps([task, [[one.prompt, one.answers] for one in questions]]).encode())
+        return found.hexdigest()
+
+
+def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
+    """Return the prompts that the flags ask for; continuations of the model's own are still ()."""
+    if args.chat:
+        model.check_chat()
+    answers_itself = args.chat or args.continuation == "greedy"
+    length = args.prompt_len + (0 if answers_itself else args.gen_len)
+    ids, references, asked = [], [], []
+    for tokens, summary in _lines(args, model, length):
+        ids.append(tokens)
+        if summary is not None:
+            references.append(summary[1])
+            asked.append(summary[0])
+    if args.join:
+        ids = list(_joined(ids, length))
+    elif not answers_itself:
+        ids = [tokens for tokens in ids if len(tokens) >= length]
+    ids = ids[: args.num_prompts]
+    if not ids:
+        raise UsageError(
+            f"--prompts {args.prompts}: no prompt has {length} tokens (--prompt-len + --gen-len); lower them, give "
+            "--join, or follow the model's own answers with --continuation greedy"
+        )
+    cut = [tokens[:length] for tokens in ids]
+    rows = [TextRow(tokens[: args.prompt_len], tokens[args.prompt_len :]) for tokens in cut]
+    count = len(rows)
+    asked = asked[:count] if len(asked) >= count else [row.prompt for row in rows]
+    references = references[:count] if len(references) >= count else []
+    questions = {
+        task: long_context.questions(task, model, args.prompt_len, args.num_questions, args.seed)
+        for task in args.tasks or ()
+    }
+    return Prompts(rows, asked, references, questions)
+
+
+Summary = tuple[tuple[int, ...], str]  # a prompt that asks for a summary, and a person's
+
+
+def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tuple[tuple[int, ...], Summary | None]]:
+    """Yield token ids of each line, at least `length` of a longer one. UsageError names the line."""
+    from flexgen_h2o.engine.sampling import SamplingParams
+    from flexgen_h2o.evaluation.articles import shortened
+    from flexgen_h2o.jobs.input import read_lines
+    from flexgen_h2o.jobs.requests import RequestReader, RowError
+
+    reader = RequestReader(model, SamplingParams(args.gen_len), chat=args.chat)
+    encode = model.encode_message if args.chat else model.encode
+
+    def fits(text: str) -> bool:
+        return len(encode(text)) <= args.prompt_len
+
+    for line in read_lines(args.prompts):
+        try:
+            value = line.parse()
+        except ValueError as error:
+            raise UsageError(f"--prompts {args.prompts}:{line.number}: {error}") from error
+        text = next((value[name] for name in ("article", "prompt", "text") if isinstance(value.get(name), str)), None)
+        summary: Summary | None = None
+        if text is not None and not args.chat and model.tokenizer is not None:
+            ids = tuple(model.encode_beginning(text, length))
+        else:
+            try:
+                ids = reader.read(line).prompt.token_ids
+            except RowError as error:
+                raise UsageError(f"--prompts {args.prompts}:{line.number}: {error}") from error
+        if isinstance(value.get("article"), str) and isinstance(value.get("summary_gt"), str):
+            whole = shortened(value["article"], fits)
+            if whole is not None:
+                summary = tuple(encode(whole)), value["summary_gt"]
+        yield ids, summary
+
+
+def _joined(ids: Iterable[tuple[int, ...]], length: int) -> Iterator[tuple[int, ...]]:
+    """Yield neighbouring prompts as one, each at least `length` tokens; what is left at the end is dropped."""
+    found: tuple[int, ...] = ()
+    for tokens in ids:
+        found += tokens
+        if len(found) >= length:
+            yield found
+            found = ()
+
+
+def _facts(args: argparse.Namespace, model: Model, dtype: str, prompts: Prompts) -> Figures:
+    """Return what is measured, in words and numbers; equal facts make measurements that can stand in one table."""
+    continuation = "the model's own" if args.chat or args.continuation == "greedy" else "the text's"
+    return {
+        "measure": "frontier",
+        "schema": SCHEMA,
+        "model": model.name,
+        "dtype": dtype,
+        "prompts": str(args.prompts.name),
+        "num_prompts": len(prompts.rows),
+        "prompt_len": args.prompt_len,
+        "gen_len": args.gen_len,
+        "continuation": continuation,
+        "chat": args.chat,
+        "tasks": {task: len(questions) for task, questions in prompts.questions.items()},
+        "digest": prompts.digest,
+    }
+
+
+# ---- Measuring
+
+
+class Measurements:
+    """What each prompt gave, by setting and kind, appended to a file as it is measured.
+
+    path: the file; None: nothing is kept. facts: of the run. settings: that the file has measurements of. UsageError
+    where the file is of another run.
+    """
+
+    def __init__(self, path: Path | None, facts: Figures) -> None:
+        self._path = path
+        self._found: dict[tuple[Setting, str, int], Any] = {}
+        if path is None:
+            return
+        if not path.exists():
+            self._append({"facts": facts})
+            return
+        lines = path.read_bytes().split(b"\n")
+        whole = lines[:-1]
+        if lines[-1]:  # a line that a kill has cut
+            with path.open("r+b") as file:
+                file.truncate(sum(len(line) + 1 for line in whole))
+        try:
+            first, *others = (json.loads(line) for line in whole)
+            same = first["facts"] == facts
+            for line in others:
+                self._found[Setting(**line["setting"]), line["kind"], line["start"]] = line["values"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"--json: {path} is not what this command has written; remove it") from error
+        if not same:
+            raise UsageError(f"--json: {path} has measurements of other prompts or lengths; remove it, or name another")
+
+    @property
+    def settings(self) -> list[Setting]:
+        return list(dict.fromkeys(setting for setting, _, _ in self._found))
+
+    def __getitem__(self, key: tuple[Setting, str]) -> list[Any]:
+        """Return the values of a setting's kind, in the order of the prompts."""
+        parts = [(at, values) for (setting, kind, at), values in self._found.items() if (setting, kind) == key]
+        return [value for _, values in sorted(parts) for value in values]
+
+    def lacks(self, setting: Setting, kind: str, start: int = 0) -> bool:
+        return (setting, kind, start) not in self._found
+
+    def add(self, setting: Setting, kind: str, values: Sequence[Any], start: int = 0) -> None:
+        """Keep one value a prompt. start: the first prompt's number."""
+        self._found[setting, kind, start] = list(values)
+        self._append({"setting": asdict(setting), "kind": kind, "start": start, "values": list(values)})
+
+    def _append(self, line: Figures) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+LOSSES = "losses"  # kind: [KL, share of changed tokens, negative log-likelihood] a prompt
+ANSWERS = "answers"  # kind: [tokens/s] and, with references, ROUGE a prompt
+SPEED = "tokens_per_s"
+
+
+def measure(
+    args: argparse.Namespace,
+    runner: Runner,
+    prompts: Prompts,
+    cases: Mapping[Setting, Case],
+    measured: Measurements,
+) -> None:
+    """Measure what `measured` lacks."""
+    _measure_losses(args, runner, prompts, cases, measured)
+    for setting, case in cases.items():
+        if not args.no_answers and measured.lacks(setting, SPEED):
+            _measure_answers(args, runner, prompts, setting, case, measured)
+        for task, questions in prompts.questions.items():
+            if measured.lacks(setting, task):
+                longest = max(one.max_tokens for one in questions)
+                texts = runner.answers(case, [one.prompt for one in questions], longest)
+                scores = [one.score(text) for one, text in zip(questions, texts, strict=True)]
+                measured.add(setting, task, scores)
+                say("evaluate", f"{setting.name}: {task} {np.mean(scores):.0%}")
+
+
+def _measure_losses(
+    args: argparse.Namespace,
+    runner: Runner,
+    prompts: Prompts,
+    cases: Mapping[Setting, Case],
+    measured: Measurements,
+) -> None:
+    """Follow the rows with each setting, a chunk of rows at a time whose reference fits --keep-mem."""
+    others = {setting: case for setting, case in cases.items() if setting != REFERENCE}
+    size = runner.rows_at_once(prompts.rows, args.gen_len)
+    for start in range(0, len(prompts.rows), size):
+        missing = [one for one in cases if measured.lacks(one, LOSSES, start)]
+        if not missing:
+            continue
+        chunk = prompts.rows[start : start + size]
+        if not chunk[0].continuation:
+            chunk = runner.greedy(chunk, args.gen_len)
+        reference = runner.reference(chunk)
+        if REFERENCE in missing:
+            measured.add(REFERENCE, LOSSES, [[0.0, 0.0, nats] for nats in reference.nll.mean(axis=1).tolist()], start)
+        for setting in missing:
+            if setting == REFERENCE:
+                continue
+            found = runner.compare(chunk, reference, others[setting])
+            losses = np.stack([found.kl, found.flipped.astype(float), found.nll]).mean(axis=2)
+            measured.add(setting, LOSSES, losses.T.tolist(), start)
+            end = start + len(chunk)
+            say("evaluate", f"{setting.name}: prompts {start + 1} to {end}, KL {losses[0].mean():.4f}")
+
+
+def _measure_answers(
+    args: argparse.Namespace,
+    runner: Runner,
+    prompts: Prompts,
+    setting: Setting,
+    case: Case,
+    measured: Measurements,
+) -> None:
+    texts = runner.answers(case, prompts.asked, args.gen_len, ignore_eos=not prompts.references)
+    assert runner.llm.report is not None
+    speed = runner.llm.report.total.tokens_per_s
+    if prompts.references:
+        from flexgen_h2o.evaluation.articles import Rouge
+
+        rouge = Rouge()
+        scores = [rouge(text, wanted)[: len(ROUGE)] for text, wanted in zip(texts, prompts.references, strict=True)]
+        measured.add(setting, ANSWERS, scores)
+    measured.add(setting, SPEED, [speed])
+    say("evaluate", f"{setting.name}: {speed:.1f} tokens/s")
+
+
+def _cells(
+    args: argparse.Namespace,
+    runner: Runner,
+    prompts: Prompts,
+    cases: Mapping[Setting, Case],
+    measured: Measurements,
+) -> list[Figures]:
+    """Return the figures of each setting, the full cache's first."""
+    from flexgen_h2o.evaluation.figures import Bootstrap
+
+    def intervals(values: Any) -> Figures:
+        return Bootstrap(len(values), args.resamples, args.seed).mean(np.array(values, dtype=float))
+
+    lengths = [(len(row.prompt), args.gen_len) for row in prompts.rows]
+    full_nats = np.array(measured[REFERENCE, LOSSES])[:, 2]
+    cells = []
+    for setting, case in cases.items():
+        losses = np.array(measured[setting, LOSSES])
+        kv_share, read_share = (1.0, 1.0) if setting == REFERENCE else runner.shares(case, lengths)
+        speeds, rouge = measured[setting, SPEED], measured[setting, ANSWERS]
+        tasks = {task: intervals(measured[setting, task]) for task in prompts.questions}
+        cells.append(
+            {
+                "name": setting.name,
+                "policy": setting.policy,
+                "kv_budget": setting.kv_budget,
+                "kv_bytes": setting.kv_bytes,
+                "kv_bits": setting.kv_bits,
+                "kv_window": setting.kv_window,
+                "kv_read": setting.kv_read,
+                "weights": setting.weights,
+                "eviction": case.eviction.to_json(),
+                "kv_share": kv_share,
+                "read_share": read_share,
+                "kl": intervals(losses[:, 0]),
+                "changed": intervals(losses[:, 1]),
+                "nll_less_full": intervals(losses[:, 2] - full_nats),
+                "tokens_per_s": speeds[0] if speeds else None,
+                "rouge": {name: intervals([one[i] for one in rouge]) for i, name in enumerate(ROUGE) if rouge},
+                "tasks": tasks,
+            }
+        )
+    return cells
+
+
+# ---- What is shown
+
+
+def on_frontier(cells: Sequence[Figures], size: str = "kv_share") -> list[Figures]:
+    """Return the cells that no cell of at most their size beats, smallest first.
+
+    A cell beats another if its KL is lower and their intervals do not overlap.
+    """
+    ordered = sorted(cells, key=lambda cell: (cell[size], cell["kl"]["value"]))
+    return [
+        cell
+        for i, cell in enumerate(ordered)
+        if not any(smaller["kl"]["high"] < cell["kl"]["low"] for smaller in ordered[:i])
+    ]
+
+
+def learned(result: Figures) -> Figures:
+    """Return the mixes of `--kv-size` that lose least on this model: one for each share of --kv-bytes.
+
+    A share has the setting with the lowest KL among those that need no more than these bytes.
+    """
+    mixes = []
+    for size in sorted({cell["kv_bytes"] for cell in result["cells"] if cell["kv_bytes"]}, reverse=True):
+        fitting = [
+            cell
+            for cell in result["cells"]
+            if cell["kv_share"] <= size * 1.02 and cell["kv_read"] == 1 and cell["weights"] == str(WHOLE)
+        ]
+        if not fitting:
+            continue
+        best = min(fitting, key=lambda cell: cell["kl"]["value"])
+        mixes.append(
+            {
+                "least": size,
+                "eviction": best["policy"],
+                "cache_bits": best["kv_bits"],
+                "cache_window": best["kv_window"],
+                "kl": best["kl"],
+                "changed": best["changed"],
+            }
+        )
+    about = ("model", "dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation")
+    return {"schema": SCHEMA, **{name: result[name] for name in about}, "mixes": mixes}
+
+
+def markdown(result: Figures) -> str:
+    """Return the table: a line a setting, the most bytes first."""
+    head = (
+        f"Model `{result['model']}` in {result['dtype']}; {result['num_prompts']} prompts of {result['prompt_len']} "
+        f"tokens from {result['prompts']}, {result['gen_len']} tokens followed ({result['continuation']}). "
+        "In brackets: 95% bootstrap intervals over prompts. *: no setting of at most these bytes has a lower KL."
+    )
+    from flexgen_h2o.evaluation.figures import number, percent
+
+    best = {cell["name"] for cell in on_frontier(result["cells"])}
+    columns: list[tuple[str, Callable[[Figures], str]]] = [
+        ("setting", lambda cell: cell["name"] + (" *" if cell["name"] in best else "")),
+        ("KV bytes held", lambda cell: f"{cell['kv_share']:.1%}"),
+        ("read a step", lambda cell: f"{cell['read_share']:.1%}"),
+        ("KL, nats", lambda cell: number(cell["kl"], 4)),
+        ("changed tokens", lambda cell: percent(cell["changed"])),
+        ("NLL - full", lambda cell: number(cell["nll_less_full"], 3)),
+    ]
+    if any(cell["rouge"] for cell in result["cells"]):
+        columns.append(("ROUGE-2", lambda cell: percent(cell["rouge"]["rouge2"]) if cell["rouge"] else ""))
+    for task in result["tasks"]:
+        columns.append((task, lambda cell, task=task: percent(cell["tasks"][task])))  # type: ignore[misc]
+    if any(cell["tokens_per_s"] for cell in result["cells"]):
+        columns.append(("tokens/s", lambda cell: f"{cell['tokens_per_s']:.1f}" if cell["tokens_per_s"] else ""))
+    ordered = sorted(result["cells"], key=lambda cell: -cell["kv_share"])
+    rows = [[show(cell) for _, show in columns] for cell in ordered]
+    return head + "\n\n" + "\n".join(markdown_table([title for title, _ in columns], rows)) + "\n"
+
+
+def draw(result: Figures, path: Path) -> None:
+    """Draw KL against the bytes held and the bytes read a step. FlexgenError names --plot."""
+    from matplotlib.figure import Figure
+
+    from flexgen_h2o.core.files import write_picture
+    from flexgen_h2o.evaluation.figures import MARKS
+
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    cells = [cell for cell in result["cells"] if cell["kl"]["value"] > 0]
+    kinds: dict[str, list[Figures]] = {}
+    for cell in cells:
+        kind = cell["policy"] if cell["weights"] == str(WHOLE) else f"weights in {cell['weights']}"
+        if cell["kv_bits"] != WHOLE:
+            kind += f", KV in {cell['kv_bits']} bits"
+        if cell["kv_read"] < 1:
+            kind += ", some read"
+        kinds.setdefault(kind, []).append(cell)
+    for ax, size, below in (
+        (axes[0], "kv_share", "bytes of the KV cache, share of bf16"),
+        (axes[1], "read_share", "bytes that one step reads, share of bf16"),
+    ):
+        for i, (kind, of_kind) in enumerate(sorted(kinds.items())):
+            of_kind.sort(key=lambda cell: cell[size])
+            low = [cell["kl"]["value"] - cell["kl"]["low"] for cell in of_kind]
+            high = [cell["kl"]["high"] - cell["kl"]["value"] for cell in of_kind]
+            ax.errorbar(
+                [cell[size] for cell in of_kind],
+                [cell["kl"]["value"] for cell in of_kind],
+                yerr=[np.maximum(low, 0), np.maximum(high, 0)],
+                marker=MARKS[i % len(MARKS)],
+                color=f"C{i % 10}",
+                linewidth=0.8,
+                capsize=2,
+                label=kind,
+            )
+        line = on_frontier(cells, size)
+        x, y = [cell[size] for cell in line], [cell["kl"]["value"] for cell in line]
+        ax.plot(x, y, color="black", linestyle=":", label="nothing smaller is better")
+        ax.set(xscale="log", yscale="log", xlabel=below)
+        ax.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("KL to the full cache, nats")
+    axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(f"{result['model']}: {result['num_prompts']} prompts, {result['prompt_len']} + {result['gen_len']}")
+    write_picture(path, figure)

@@ -1,0 +1,180 @@
+"""Long-context questions of RULER's kinds (Hsieh et al., arXiv 2404.06654, section 3), made without a network.
+
+niah: one number is hidden in filler; niah-multikey: four are, and one is asked for; vt: a chain of variable
+assignments is to be followed; cwe, fwe: the most common words of a list are asked for. The sentences are this
+project's own. A score is the share of the wanted strings that stand in the answer, as RULER scores.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from flexgen_h2o.models.load import Model
+
+FILLER = "The road goes up the hill. A dog sleeps by the door. Rain is falling on the roof. We wait for the bus."
+WORDS = (
+    "apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer", "island", "jacket", "kettle",
+    "ladder", "market", "needle", "office", "pencil", "quarry", "ribbon", "saddle", "temple", "unicorn", "valley",
+    "window", "yellow", "zipper", "anchor", "basket", "castle", "donkey", "eagle", "feather", "guitar", "harbor",
+    "insect", "jungle", "kitten", "lemon", "mirror", "napkin", "orange", "parrot", "rabbit", "silver", "ticket",
+    "umbrella", "violin", "wallet",
+)  # fmt: skip
+COMMON, COMMON_TIMES, RARE_TIMES = 5, 12, 2  # of cwe: words that are asked for, and how often words stand there
+CHAIN = 4  # variables of vt that have the value
+FREQUENT = 3  # words of fwe that are asked for
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt: token ids. answers: strings that the answer should have. max_tokens: of the answer."""
+
+    prompt: tuple[int, ...]
+    answers: tuple[str, ...]
+    max_tokens: int
+
+    def score(self, text: str) -> float:
+        """Return the share of the wanted strings that stand in the text."""
+        lower = text.lower()
+        return sum(answer.lower() in lower for answer in self.answers) / len(self.answers)
+
+
+# Of a random source and a number of sentences or words: the prompt and its answers.
+Maker = Callable[[random.Random, int], tuple[str, tuple[str, ...]]]
+
+
+def questions(task: str, model: Model, length: int, count: int, seed: int) -> list[Question]:
+    """Return `count` questions of at most `length` tokens each, nearly that many.
+
+    UsageError names --prompt-len where a question has no room, or --model where it has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise UsageError(f"--tasks {task}: {model.name} has no tokenizer; leave it out")
+    make, max_tokens = TASKS[task]
+    found = []
+    for number in range(count):
+        name = f"{seed} {task} {number}"
+        prompt, answers = _longest(make, name, model, length, task)
+        found.append(Question(prompt, answers, max_tokens))
+    return found
+
+
+def _longest(make: Maker, name: str, model: Model, length: int, task: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the question with the largest size that fits: its token ids and answers."""
+
+    def tokens_of(size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        text, answers = make(random.Random(name), size)
+        return tuple(model.encode(text)), answers
+
+    fits, fits_not = 1, 2
+    if len(tokens_of(fits)[0]) > length:
+        raise UsageError(f"--prompt-len {length}: too short for a question of {task}; give more, or leave it out")
+    while len(tokens_of(fits_not)[0]) <= length:
+        fits, fits_not = fits_not, 2 * fits_not
+    while fits_not - fits > 1:
+        middle = (fits + fits_not) // 2
+        if len(tokens_of(middle)[0]) <= length:
+            fits = middle
+        else:
+            fits_not = middle
+    return tokens_of(fits)
+
+
+def _filler(size: int) -> list[str]:
+    sentences = [sentence + "." for sentence in FILLER.removesuffix(".").split(". ")]
+    return [sentences[i % len(sentences)] for i in range(size)]
+
+
+def _needles(rng: random.Random, size: int, keys: int) -> tuple[str, tuple[str, ...]]:
+    names = rng.sample(WORDS, keys)
+    numbers = [str(rng.randrange(10**6, 10**7)) for _ in names]
+    places = sorted(rng.choices(range(size + 1), k=keys))
+    text = _filler(size)
+    for place, name, number in reversed(list(zip(places, names, numbers, strict=True))):
+        text.insert(place, f"The secret number of the {name} is {number}.")
+    asked = rng.randrange(keys)
+    prompt = (
+        "Remember the secret numbers in this text. There will be a question about them.\n"
+        f"{' '.join(text)}\n"
+        f"Question: What is the secret number of the {names[asked]} in the text?\n"
+        f"Answer: The secret number of the {names[asked]} is"
+    )
+    return prompt, (numbers[asked],)
+
+
+def _needle(rng: random.Random, size: int) -> tuple[str, tuple[str, ...]]:
+    return _needles(rng, size, 1)
+
+
+def _several_needles(rng: random.Random, size: int) -> tuple[str, tuple[str, ...]]:
+    return _needles(rng, size, 4)
+
+
+def _chain(rng: random.Random, size: int) -> tuple[str, tuple[str, ...]]:
+    names = ["".join(rng.choices(string.ascii_uppercase, k=4)) for _ in range(CHAIN)]
+    value = str(rng.randrange(10**4, 10**5))
+    steps = [f"VAR {names[0]} = {value}."]
+    steps += [f"VAR {later} = VAR {earlier}." for earlier, later in pairwise(names)]
+    places = sorted(rng.choices(range(size + 1), k=CHAIN))
+    text = _filler(size)
+    for place, step in reversed(list(zip(places, steps, strict=True))):
+        text.insert(place, step)
+    prompt = (
+        "Follow the assignments of variables in this text.\n"
+        f"{' '.join(text)}\n"
+        f"Question: Which {CHAIN} variables have the value {value}?\n"
+        f"Answer: The {CHAIN} variables with the value {value} are VAR"
+    )
+    return prompt, tuple(names)
+
+
+def _common_words(rng: random.Random, size: int) -> tuple[str, tuple[str, ...]]:
+    names = rng.sample(WORDS, len(WORDS))
+    common = names[:COMMON]
+    others = [_word(rng) for _ in range(size)]
+    listed = common * COMMON_TIMES + others * RARE_TIMES
+    rng.shuffle(listed)
+    text = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
+    prompt = (
+        "This numbered list has some words more often than others.\n"
+        f"{text}\n"
+        f"Question: Which {COMMON} words are the most common in the list?\n"
+        f"Answer: The {COMMON} most common words are"
+    )
+    return prompt, tuple(common)
+
+
+def _frequent_words(rng: random.Random, size: int) -> tuple[str, tuple[str, ...]]:
+    names = [_word(rng) for _ in range(10)]
+    weights = [1 / (i + 1) ** 2 for i in range(len(names))]
+    drawn = rng.choices(names, weights, k=max(size, 20))
+    ordered = sorted(names, key=lambda name: -drawn.count(name))
+    prompt = (
+        "Count the code words in this text.\n"
+        f"{' '.join(drawn)}\n"
+        f"Question: Which {FREQUENT} code words are the most frequent?\n"
+        f"Answer: The {FREQUENT} most frequent code words are"
+    )
+    return prompt, tuple(ordered[:FREQUENT])
+
+
+def _word(rng: random.Random) -> str:
+    """Return a word of no language, six letters."""
+    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
+
+
+# How a question is made, and the most tokens of its answer.
+TASKS: dict[str, tuple[Maker, int]] = {
+    "niah": (_needle, 12),
+    "niah-multikey": (_several_needles, 12),
+    "vt": (_chain, 24),
+    "cwe": (_common_words, 32),
+    "fwe": (_frequent_words, 32),
+}
