@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 WHOLE = 16  # bits of what is not packed
 INT8 = "int8"  # of --weight-bits: int8_compute
-DEFAULT_POLICIES = ("h2o", "local", "random")
+DEFAULT_POLICIES = (Full.name, "h2o", "local", "random")
 DEFAULT_BUDGETS = (0.5, 0.2)
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # Settings of `Policy` that the grid sets.
@@ -211,6 +211,8 @@ def _check(args: argparse.Namespace) -> list[Setting]:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
     args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
     check_files(args, ("prompts",), ("json", "markdown", "plot", "learn"))
+    if not args.prompts.is_file():
+        raise UsageError(f"--prompts {args.prompts}: no such file; name a .txt or .jsonl file of prompts")
     if args.plot is not None:
         check_picture(args.plot)
     for task in args.tasks or ():
@@ -247,7 +249,7 @@ def grid(args: argparse.Namespace) -> list[Setting]:
         if policy.partition(":")[0] not in EVICTING:
             raise UsageError(f"--policies {policy}: is not one of {', '.join(POLICIES)}")
     found = [REFERENCE]
-    if not chosen or args.kv_bits or Full.name in policies:
+    if Full.name in policies or args.kv_bits:
         found += [Setting(kv_bits=one) for one in bits]
     packed = bits if args.kv_bits else [WHOLE]
     found += [Setting(policy, budget, kv_bits=one) for policy in evicting for budget in budgets for one in packed]
@@ -354,7 +356,7 @@ def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tupl
     encode = model.encode_message if args.chat else model.encode
 
     def fits(text: str) -> bool:
-        return len(encode(text)) <= args.prompt_len
+        return bool(len(encode(text)) <= args.prompt_len)
 
     for line in read_lines(args.prompts):
         try:

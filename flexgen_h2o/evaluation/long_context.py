@@ -27,7 +27,7 @@ WORDS = (
     "insect", "jungle", "kitten", "lemon", "mirror", "napkin", "orange", "parrot", "rabbit", "silver", "ticket",
     "umbrella", "violin", "wallet",
 )  # fmt: skip
-COMMON, COMMON_TIMES, RARE_TIMES = 5, 12, 2  # of cwe: words that are asked for, and how often words stand there
+COMMON, COMMON_TIMES, RARE_TIMES = 5, 8, 2  # of cwe: words that are asked for, and how often words stand there
 CHAIN = 4  # variables of vt that have the value
 FREQUENT = 3  # words of fwe that are asked for
 

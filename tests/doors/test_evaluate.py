@@ -449,3 +449,114 @@ def test_a_template_that_forgets(
     assert "leave --chat out" in ids.err
     plain = streaming(f"--model {rotary} --chat --turns {write_jsonl({'turns': ['one']})}", 2)
     assert "has no chat template" in plain.err
+
+
+# ---- frontier
+
+
+def write_prompts(folder: Path, count: int = 5) -> Path:
+    path = folder / "prompts.jsonl"
+    text = "def read(self, path):\n    with open(path) as file:\n        return file.read()\n"
+    path.write_text("".join(json.dumps({"prompt": f"# {i}\n" + text * 4}) + "\n" for i in range(count)))
+    return path
+
+
+FRONTIER = "frontier --prompts prompts.jsonl --prompt-len 48 --gen-len 8 --offload-dir o --gpu-batch-size 4"
+
+
+def test_frontier_says_what_each_setting_loses_and_saves(evaluate: Door, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    grid = "--policies full h2o --kv-budget 1.0 0.2 --kv-bits 16 8 --kv-bytes 0.2 --kv-read 0.5 --weight-bits 8"
+    out = evaluate(f"{FRONTIER} {grid} --json r.json --markdown r.md --resamples 20")
+    assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
+    cells = {cell["name"]: cell for cell in figures(tmp_path / "r.json")["cells"]}
+    for cell in cells.values():
+        assert cell["kl"]["low"] <= cell["kl"]["value"] <= cell["kl"]["high"]
+        assert 0 <= cell["changed"]["value"] <= 1
+        assert cell["tokens_per_s"] > 0
+    full = cells["full"]
+    assert (full["kl"]["value"], full["changed"]["value"], full["kv_share"], full["read_share"]) == (0, 0, 1, 1)
+    everything, some = cells["h2o, 1 of the entries"], cells["h2o, 0.2 of the entries"]
+    assert everything["kl"]["value"] == 0 < some["kl"]["value"]
+    assert (some["policy"], some["kv_budget"], some["kv_bits"]) == ("h2o", 0.2, 16)
+    assert 0.15 < some["kv_share"] < 0.25
+    packed = cells["full, KV in 8 bits"]
+    assert 0 < packed["kl"]["value"] < some["kl"]["value"] and 0.5 < packed["kv_share"] < 0.9
+    assert cells["--kv-size 0.2"]["kv_bytes"] == 0.2 and cells["--kv-size 0.2"]["kv_share"] <= 0.21
+    assert cells["full, weights in 8 bits"]["kl"]["value"] > 0
+
+
+def test_frontier_is_what_fidelity_finds(evaluate: Door, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    evaluate(f"{FRONTIER} --policies h2o --kv-budget 0.3 --no-answers --json r.json --keep-mem 1KiB")
+    same = FRONTIER.replace("frontier", "fidelity")
+    evaluate(f"{same} --policies h2o --budgets 0.3 --budgets-of sequence --json f.json --mass-steps 0")
+    ours, theirs = figures(tmp_path / "r.json")["cells"][1], figures(tmp_path / "f.json")["cells"][0]
+    assert ours["kl"]["value"] == pytest.approx(theirs["kl"]["value"], rel=1e-3)
+    assert ours["changed"]["value"] == theirs["flips"]["value"]
+    assert ours["kv_share"] == theirs["kv_share"]
+    assert ours["tokens_per_s"] is None
+
+
+def test_frontier_goes_on_where_it_was_and_adds_settings(evaluate: Door, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    kept = tmp_path / "r.json.rows.jsonl"
+    longer = FRONTIER.replace("--prompt-len 48", "--prompt-len 160 --join --tasks niah --num-questions 2")
+    evaluate(f"{longer} --policies h2o --kv-budget 0.3 --json r.json")
+    before = kept.read_bytes()
+    out = evaluate(f"{longer} --policies local --kv-budget 0.3 --json r.json")
+    assert kept.read_bytes().startswith(before)
+    assert "h2o, 0.3 of the entries: prompts" not in out.err and "local, 0.3 of the entries: prompts" in out.err
+    cells = figures(tmp_path / "r.json")["cells"]
+    assert [cell["policy"] for cell in cells] == ["full", "local", "h2o"]
+    assert all(0 <= cell["tasks"]["niah"]["value"] <= 1 for cell in cells)
+
+
+def test_frontier_of_other_prompts_does_not_touch_the_file(evaluate: Door, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    evaluate(f"{FRONTIER} --policies h2o --kv-budget 0.3 --json r.json --no-answers")
+    before = (tmp_path / "r.json.rows.jsonl").read_bytes()
+    out = evaluate(f"{FRONTIER} --policies h2o --kv-budget 0.3 --json r.json --no-answers --num-prompts 2", code=2)
+    assert "--json: " in out.err and "remove it, or name another" in out.err
+    assert (tmp_path / "r.json.rows.jsonl").read_bytes() == before
+
+
+def test_frontier_learns_what_kv_size_should_choose(evaluate: Door, tmp_path: Path) -> None:
+    write_prompts(tmp_path, 2)
+    grid = "--policies h2o local --kv-bits 8 4 --kv-bytes 0.2 --no-answers"
+    evaluate(f"{FRONTIER} {grid} --json r.json --learn m.json")
+    (mix,) = figures(tmp_path / "m.json")["mixes"]
+    fitting = [cell for cell in figures(tmp_path / "r.json")["cells"] if cell["kv_share"] <= 0.204]
+    assert mix["kl"] == min((cell["kl"] for cell in fitting), key=lambda kl: kl["value"])
+
+
+@needs("eval")
+def test_frontier_scores_summaries_and_follows_the_models_own_answers(evaluate: Door, tmp_path: Path) -> None:
+    article = "def area(self):\n    return self.width * self.height\n" * 3 + "\n\nclass Shape:"
+    line = json.dumps({"article": article, "summary_gt": "def area self width"}) + "\n"
+    (tmp_path / "prompts.jsonl").write_text(line * 3)
+    evaluate(f"{FRONTIER} --continuation greedy --policies h2o --kv-budget 0.3 --json r.json")
+    full, h2o = figures(tmp_path / "r.json")["cells"]
+    assert 0 <= h2o["rouge"]["rouge2"]["value"] <= 1 and full["rouge"]["rougeL"]["n"] == 3
+    assert figures(tmp_path / "r.json")["continuation"] == "the model's own"
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        ("--prompts nowhere.jsonl", "--prompts nowhere.jsonl"),
+        ("--prompts prompts.jsonl --prompt-len 4000 --gen-len 8", "--prompt-len 4000 and --gen-len 8"),
+        ("--prompts prompts.jsonl --prompt-len 400 --gen-len 8", "--prompts prompts.jsonl: no prompt has 408 tokens"),
+        ("--prompts prompts.jsonl --gen-len 1", "--gen-len 1"),
+        ("--prompts prompts.jsonl --tasks riddle", "--tasks riddle"),
+        ("--prompts prompts.jsonl --learn m.json", "--learn: "),
+        ("--prompts prompts.jsonl --kv-budget 0.2 0.2", "--kv-budget: 0.2 is given twice"),
+        ("--prompts prompts.jsonl --policies h2o:kv_budget=0.2", "--policies h2o:kv_budget=0.2"),
+        ("", "--prompts: is missing"),
+    ],
+)
+def test_frontier_refuses_in_one_line(evaluate: Door, tmp_path: Path, flags: str, wrong: str) -> None:
+    write_prompts(tmp_path)
+    out = evaluate(f"frontier {flags} --json r.json", code=2)
+    assert out.err.count("\n") == 1 and wrong in out.err
+    assert not (tmp_path / "r.json").exists()

@@ -21,7 +21,7 @@ MODULES = {
     for folder in FOLDERS
     for path in sorted((BENCH / folder).glob("*.py"))
     if path.stem not in OTHERS
-} | {name: f"bench.sweep.{name}" for name in ("cut_model", "mem_spd", "ruler")}
+} | {name: f"bench.sweep.{name}" for name in ("cut_model", "mem_spd")}
 SCRIPTS = sorted(MODULES)
 
 

@@ -74,7 +74,7 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
     """Memory for two rows at a time, and for all: prompts of one length each, so equal to rounding."""
     cells = [Case(name, EVICTING[name](heavy_size=4, recent_size=4), 0.3) for name in ("h2o", "local")]
     whole = Runner(llm, 2**30, 4)
-    parts = Runner(llm, 2 * whole._row_bytes(rows), 4)
+    parts = Runner(llm, 2 * whole._row_bytes(rows, STEPS), 4)
     (_, one), (_, many) = whole.texts(rows, cells), parts.texts(rows, cells)
     for a, b in zip(one, many, strict=True):
         assert np.allclose(a.kl, b.kl, atol=1e-5) and a.kl.shape == (5, STEPS - 1)

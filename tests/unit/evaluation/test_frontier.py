@@ -1,0 +1,119 @@
+"""The grid of `evaluate frontier`, what it chooses, and its file of measurements."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.frontier import (
+    LOSSES,
+    REFERENCE,
+    SPEED,
+    Measurements,
+    Setting,
+    grid,
+    learned,
+    on_frontier,
+)
+from flexgen_h2o.kvcache.eviction import mix_of
+
+FACTS = {"model": "m", "digest": "d"}
+
+
+def flags(**given: Any) -> argparse.Namespace:
+    names = ("policies", "kv_budget", "kv_bits", "kv_sizes", "kv_read", "weight_bits", "learn")
+    return argparse.Namespace(**(dict.fromkeys(names) | given))
+
+
+def cell(name: str, size: float, kl: float, spread: float = 0.01, **more: Any) -> dict[str, Any]:
+    interval = {"value": kl, "low": kl - spread, "high": kl + spread}
+    usual = {"kv_read": 1, "weights": "16", "kv_bytes": None, "policy": name, "kv_bits": 16, "kv_window": None}
+    return {"name": name, "kv_share": size, "read_share": size, "kl": interval, "changed": interval, **usual, **more}
+
+
+def test_every_policy_at_every_size_in_all_bits_and_the_full_cache_first() -> None:
+    found = grid(flags(policies=["full", "h2o"], kv_budget=[0.5, 0.2], kv_bits=["16", "4"]))
+    assert found == [
+        REFERENCE,
+        Setting(kv_bits=4),
+        *(Setting("h2o", budget, kv_bits=bits) for budget in (0.5, 0.2) for bits in (16, 4)),
+    ]
+
+
+def test_reading_and_weights_go_with_all_entries() -> None:
+    found = grid(flags(kv_read=[0.1], weight_bits=["4", "int8"], kv_bits=["4"]))
+    assert found == [
+        REFERENCE,
+        Setting(kv_bits=4),
+        Setting(kv_read=0.1, kv_bits=4),
+        *(Setting(kv_bits=bits, weights=weights) for weights in ("4", "int8") for bits in (16, 4)),
+    ]
+
+
+def test_a_share_of_the_bytes_is_what_kv_size_chooses() -> None:
+    _, found = grid(flags(kv_sizes=[0.2]))
+    assert (found.policy, found.kv_bits, found.kv_bytes) == (mix_of(0.2).eviction, mix_of(0.2).cache_bits, 0.2)
+    assert found.name == "--kv-size 0.2"
+
+
+def test_learning_tries_policies_and_bits_of_equal_bytes() -> None:
+    found = grid(flags(policies=["h2o"], kv_sizes=[0.2], kv_bits=["16", "4"], learn=Path("x")))
+    assert Setting("h2o", kv_bytes=0.2, kv_bits=4) in found and Setting("h2o", kv_bytes=0.2) in found
+
+
+@pytest.mark.parametrize("given", [{"kv_bits": ["5"]}, {"weight_bits": ["3"]}, {"policies": ["h3o"]}])
+def test_what_there_is_not_is_refused_by_its_flag(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} "):
+        grid(flags(**given))
+
+
+def test_a_cell_leaves_the_frontier_only_for_a_smaller_one_that_is_surely_better() -> None:
+    best, worse, within = cell("a", 0.2, 0.10), cell("b", 0.3, 0.20), cell("c", 0.3, 0.11)
+    whole = cell("d", 1.0, 0.0)
+    assert on_frontier([whole, worse, within, best]) == [best, within, whole]
+
+
+def test_the_mix_of_a_share_loses_least_of_what_fits_into_it() -> None:
+    cells = [
+        cell("full", 0.32, 0.01, kv_bits=4),
+        cell("h2o", 0.2, 0.3, kv_bytes=0.2),
+        cell("h2o-norm", 0.2, 0.1, kv_bytes=0.2, kv_bits=3),
+        cell("read", 0.1, 0.0, kv_read=0.1),
+        cell("weights", 0.1, 0.0, weights="4"),
+        cell("snapkv", 0.1, 0.5, kv_bytes=0.1),
+    ]
+    about = dict.fromkeys(("model", "dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation"))
+    mixes = learned({**about, "cells": cells})["mixes"]
+    assert [(mix["least"], mix["eviction"], mix["cache_bits"]) for mix in mixes] == [
+        (0.2, "h2o-norm", 3),
+        (0.1, "snapkv", 16),
+    ]
+
+
+def test_measurements_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    first = Measurements(path, FACTS)
+    first.add(REFERENCE, LOSSES, [[0.0, 0.0, 1.5]])
+    first.add(Setting("h2o", 0.2), LOSSES, [[0.1, 0.2, 1.0]], start=1)
+    first.add(Setting("h2o", 0.2), LOSSES, [[0.3, 0.2, 1.0]])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"setting": {"policy": "ful')
+    again = Measurements(path, FACTS)
+    assert again[Setting("h2o", 0.2), LOSSES] == [[0.3, 0.2, 1.0], [0.1, 0.2, 1.0]]
+    assert again.settings == [REFERENCE, Setting("h2o", 0.2)]
+    assert again.lacks(REFERENCE, SPEED) and not again.lacks(REFERENCE, LOSSES)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("body", [b"[]\n", b"not json\n", b'{"facts": {"model": "other", "digest": "d"}}\n'])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(body)
+    with pytest.raises(UsageError, match=r"^--json: "):
+        Measurements(path, FACTS)
+    assert path.read_bytes() == body
