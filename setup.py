@@ -58,7 +58,7 @@ setup(
     packages=[*find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]), "flexgen_h2o.policies"],
     package_dir={"flexgen_h2o.policies": "policies"},  # data only; it stays at the top of the repository
     package_data={
-        "flexgen_h2o": ["py.typed", "assets/opt-tiny/*", "serving/static/*"],
+        "flexgen_h2o": ["py.typed", "assets/opt-tiny/*", "serving/static/*", "kvcache/eviction/kv_size.json"],
         "flexgen_h2o.policies": ["*/*.json"],
     },
     install_requires=CORE,

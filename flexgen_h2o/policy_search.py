@@ -50,7 +50,7 @@ from flexgen_h2o.flags import (
     say_idle_flags,
     value_of,
 )
-from flexgen_h2o.kvcache.eviction import SMALL_LOSSES
+from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.parser import FILES, KV, WORKLOAD, OneLineParser
 from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.report import Answer, to_json, to_text
@@ -268,16 +268,21 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
 
 
 def _fastest(args: argparse.Namespace) -> Answer:
-    """What was asked; with --kv-loss small the fastest of SMALL_LOSSES, of those that fit, where any does."""
+    """Return the answer to what was asked.
+
+    With --kv-loss small it is the fastest way to keep all entries whose loss the model's table calls small, if any
+    fits.
+    """
     question = _question(args)
     if args.kv_loss != "small":
         return _with_details(_answered(question))
     answers = []
-    for settings, loss in SMALL_LOSSES:
+    table = table_for(args.model, args.offload_dir)
+    for kept in table.small_losses:
         space = question.space
-        if "attn_sparsity" in settings and not space.machine.profile.device_is_host:
+        if "attn_sparsity" in kept.settings and not space.machine.profile.device_is_host:
             continue  # a card has no kernel for it
-        tried = replace(question, space=replace(space, base=replace(space.base, **settings)), kv_loss=loss)
+        tried = replace(question, space=replace(space, base=replace(space.base, **kept.settings)), kv_loss=kept)
         answers.append(_answered(tried))
     fitting = [answer for answer in answers if answer.plan is not None]
     found = min(fitting, key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0, default=answers[1])

@@ -36,7 +36,8 @@ from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.loop import zigzag
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, make_eviction, mix_of
+from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, make_eviction
+from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.llm import LLM
 
 PHASES = ("prefill", "decode", "total")
@@ -64,7 +65,7 @@ SHARE = 0.2  # of the sequence: of its bytes, or of its columns
 
 def _mix(share: float) -> dict[str, Any]:
     """What `--kv-bytes` takes for a share of the bytes."""
-    mix = mix_of(share)
+    mix = table_for().mix_of(share)
     return {
         "compress_cache": True, "cache_bits": mix.cache_bits, "cache_window": mix.cache_window,
         "eviction": make_eviction(mix.eviction, kv_bytes=share),

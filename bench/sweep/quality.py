@@ -27,7 +27,8 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.fidelity import FullWatch, divergence, flips
 from flexgen_h2o.evaluation.figures import Bootstrap
 from flexgen_h2o.evaluation.rows import TextRow, held_out_rows, text_of
-from flexgen_h2o.kvcache.eviction import Full, mix_of
+from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.models.load import find_model
 
 FILE = "quality.jsonl"
@@ -73,7 +74,7 @@ def flags_of(variant: str) -> tuple[list[str], str]:
     flag, share, *rest = flags
     policy, number = "h2o", float(share) * (2 if flag == "--hh-ratio" else 1)
     if flag == "--kv-bytes":
-        mix = mix_of(number)
+        mix = table_for().mix_of(number)
         policy = mix.eviction
         rest += ["--compress-cache", "--cache-bits", str(mix.cache_bits), "--cache-window", str(mix.cache_window)]
     return [*rest, "--policies", policy, "--budgets", str(number), "--budgets-of", shares[flag]], policy

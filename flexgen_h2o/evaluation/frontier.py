@@ -40,8 +40,10 @@ from flexgen_h2o.core.units import markdown_table, parse_bytes
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.evaluation import long_context
 from flexgen_h2o.evaluation.rows import BYTES, SEQUENCE, Case, TextRow, check_distinct
-from flexgen_h2o.flags import add_engine_flags, check_positions, open_llm, policy_of, say_notes
-from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Full, make_eviction, mix_of, says_budget
+from flexgen_h2o.flags import add_engine_flags, check_positions, model_of, open_llm, policy_of, say_notes
+from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Full, make_eviction, says_budget
+from flexgen_h2o.kvcache.eviction.mixes import SCHEMA as TABLE_SCHEMA
+from flexgen_h2o.kvcache.eviction.mixes import Mix, table_file, table_for
 from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ WHOLE = 16  # bits of what is not packed
 INT8 = "int8"  # of --weight-bits: int8_compute
 DEFAULT_POLICIES = (Full.name, "h2o", "local", "random")
 DEFAULT_BUDGETS = (0.5, 0.2)
+SMALL = 0.03  # nats of KL that --kv-loss calls small
+ROUNDED = 1.02  # bytes over a share that count as the share: of whole entries
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # Settings of `Policy` that the grid sets.
 GRID_FIELDS = ("compress_cache", "cache_bits", "compress_weight", "weight_bits", "int8_compute", "attn_sparsity")
@@ -90,7 +94,8 @@ class Setting:
         if self.kv_bytes is not None:
             parts.append(f"{self.kv_bytes:.3g} of the bytes")
         if self.kv_bits != WHOLE:
-            parts.append(f"KV in {self.kv_bits} bits")
+            window = "" if self.kv_window is None else f" but for the newest {self.kv_window}"
+            parts.append(f"KV in {self.kv_bits} bits{window}")
         if self.kv_read < 1:
             parts.append(f"{self.kv_read:.3g} read a step")
         if self.weights != str(WHOLE):
@@ -160,7 +165,8 @@ def add_flags(parser: OneLineParser) -> None:
     add("--tasks", nargs="+", metavar="NAME", help=tasks)
     add("--num-questions", type=positive, default=24, metavar="N", help="questions of a task (24)")
     add("--no-answers", action="store_true", help="do not generate: no tokens/s and no ROUGE")
-    add("--learn", type=file_name, metavar="FILE", help="write the settings that lose least at each --kv-bytes")
+    learn = "keep what loses least at each --kv-bytes: --kv-size of this model chooses by it from now on"
+    add("--learn", action="store_true", help=learn)
     add("--resamples", type=positive, default=1000, metavar="N", help="number of bootstrap resamples (1000)")
     add("--seed", type=count, default=0, metavar="N", help="random seed for tasks and the bootstrap (0)")
     add("--keep-mem", default="1GiB", metavar="SIZE", help="RAM for the full cache's logits, beside --ram (1GiB)")
@@ -172,6 +178,7 @@ def add_flags(parser: OneLineParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure what is missing, print and write; returns the exit code. Flags are checked before torch is imported."""
     settings = _check(args)
+    model = model_of(args)
     results_are_in(args.json, args.markdown)
     base, is_auto = policy_of(args)
     cases = {setting: setting.case(base, is_auto) for setting in settings}
@@ -193,11 +200,20 @@ def run(args: argparse.Namespace) -> int:
         result = {**facts, "cells": _cells(args, runner, prompts, cases, measured)}
     result["seconds"] = time.perf_counter() - began
     write_results(args, result, markdown(result), draw)
-    if args.learn is not None:
-        from flexgen_h2o.core.files import write_result
-
-        write_result(args.learn, learned(result), "--learn")
+    if args.learn:
+        _keep_table(table_file(model, args.offload_dir), learned(result))
     return EXIT_DONE
+
+
+def _keep_table(path: Path, table: Figures) -> None:
+    from flexgen_h2o.core.files import write_whole
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(table, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"--offload-dir: {path} cannot be written ({error.strerror or error})") from error
+    say("evaluate", f"--kv-size of this model chooses by {path} from now on")
 
 
 # ---- What is compared
@@ -210,7 +226,7 @@ def _check(args: argparse.Namespace) -> list[Setting]:
     if args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
     args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
-    check_files(args, ("prompts",), ("json", "markdown", "plot", "learn"))
+    check_files(args, ("prompts",), ("json", "markdown", "plot"))
     if not args.prompts.is_file():
         raise UsageError(f"--prompts {args.prompts}: no such file; name a .txt or .jsonl file of prompts")
     if args.plot is not None:
@@ -218,7 +234,7 @@ def _check(args: argparse.Namespace) -> list[Setting]:
     for task in args.tasks or ():
         if task not in long_context.TASKS:
             raise UsageError(f"--tasks {task}: is not one of {', '.join(long_context.TASKS)}")
-    if args.learn is not None and not args.kv_sizes:
+    if args.learn and not args.kv_sizes:
         raise UsageError("--learn: chooses among settings of equal bytes; say with --kv-bytes which shares")
     for flag, given in (
         ("--policies", args.policies),
@@ -245,6 +261,7 @@ def grid(args: argparse.Namespace) -> list[Setting]:
     policies = args.policies or (() if chosen and not args.kv_budget and not args.learn else DEFAULT_POLICIES)
     budgets = args.kv_budget or (() if chosen else DEFAULT_BUDGETS)
     evicting = [policy for policy in policies if policy != Full.name]
+    table = table_for(args.model, args.offload_dir)
     for policy in evicting:
         if policy.partition(":")[0] not in EVICTING:
             raise UsageError(f"--policies {policy}: is not one of {', '.join(POLICIES)}")
@@ -254,10 +271,15 @@ def grid(args: argparse.Namespace) -> list[Setting]:
     packed = bits if args.kv_bits else [WHOLE]
     found += [Setting(policy, budget, kv_bits=one) for policy in evicting for budget in budgets for one in packed]
     for size in args.kv_sizes or ():
-        found.append(setting_of_size(size))
-        if args.learn is not None:
+        found.append(setting_of_mix(size, table.mix_of(size)))
+        if args.learn:
             found += [Setting(kv_bits=one) for one in bits]
-            found += [Setting(policy, kv_bytes=size, kv_bits=one) for policy in evicting for one in bits]
+            found += [
+                Setting(policy, kv_bytes=size, kv_bits=one, kv_window=window)
+                for policy in evicting
+                for one in bits
+                for window in ((None,) if one == WHOLE else (Policy.cache_window, 0))
+            ]
     found += [Setting(kv_read=read, kv_bits=one) for read in args.kv_read or () for one in packed]
     for weights in args.weight_bits or ():
         if weights != INT8 and weights not in map(str, BITS):
@@ -266,11 +288,15 @@ def grid(args: argparse.Namespace) -> list[Setting]:
     return list(dict.fromkeys(found))
 
 
-def setting_of_size(size: float) -> Setting:
+def setting_of_mix(size: float, mix: Mix) -> Setting:
     """Return what `--kv-size` chooses for a share of the bytes."""
-    mix = mix_of(size)
-    chosen_by = f"--kv-size {size:.3g}"
-    return Setting(mix.eviction, kv_bytes=size, kv_bits=mix.cache_bits, kv_window=mix.cache_window, chosen_by=chosen_by)
+    return Setting(
+        mix.eviction,
+        kv_bytes=size,
+        kv_bits=mix.cache_bits,
+        kv_window=mix.cache_window if mix.cache_bits != WHOLE else None,
+        chosen_by=f"--kv-size {size:.3g}",
+    )
 
 
 def _kv_bits(text: str) -> int | str:
@@ -572,6 +598,7 @@ def _cells(
                 "kv_window": setting.kv_window,
                 "kv_read": setting.kv_read,
                 "weights": setting.weights,
+                "chosen_by": setting.chosen_by,
                 "eviction": case.eviction.to_json(),
                 "kv_share": kv_share,
                 "read_share": read_share,
@@ -603,32 +630,45 @@ def on_frontier(cells: Sequence[Figures], size: str = "kv_share") -> list[Figure
 
 
 def learned(result: Figures) -> Figures:
-    """Return the mixes of `--kv-size` that lose least on this model: one for each share of --kv-bytes.
+    """Return the table of `--kv-size` for this model, as of kvcache/eviction/mixes.py.
 
-    A share has the setting with the lowest KL among those that need no more than these bytes.
+    A share of --kv-bytes has the setting with the lowest KL among those that need no more than these bytes. Ways to
+    keep every entry are of small loss where their KL is at most SMALL.
     """
+    cells = [cell for cell in result["cells"] if cell["weights"] == str(WHOLE) and not cell["chosen_by"]]
     mixes = []
-    for size in sorted({cell["kv_bytes"] for cell in result["cells"] if cell["kv_bytes"]}, reverse=True):
-        fitting = [
-            cell
-            for cell in result["cells"]
-            if cell["kv_share"] <= size * 1.02 and cell["kv_read"] == 1 and cell["weights"] == str(WHOLE)
-        ]
-        if not fitting:
-            continue
+    for size in sorted({cell["kv_bytes"] for cell in cells if cell["kv_bytes"]}, reverse=True):
+        fitting = [cell for cell in cells if cell["kv_share"] <= size * ROUNDED and cell["kv_read"] == 1]
         best = min(fitting, key=lambda cell: cell["kl"]["value"])
+        window = Policy.cache_window if best["kv_window"] is None else best["kv_window"]
         mixes.append(
             {
                 "least": size,
                 "eviction": best["policy"],
                 "cache_bits": best["kv_bits"],
-                "cache_window": best["kv_window"],
+                "cache_window": window,
                 "kl": best["kl"],
                 "changed": best["changed"],
             }
         )
+    whole = [cell for cell in cells if cell["policy"] == Full.name and cell["kl"]["value"] <= SMALL]
     about = ("model", "dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation")
-    return {"schema": SCHEMA, **{name: result[name] for name in about}, "mixes": mixes}
+    return {
+        "schema": TABLE_SCHEMA,
+        **{name: result[name] for name in about},
+        "mixes": mixes,
+        "small_losses": [{"settings": _of_policy(cell), "kl": cell["kl"]} for cell in whole],
+    }
+
+
+def _of_policy(cell: Figures) -> dict[str, Any]:
+    """Return the settings of `Policy` with which every entry is kept."""
+    found: dict[str, Any] = {}
+    if cell["kv_read"] < 1:
+        found["attn_sparsity"] = cell["kv_read"]
+    if cell["kv_bits"] != WHOLE:
+        found |= {"compress_cache": True, "cache_bits": cell["kv_bits"]}
+    return found
 
 
 def markdown(result: Figures) -> str:

@@ -16,6 +16,7 @@ from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.profile import NOMINAL
 
 if TYPE_CHECKING:
+    from flexgen_h2o.kvcache.eviction.mixes import KeptWhole
     from flexgen_h2o.planner.lp import SearchSpace
     from flexgen_h2o.planner.predict import Prediction
     from flexgen_h2o.planner.search import More, Plan
@@ -41,8 +42,8 @@ class Answer:
     eviction: the policy's settings. searched: the policy was looked for, not given, and then `space.base` has its
     switches only. plan: None when nothing fits, and then `problem` says why. seconds: of looking for it. Where there is
     a plan, s_per_gib: seconds that a GiB more on a tier saves (search.sensitivity); disk_read_bytes: during the sweeps;
-    more: budgets a little larger that save most. kv_loss: with --kv-loss small, what the tables say that the policy
-    costs (SMALL_LOSSES). is_even: rows are equally long.
+    more: budgets a little larger that save most. kv_loss: with --kv-loss small, what the policy costs by its table
+    (kvcache/eviction/mixes.py). is_even: rows are equally long.
     """
 
     space: SearchSpace
@@ -54,7 +55,7 @@ class Answer:
     s_per_gib: Mapping[str, float] = field(default_factory=dict)
     disk_read_bytes: float = 0.0
     more: More | None = None
-    kv_loss: float | None = None
+    kv_loss: KeptWhole | None = None
     is_even: bool = True
 
     @property
@@ -103,7 +104,7 @@ def _details(answer: Answer) -> dict[str, Any]:
         "budget_bytes": dict(space.budgets),
         "search_s": answer.seconds if answer.searched else None,
         "problem": answer.problem,
-        "kv_loss_kl": answer.kv_loss,
+        "kv_loss_kl": None if answer.kv_loss is None else answer.kv_loss.kl,
     }
     if plan is None:
         return found
@@ -160,7 +161,7 @@ def _about(answer: Answer) -> Iterator[str]:
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
-        loss = f"KL {answer.kv_loss:g} nats to the full cache for opt-tiny"
+        loss = f"KL {answer.kv_loss.kl:.2g} nats to the full cache, measured on {answer.kv_loss.model}"
         yield f"quality: {loss} (docs/lab/quality.md)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source})"
     yield _checkpoint(answer)

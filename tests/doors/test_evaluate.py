@@ -524,10 +524,17 @@ def test_frontier_of_other_prompts_does_not_touch_the_file(evaluate: Door, tmp_p
 def test_frontier_learns_what_kv_size_should_choose(evaluate: Door, tmp_path: Path) -> None:
     write_prompts(tmp_path, 2)
     grid = "--policies h2o local --kv-bits 8 4 --kv-bytes 0.2 --no-answers"
-    evaluate(f"{FRONTIER} {grid} --json r.json --learn m.json")
-    (mix,) = figures(tmp_path / "m.json")["mixes"]
+    out = evaluate(f"{FRONTIER} {grid} --json r.json --learn")
+    path = tmp_path / "o" / "kv-size" / "opt-tiny.json"
+    assert f"chooses by {Path('o/kv-size/opt-tiny.json')}" in out.err
+    (mix,) = figures(path)["mixes"]
     fitting = [cell for cell in figures(tmp_path / "r.json")["cells"] if cell["kv_share"] <= 0.204]
     assert mix["kl"] == min((cell["kl"] for cell in fitting), key=lambda kl: kl["value"])
+    chosen = figures(tmp_path / "r.json")
+    evaluate(f"{FRONTIER} --kv-bytes 0.2 --no-answers --json again.json")
+    (_, again) = figures(tmp_path / "again.json")["cells"]
+    assert (again["policy"], again["kv_bits"]) == (mix["eviction"], mix["cache_bits"])
+    assert again["kl"]["value"] in [cell["kl"]["value"] for cell in chosen["cells"]]
 
 
 @needs("eval")
@@ -549,7 +556,7 @@ def test_frontier_scores_summaries_and_follows_the_models_own_answers(evaluate: 
         ("--prompts prompts.jsonl --prompt-len 400 --gen-len 8", "--prompts prompts.jsonl: no prompt has 408 tokens"),
         ("--prompts prompts.jsonl --gen-len 1", "--gen-len 1"),
         ("--prompts prompts.jsonl --tasks riddle", "--tasks riddle"),
-        ("--prompts prompts.jsonl --learn m.json", "--learn: "),
+        ("--prompts prompts.jsonl --learn", "--learn: "),
         ("--prompts prompts.jsonl --kv-budget 0.2 0.2", "--kv-budget: 0.2 is given twice"),
         ("--prompts prompts.jsonl --policies h2o:kv_budget=0.2", "--policies h2o:kv_budget=0.2"),
         ("", "--prompts: is missing"),

@@ -14,7 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kvcache.eviction import make_eviction, mix_of
+from flexgen_h2o.kvcache.eviction import make_eviction
+from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.serving.store import ACTIVE
 from tests.serving.conftest import Running, Start
 
@@ -83,7 +84,7 @@ def test_evicted_rows_of_all_lengths_are_those_of_the_engine(start: Start, tmp_p
             return list(found.choices[0].token_ids)  # type: ignore[attr-defined]
 
         answers = list(pool.map(ask, asked * 3))
-    mix = mix_of(0.2)
+    mix = table_for().mix_of(0.2)
     policy = Policy(4, 2, compress_cache=True, cache_bits=mix.cache_bits, cache_window=mix.cache_window)
     eviction = make_eviction(mix.eviction, kv_bytes=0.2)
     with LLM("opt-tiny", policy, dtype="float32", device="cpu", offload_dir=tmp_path, eviction=eviction) as llm:

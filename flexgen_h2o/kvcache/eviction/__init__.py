@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
@@ -19,47 +19,9 @@ from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 from flexgen_h2o.kvcache.eviction.vase import VaSE
 
 __all__ = [
-    "EVICTING", "H2O", "MIXES", "POLICIES", "SMALL_LOSSES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Mix",
-    "Random", "SnapKV", "Tova", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "mix_of", "says_budget",
+    "EVICTING", "H2O", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Random", "SnapKV", "Tova",
+    "VaSE", "ValueH2O", "check_eviction", "make_eviction", "says_budget",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Mix:
-    """What keeps the most quality of so small a share of the bytes (docs/reference/eviction.md, "One flag").
-    least: the smallest share that it is for. eviction: as of `make_eviction`; cache_bits, cache_window: of `Policy`."""
-
-    least: float
-    eviction: str
-    cache_bits: int | str
-    cache_window: int = 16
-
-
-# Largest share first.
-MIXES = (
-    Mix(0.33, "h2o-norm", 4),
-    # The first layers attend most broadly: means of the others cost more columns than they save. Keys in 3 bits lost
-    # ten times as much on one of the models, values did not.
-    Mix(0.12, "h2o-norm:summaries=128,summary_layers=2", "4/3"),
-    # Where columns are few, whole ones cost more of them than they save.
-    Mix(0.0, "h2o-norm:summaries=128,summary_layers=2", "4/3", 0),
-)
-
-
-# Ways to have all columns whose loss the tables call small, of every model that was measured: settings of `Policy`, and
-# the KL to the full cache in nats (bench/results/notes/kv-frontier.md, opt-tiny, 256 + 96). In 3 bits one test
-# model lost 0.67.
-SMALL_LOSSES: tuple[tuple[dict[str, Any], float], ...] = (
-    ({}, 0.0),
-    ({"compress_cache": True, "cache_bits": 4}, 0.0038),
-    ({"attn_sparsity": 0.1}, 0.0092),
-    ({"attn_sparsity": 0.1, "compress_cache": True, "cache_bits": 4}, 0.0127),
-)
-
-
-def mix_of(share: float) -> Mix:
-    """The mix for `kv_bytes`."""
-    return next(mix for mix in MIXES if share >= mix.least)
 
 
 # By the names that flags, reports and files give them.

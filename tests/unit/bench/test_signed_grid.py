@@ -19,7 +19,7 @@ from bench.sweep.rounds import DISK, MEMORY, PRODUCTS, Rates, Rounds, is_of, rou
 from bench.sweep.runner import BASELINES, Setup
 from bench.sweep.store import OK, REFUSED, Line, Store
 from flexgen_h2o.evaluation.rows import TextRow
-from flexgen_h2o.kvcache.eviction import mix_of
+from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.models.load import find_model
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures
 
@@ -176,7 +176,7 @@ def test_results_and_pages_do_not_make_a_tree_dirty(tmp_path: Path, monkeypatch:
     assert common.commit() == f"{clean}-dirty"
 
 
-MIX = mix_of(0.2).eviction
+MIX = table_for().mix_of(0.2).eviction
 
 
 @pytest.mark.parametrize(

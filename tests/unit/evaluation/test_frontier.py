@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,27 @@ from flexgen_h2o.evaluation.frontier import (
     learned,
     on_frontier,
 )
-from flexgen_h2o.kvcache.eviction import mix_of
+from flexgen_h2o.kvcache.eviction.mixes import read_table, table_for
 
 FACTS = {"model": "m", "digest": "d"}
 
 
 def flags(**given: Any) -> argparse.Namespace:
-    names = ("policies", "kv_budget", "kv_bits", "kv_sizes", "kv_read", "weight_bits", "learn")
+    names = ("policies", "kv_budget", "kv_bits", "kv_sizes", "kv_read", "weight_bits", "learn", "model", "offload_dir")
     return argparse.Namespace(**(dict.fromkeys(names) | given))
 
 
 def cell(name: str, size: float, kl: float, spread: float = 0.01, **more: Any) -> dict[str, Any]:
     interval = {"value": kl, "low": kl - spread, "high": kl + spread}
-    usual = {"kv_read": 1, "weights": "16", "kv_bytes": None, "policy": name, "kv_bits": 16, "kv_window": None}
+    usual = {
+        "kv_read": 1,
+        "weights": "16",
+        "kv_bytes": None,
+        "policy": name,
+        "kv_bits": 16,
+        "kv_window": None,
+        "chosen_by": "",
+    }
     return {"name": name, "kv_share": size, "read_share": size, "kl": interval, "changed": interval, **usual, **more}
 
 
@@ -56,13 +65,16 @@ def test_reading_and_weights_go_with_all_entries() -> None:
 
 def test_a_share_of_the_bytes_is_what_kv_size_chooses() -> None:
     _, found = grid(flags(kv_sizes=[0.2]))
-    assert (found.policy, found.kv_bits, found.kv_bytes) == (mix_of(0.2).eviction, mix_of(0.2).cache_bits, 0.2)
+    mix = table_for().mix_of(0.2)
+    assert (found.policy, found.kv_bits, found.kv_bytes) == (mix.eviction, mix.cache_bits, 0.2)
     assert found.name == "--kv-size 0.2"
 
 
 def test_learning_tries_policies_and_bits_of_equal_bytes() -> None:
-    found = grid(flags(policies=["h2o"], kv_sizes=[0.2], kv_bits=["16", "4"], learn=Path("x")))
-    assert Setting("h2o", kv_bytes=0.2, kv_bits=4) in found and Setting("h2o", kv_bytes=0.2) in found
+    found = grid(flags(policies=["h2o"], kv_sizes=[0.2], kv_bits=["16", "4"], learn=True))
+    assert Setting("h2o", kv_bytes=0.2) in found and Setting(kv_bits=4) in found
+    for window in (0, 16):
+        assert Setting("h2o", kv_bytes=0.2, kv_bits=4, kv_window=window) in found
 
 
 @pytest.mark.parametrize("given", [{"kv_bits": ["5"]}, {"weight_bits": ["3"]}, {"policies": ["h3o"]}])
@@ -78,20 +90,29 @@ def test_a_cell_leaves_the_frontier_only_for_a_smaller_one_that_is_surely_better
     assert on_frontier([whole, worse, within, best]) == [best, within, whole]
 
 
-def test_the_mix_of_a_share_loses_least_of_what_fits_into_it() -> None:
+def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> None:
     cells = [
+        cell("full", 1.0, 0.0),
         cell("full", 0.32, 0.01, kv_bits=4),
         cell("h2o", 0.2, 0.3, kv_bytes=0.2),
-        cell("h2o-norm", 0.2, 0.1, kv_bytes=0.2, kv_bits=3),
-        cell("read", 0.1, 0.0, kv_read=0.1),
-        cell("weights", 0.1, 0.0, weights="4"),
+        cell("h2o-norm", 0.2, 0.1, kv_bytes=0.2, kv_bits=3, kv_window=0),
+        cell("h2o", 0.2, 0.01, kv_bytes=0.2, chosen_by="--kv-size 0.2"),
+        cell("full", 0.1, 0.02, kv_read=0.1),
+        cell("full", 0.1, 0.0, weights="4"),
         cell("snapkv", 0.1, 0.5, kv_bytes=0.1),
     ]
-    about = dict.fromkeys(("model", "dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation"))
-    mixes = learned({**about, "cells": cells})["mixes"]
-    assert [(mix["least"], mix["eviction"], mix["cache_bits"]) for mix in mixes] == [
-        (0.2, "h2o-norm", 3),
-        (0.1, "snapkv", 16),
+    about = dict.fromkeys(("dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation"))
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(learned({**about, "model": "small", "cells": cells})))
+    table = read_table(path)
+    assert [(mix.least, mix.eviction, mix.cache_bits, mix.cache_window) for mix in table.mixes] == [
+        (0.2, "h2o-norm", 3, 0),
+        (0.1, "snapkv", 16, 16),
+    ]
+    assert [(kept.settings, kept.kl, kept.model) for kept in table.small_losses] == [
+        ({}, 0.0, "small"),
+        ({"compress_cache": True, "cache_bits": 4}, 0.01, "small"),
+        ({"attn_sparsity": 0.1}, 0.02, "small"),
     ]
 
 

