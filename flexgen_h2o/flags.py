@@ -43,6 +43,7 @@ SHOWN_AS = {
     "--policy": "--plan",
     "--kv-bytes": "--kv-size",
     "--cache-bits": "--kv-bits",
+    "--cache-rotation": "--kv-rotation",
     "--attn-sparsity": "--kv-read",
     "--gen-len": "--max-tokens",
 }
@@ -53,6 +54,7 @@ SECTION_OF = {
     "weight_bits": MEMORY,
     "cache_bits": KV,
     "cache_window": KV,
+    "cache_rotation": KV,
     "attn_sparsity": KV,
     "kv_bytes": KV,
 }
@@ -321,8 +323,11 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
     for bits in ("weight_bits", "cache_bits"):
         if bits in given:
             given[COMPRESSION_OF[bits]] = True
-    if "cache_window" in given and "compress_cache" not in given:
-        raise UsageError(f"--cache-window {given['cache_window']}: goes with --kv-bits; give both")
+    for name in ("cache_window", "cache_rotation"):
+        if name in given and "compress_cache" not in given:
+            raise UsageError(
+                f"{SHOWN_AS.get(flag_of(name), flag_of(name))} {given[name]}: goes with --kv-bits; give both"
+            )
     if args.policy == "auto" and placed:
         raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
     with naming_flags():
