@@ -325,9 +325,7 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
             given[COMPRESSION_OF[bits]] = True
     for name in ("cache_window", "cache_rotation"):
         if name in given and "compress_cache" not in given:
-            raise UsageError(
-                f"{SHOWN_AS.get(flag_of(name), flag_of(name))} {given[name]}: goes with --kv-bits; give both"
-            )
+            raise UsageError(f"{flag_of(name)} {_as_text(given[name])}: goes with --kv-bits; give both")
     if args.policy == "auto" and placed:
         raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
     with naming_flags():
@@ -370,7 +368,9 @@ def compression_flags(policy: Policy) -> str:
     for field, switch in COMPRESSION_OF.items():
         if getattr(policy, switch):
             found += [flag_of(switch)] * (flag_of(switch) not in found)
-            found.append(f"{flag_of(field)} {getattr(policy, field)}")
+            value = getattr(policy, field)
+            if value is not False:
+                found.append(flag_of(field) if value is True else f"{flag_of(field)} {value}")
     return " ".join([*found, "--int8-compute"] if policy.int8_compute else found)
 
 

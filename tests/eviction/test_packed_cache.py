@@ -228,6 +228,7 @@ def test_windows_and_few_bits(
         ("llama, heads of 96", "snapkv", 3, 8, (30, 5), "kv on disk"),
         ("llama, heads of 96", FULL, 2, 16, (30, 5), "kv on host"),
         ("normal", "h2o-v", 4, 4, (9, 4, 21), "kv on host"),
+        ("llama, heads of 64", "vase", 4, 4, (9, 4, 21), "kv on disk"),
         ("normal", "h2o-norm, summaries", "4/2", 8, (9, 4, 21, 30), "kv split three ways"),
         ("head width 15", FULL, 4, 16, (9, 4, 21), "kv split three ways"),
         ("gpt_oss", "h2o", 4, 16, (9, 4, 21), "kv on disk"),
