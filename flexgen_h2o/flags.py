@@ -45,6 +45,7 @@ SHOWN_AS = {
     "--policy": "--plan",
     "--kv-bytes": "--kv-size",
     "--cache-bits": "--kv-bits",
+    "--cache-rotation": "--kv-rotation",
     "--attn-sparsity": "--kv-read",
     "--gen-len": "--max-tokens",
 }
@@ -55,6 +56,7 @@ SECTION_OF = {
     "weight_bits": MEMORY,
     "cache_bits": KV,
     "cache_window": KV,
+    "cache_rotation": KV,
     "attn_sparsity": KV,
     "kv_bytes": KV,
 }
@@ -329,8 +331,9 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
     for bits in ("weight_bits", "cache_bits"):
         if bits in given:
             given[COMPRESSION_OF[bits]] = True
-    if "cache_window" in given and "compress_cache" not in given:
-        raise UsageError(f"--cache-window {given['cache_window']}: goes with --kv-bits; give both")
+    for name in ("cache_window", "cache_rotation"):
+        if name in given and "compress_cache" not in given:
+            raise UsageError(f"{flag_of(name)} {_as_text(given[name])}: goes with --kv-bits; give both")
     if args.policy == "auto" and placed:
         raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
     with naming_flags():
@@ -375,7 +378,9 @@ def compression_flags(policy: Policy) -> str:
     for field, switch in COMPRESSION_OF.items():
         if getattr(policy, switch):
             found += [flag_of(switch)] * (flag_of(switch) not in found)
-            found.append(f"{flag_of(field)} {getattr(policy, field)}")
+            value = getattr(policy, field)
+            if value is not False:
+                found.append(flag_of(field) if value is True else f"{flag_of(field)} {value}")
     return " ".join([*found, "--int8-compute"] if policy.int8_compute else found)
 
 

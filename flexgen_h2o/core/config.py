@@ -19,13 +19,25 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = "float64"  # is read from checkpoints, and never computed with
 TIERS = ("device", "host", "disk")
-POLICY_SCHEMA = 5  # 5: cache_bits may be text such as "4/2"
+POLICY_SCHEMA = 6  # 5: cache_bits may be text such as "4/2"
 # Fields by the schema that has them first; in a file of an older one they are at their defaults.
-SINCE_SCHEMA = {"weight_bits": 2, "cache_bits": 2, "int8_compute": 2, "cache_window": 3, "expert_group": 4}
+SINCE_SCHEMA = {
+    "weight_bits": 2,
+    "cache_bits": 2,
+    "int8_compute": 2,
+    "cache_window": 3,
+    "expert_group": 4,
+    "cache_rotation": 6,
+}
 BITS = (4, 8)  # of a compressed weight
 CACHE_BITS = (2, 3, 4, 8)  # of a number of a compressed key or value
 # Settings that need a switch: the setting, its switch.
-COMPRESSION_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache", "cache_window": "compress_cache"}
+COMPRESSION_OF = {
+    "weight_bits": "compress_weight",
+    "cache_bits": "compress_cache",
+    "cache_window": "compress_cache",
+    "cache_rotation": "compress_cache",
+}
 MOST_ROWS = 2**16  # of a block
 
 
@@ -36,7 +48,7 @@ class Policy:
     gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
     compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (2, 3, 4 or 8; "4/2": keys
     in 4 and values in 2) a value, in groups; of a compressed cache the newest cache_window columns of a row stay whole,
-    at most half of its slots.
+    at most half of its slots; cache_rotation: keys and values are packed after a Hadamard transform.
     int8_compute: weights in int8, one scale an output channel, and products computed in int8; with compress_weight in 4
     bits they are held and moved so, and become int8 once a block.
     """
@@ -58,6 +70,7 @@ class Policy:
     cache_window: int = setting(
         16, "newest KV entries that --kv-bits leaves as they are, a multiple of 4", low=0, high=2**20
     )
+    cache_rotation: bool = setting(False, "rotate keys and values by a Hadamard matrix before --kv-bits packs them")
     int8_compute: bool = setting(False, "multiply matrices in int8; weights are held in 8 bits, or in --weight-bits 4")
     cpu_cache_compute: bool = setting(False, "attend on the CPU to the KV cache that is in RAM")
     overlap: bool = setting(True, "move and compute at the same time")

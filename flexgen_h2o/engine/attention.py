@@ -108,6 +108,7 @@ class UnitAttention:
         self._spec, self._eviction, self._kv_heads, self._common = spec, eviction, spec.num_kv_heads, common
         self._sparsity = policy.attn_sparsity
         self._whole = policy.cache_window if policy.compress_cache else 0
+        self._hadamard = policy.compress_cache and policy.cache_rotation
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
         self._device = device
@@ -135,12 +136,16 @@ class UnitAttention:
         if before:
             of_rows = budgets.select(slice(0, first))
             beside = common if window is None else None
-            decoding = KVRows(policy, block, self._kv_heads, of_rows, before, beside, window=window)
+            decoding = KVRows(
+                policy, block, self._kv_heads, of_rows, before, beside, window=window, hadamard=self._hadamard
+            )
             new.append(decoding.new_columns(self._step_numbers(block, table, fed)))
         if behind:
             assert store_whole  # a prompt is more than a column
             of_rows = budgets.select(slice(first, None))
-            entering = KVRows(policy, block, self._kv_heads, of_rows, behind, common, window=window)
+            entering = KVRows(
+                policy, block, self._kv_heads, of_rows, behind, common, window=window, hadamard=self._hadamard
+            )
         return CacheStep(store_whole, decoding, entering, new)
 
     def _policy(self, block: int) -> Eviction:

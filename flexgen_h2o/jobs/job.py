@@ -163,9 +163,12 @@ def settings_of(
 
 
 def _answering(policy: Policy) -> dict[str, Any]:
-    """A policy's fields; one that older versions did not have only where it means something, so that their jobs go
-    on."""
-    return {k: v for k, v in policy.to_json().items() if k != "cache_window" or policy.compress_cache}
+    """Return a policy's fields; those that older versions did not have only if they mean something, so that jobs that
+    these versions began can be resumed."""
+    unused = set() if policy.compress_cache else {"cache_window"}
+    if not (policy.compress_cache and policy.cache_rotation):
+        unused.add("cache_rotation")
+    return {name: value for name, value in policy.to_json().items() if name not in unused}
 
 
 def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:

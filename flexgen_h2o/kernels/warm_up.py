@@ -23,6 +23,7 @@ from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.decode_step import FILLED, PLACE, StepSlots, attend_step
 from flexgen_h2o.kernels.elementwise import Rotation, add_weighted, clamped_gate, rms_norm, silu_gated
+from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
@@ -122,6 +123,7 @@ def warm_up(
     stored, form, q = _stored(packing, dtype, device)
     if packing is not None:
         put_packed(stored, first[:, 0], (q[:, 0], q[:, 0]), form, first[:, 0] - 1)
+        hadamard(q)
     attend(q, *stored, filled, 1.0, state, form)
     if rotary:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
@@ -174,6 +176,8 @@ def warm_up_card(
     for kind in before:
         given = (None, (None, lse), (mixed, lse))[kind]
         attend_step(q, k, v, replace(slots, before=given), 1.0, torch.empty_like(q))
+    if packing is not None:
+        hadamard(k)
     if pairs:
         Rotation(zeros(pairs), 1.0).rotate((q, k), zeros(1, dtype=torch.int64))
         for x in (zeros(1, hidden, dtype=dtype), q):

@@ -20,6 +20,7 @@ from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import SlotForm, joined
 from flexgen_h2o.kernels.decode_step import InFront, StepSlots, attend_step
 from flexgen_h2o.kernels.elementwise import Rotation
+from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.prefill_attention import (
     causal_attention,
     causal_attention_lse,
@@ -42,7 +43,7 @@ from flexgen_h2o.kvcache.evict import (
     sum_up_replaced,
     weighted_column_sums,
 )
-from flexgen_h2o.kvcache.eviction.policy import value_sizes
+from flexgen_h2o.kvcache.eviction.policy import NORMS, value_sizes
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.rows import RowBudgets, StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, PromptAttention, put_columns, put_first_columns
@@ -119,9 +120,18 @@ def _keep(
     q, columns = of_prompts
     k, v = (t.transpose(1, 2) for t in columns[:2])
     kept = keep_prompt_columns(rows, sequence, (q, k, v), lse, scale, prefix_sums)
-    stored = columns[-1] if len(columns) > 2 else columns[0]
+    stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
+    if rows.hadamard:  # attention and scores are done: nobody else reads these
+        stored, values = (_transformed(t) for t in (stored, values))
     for view in rows.views:
-        write_prompts(view, sequence, (stored, columns[1]), kept, rows)
+        write_prompts(view, sequence, (stored, values), kept, rows)
+
+
+def _transformed(columns: torch.Tensor) -> torch.Tensor:
+    """Return columns (b, n, kv_heads, d) for slots that hold transformed ones, in place if they are in one piece."""
+    columns = columns.contiguous()
+    hadamard(columns.view(-1, *columns.shape[2:]))
+    return columns
 
 
 def _attend_at_once(
@@ -141,6 +151,9 @@ def _attend_at_once(
             rows.watch(sequence + i, PromptAttention(q[own], k[own], lse[own], scale))
     if needs.in_one_launch and (lse is not None or not needs.record):
         kept = keep_packed_columns(rows, lines, (q, k), lse, scale)
+        if rows.hadamard:
+            hadamard(packed[1])
+            hadamard(packed[2])
         for view in rows.views:
             _write_packed(view, sequence, packed[1:3], kept, rows, lines)
         return
@@ -292,11 +305,15 @@ def attend_slots(
     sparsity: `Policy.attn_sparsity`, of the full cache: how much is read where views have sketches (`counts_of`).
     rotation: turns the keys by their ranks as they are read.
 
-    q: (sequences, heads, d); k, v: (sequences, kv_heads, d); out: (sequences, heads x d).
+    q: (sequences, heads, d); k, v: (sequences, kv_heads, d), changed in place; out: (sequences, heads x d).
     """
     q, k, v = qkv
     count, width = k.shape[0] * k.shape[1], k.shape[2]
     group = q.shape[1] // k.shape[1]
+    sizes = value_sizes(rows.policy.needs, v.view(count, width)) if NORMS in rows.policy.needs.record else None
+    if rows.hadamard:
+        for heads in qkv:
+            hadamard(heads)
     q, attn_out = q.view(count, group, width), out.view(count, group, width)
     k, v = k.view(count, width), v.view(count, width)
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
@@ -317,8 +334,8 @@ def attend_slots(
         put_columns(view, slots, keys, values, rows.whole_places(view, new.numbers))
         state = None
         if view.metadata is not None:
-            sizes = None if view.metadata.norms is None else value_sizes(rows.policy.needs, values)
-            record_columns(view.metadata, slots, numbers.positions, held, sizes)
+            of_values = None if sizes is None else sizes[here].to(where)
+            record_columns(view.metadata, slots, numbers.positions, held, of_values)
             state = _score_state(rows, view, new.numbers)
         if common is not None:
             before_rows = common[0][here].to(where), common[1][here].to(where)
@@ -335,6 +352,8 @@ def attend_slots(
             attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, form))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:
         rank_victims(rows, new.positions, new.filled)
+    if rows.hadamard:
+        hadamard(out.view(qkv[0].shape))
     return out
 
 

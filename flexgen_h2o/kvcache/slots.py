@@ -288,6 +288,7 @@ class KVRows:
     a window: used only while prompts are computed, since each row's slots hold their own copy.
     watch: sees the attention of prompts that the policy scores: (first sequence of those computed together, attention).
     sinks: (heads,), learned logits that join the softmax of each query of their head and have no values.
+    hadamard: slots hold transformed keys and values (kernels/hadamard.py); those of `common` are not.
     """
 
     policy: Eviction
@@ -299,6 +300,7 @@ class KVRows:
     watch: Callable[[int, PromptAttention], None] | None = None
     window: int | None = None
     sinks: torch.Tensor | None = None
+    hadamard: bool = False
 
     def sinks_of_rows(self, count: int) -> torch.Tensor | None:
         """Of `count` sequences: (rows, g) fp32."""

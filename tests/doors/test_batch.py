@@ -212,6 +212,18 @@ def test_a_restart_that_would_mix_is_refused(job: Callable[..., Answer], tmp_pat
         assert before == [path.read_bytes() for path in files]
 
 
+def test_rotated_and_other_packed_columns_do_not_mix(job: Callable[..., Answer], tmp_path: Path) -> None:
+    """A job of a version without rotation is one without it."""
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
+    assert job("--kv-bits", 8).code == 0
+    assert "cache_rotation" not in json.loads((tmp_path / "out.jsonl.job.json").read_text())["settings"]["policy"]
+    ended = job("--kv-bits", 8, "--kv-rotation")
+    assert ended.code == 2 and "--cache-rotation was null and is true" in ended.err
+    assert job("--kv-bits", 8).code == 0
+    ended = job("--kv-rotation")
+    assert ended.code == 2 and "--cache-rotation true: goes with --kv-bits; give both" in ended.err
+
+
 def test_a_model_that_was_trained_on_in_its_folder_is_another(
     job: Callable[..., Answer], tmp_path: Path, words_model: Path
 ) -> None:

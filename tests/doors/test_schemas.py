@@ -75,7 +75,8 @@ def test_policies_and_profiles_are_valid(tmp_path: Path) -> None:
     write_policy(tmp_path / "p.json", SavedPolicy(Policy(compress_cache=True, cache_bits=3), model="m"))
     for path in [tmp_path / "p.json", *POLICIES]:
         body = json.loads(path.read_text())
-        assert problems("policy", body | {"schema": POLICY_SCHEMA}) == []  # older files lack what came later
+        later = {"cache_rotation": False}  # which older files lack
+        assert problems("policy", later | body | {"schema": POLICY_SCHEMA}) == []
     for path in PROFILES:
         assert problems("profile", profile_from_json(json.loads(path.read_text())).to_json()) == []
     assert problems("profile", nominal_profile(True).to_json()) == []
@@ -85,7 +86,8 @@ def test_policies_and_profiles_are_valid(tmp_path: Path) -> None:
     "change",
     [
         {"gpu_batch_size": 0}, {"percent": [1, 2]}, {"percent": [1, 2, 3, 4, 5, 101]}, {"cache_bits": 5}, {"schema": 9},
-        {"cache_window": 3}, {"attn_sparsity": 0}, {"overlap": 1}, {"unknown": 1}, {"workload": "text"},
+        {"cache_window": 3}, {"cache_rotation": 1}, {"attn_sparsity": 0}, {"overlap": 1}, {"unknown": 1},
+        {"workload": "text"},
     ],
 )  # fmt: skip
 def test_a_bad_policy_is_refused_by_both(change: dict[str, Any], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -19,7 +20,9 @@ from tests.parity.reference import random_model
 # One token; a budget of 8 reached only while decoding; filled by the prompt; neighbours of one length; longer.
 LENGTHS = (1, 4, 8, 9, 9, 21)
 NEW_TOKENS = 12
-OTHER_SHAPES = {
+OTHER_SHAPES: dict[str, dict[str, Any]] = {
+    "heads of 64": {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2},
+    **{f"llama, heads of {width}": {"model_type": "llama", "head_dim": width} for width in (64, 80, 96, 128)},
     "head width 15": {"hidden_size": 60, "word_embed_proj_dim": 60},
     "three layers": {"num_hidden_layers": 3},
     "long": {"max_position_embeddings": 256},

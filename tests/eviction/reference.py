@@ -153,6 +153,14 @@ def forward(
     return model.logits(x[-1:])[0], seen
 
 
+def hadamard_matrix(width: int) -> torch.Tensor:
+    """(width, width) fp64, orthogonal and symmetric: blocks of the largest power of two that divides the width, whose
+    entries are 1 or, for places with an odd number of common bits, -1, over the root of their width."""
+    size = width & -width
+    block = [[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    return torch.block_diag(*[torch.tensor(block, dtype=torch.float64) / size**0.5] * (width // size))
+
+
 def _page_scores(
     q: torch.Tensor, columns: KeysValues, later: KeysValues, mask: torch.Tensor, prompt_len: int, page: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

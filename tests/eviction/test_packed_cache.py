@@ -16,6 +16,7 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from tests.eviction import policies as plain
 from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, cut, generate, wanted
+from tests.eviction.reference import hadamard_matrix
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, Configuration, thinned
 from tests.parity.reference import LOGIT_TOLERANCE, folder_with_eos, random_prompts, token_that_ends
 
@@ -105,6 +106,18 @@ class Rounded:
         return how(x), moves
 
 
+class Rotated(Rounded):
+    """Columns that are multiplied by the Hadamard matrix, rounded, and multiplied back."""
+
+    def columns(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, prompt_len: int, read: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        matrix = hadamard_matrix(k.shape[-1])
+        rotated = ((x.double() @ matrix).float() for x in (k, v))
+        keys, values = super().columns(layer, *rotated, prompt_len, read)
+        return tuple((x.double() @ matrix.T).float() for x in (keys, values))  # type: ignore[return-value]
+
+
 def nearest(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
@@ -128,8 +141,10 @@ def packed(known: Callable[[str], Known]) -> Callable[..., Wanted]:
         lengths: tuple[int, ...] = LENGTHS,
         new: int = NEW_TOKENS,
         most: int = 16,
+        rotated: bool = False,
     ) -> Wanted:
-        return wanted(known(shape).plain, ALL[pair], lengths, new, lambda: Rounded(bits, most))
+        kind = Rotated if rotated else Rounded
+        return wanted(known(shape).plain, ALL[pair], lengths, new, lambda: kind(bits, most))
 
     return made
 
@@ -199,6 +214,36 @@ def test_windows_and_few_bits(
     policy = Policy(2, 2, PLACEMENTS[placement], compress_cache=True, cache_bits=bits, cache_window=window)
     want = packed("normal", pair, bits, (9, 4, 21, 30), NEW_TOKENS, window)
     check(want, pair, known("normal").folder, policy, tmp_path, STAND_IN)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "bits", "window", "lengths", "placement"),
+    [
+        ("heads of 64", FULL, 4, 16, (9, 4, 21), "kv split three ways"),
+        ("heads of 64", "h2o", 3, 4, (9, 4, 21), "kv on disk"),
+        ("llama, heads of 64", "h2o", 4, 16, (9, 4, 21), "kv on host"),
+        ("llama, heads of 128", FULL, 8, 0, (9, 4, 21), "kv on disk"),
+        ("llama, heads of 128", "h2o-norm", "4/2", 8, (13,), "all on device"),
+        ("llama, heads of 80", "tova", 4, 4, (9, 4, 21), "kv split three ways"),
+        ("llama, heads of 96", "snapkv", 3, 8, (30, 5), "kv on disk"),
+        ("llama, heads of 96", FULL, 2, 16, (30, 5), "kv on host"),
+        ("normal", "h2o-v", 4, 4, (9, 4, 21), "kv on host"),
+        ("llama, heads of 64", "vase", 4, 4, (9, 4, 21), "kv on disk"),
+        ("normal", "h2o-norm, summaries", "4/2", 8, (9, 4, 21, 30), "kv split three ways"),
+        ("head width 15", FULL, 4, 16, (9, 4, 21), "kv split three ways"),
+        ("gpt_oss", "h2o", 4, 16, (9, 4, 21), "kv on disk"),
+        ("qwen3_moe", "h2o", 4, 16, (9, 4, 21), "kv on disk"),
+    ],
+)
+def test_rotated_columns(
+    shape: str, pair: str, bits: int | str, window: int, lengths: tuple[int, ...], placement: str,
+    known: Callable[[str], Known], packed: Callable[..., Wanted], tmp_path: Path,
+) -> None:  # fmt: skip
+    policy = Policy(
+        2, 2, PLACEMENTS[placement], compress_cache=True, cache_bits=bits, cache_window=window, cache_rotation=True
+    )
+    want = packed(shape, pair, bits, lengths, NEW_TOKENS, window, True)
+    check(want, pair, known(shape).folder, policy, tmp_path, STAND_IN)
 
 
 @pytest.mark.parametrize(("pair", "budget"), thinned([("h2o", None), (FULL, STAND_IN)], 2))

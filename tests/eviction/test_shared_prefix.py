@@ -11,7 +11,7 @@ import pytest
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, Pair, Ran, Wanted, assert_same, generate, wanted
 from tests.eviction.plain_models import PlainLlama, PlainNeoX
-from tests.eviction.test_packed_cache import Rounded
+from tests.eviction.test_packed_cache import Rotated, Rounded
 from tests.eviction.test_rolling import rolling
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import random_prompts
@@ -31,7 +31,8 @@ def headed(known: Callable[[str], Known]) -> Callable[..., Wanted]:
         plain = known(shape).plain
         if how == "rolling":
             plain = (PlainNeoX if shape == "gpt_neox" else PlainLlama)(known(shape).model, rolling=True)
-        stored, turn = (lambda: Rounded(8)) if how == "packed" else None, plain.turn if how == "rolling" else None
+        stored = {"packed": lambda: Rounded(8), "rotated": lambda: Rotated(8)}.get(how)
+        turn = plain.turn if how == "rolling" else None
         for seed in range(77, 90):
             header = random_prompts((HEADER,), seed)[0]
             try:
@@ -109,9 +110,13 @@ def test_rolling_positions(
     check(headed(shape, pair, "rolling"), rolling(pair), known(shape).folder, where, tmp_path)
 
 
-@pytest.mark.parametrize(("pair", "where"), [(pair, next(PLACES)) for pair in ("h2o-v", "local")])
+@pytest.mark.parametrize(
+    ("pair", "where", "how"),
+    [(pair, next(PLACES), how) for pair, how in (("h2o-v", "packed"), ("local", "packed"), ("h2o-v", "rotated"))],
+)
 def test_a_compressed_cache(
-    pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted], tmp_path: Path
-) -> None:
-    want, folder = headed("normal", pair, "packed"), known("normal").folder
-    check(want, PAIRS[pair], folder, where, tmp_path, compress_cache=True, cache_bits=8)
+    pair: str, where: tuple[str, str], how: str, known: Callable[[str], Known], headed: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    switches = {"compress_cache": True, "cache_bits": 8, "cache_rotation": how == "rotated"}
+    check(headed("normal", pair, how), PAIRS[pair], known("normal").folder, where, tmp_path, **switches)

@@ -70,6 +70,8 @@ def variants(*kinds: str) -> Iterator[Case]:
         yield from coded_cases(t)
         sizes = "i32", "i32", "i32", "i32", "i32"
         yield Case(rows.rotate, (t, t, "*i64", "*fp32", "fp32", *sizes), {"BLOCK": 64})
+        for size in (64, 128):
+            yield Case(rows.hadamard, (t, "i32", "fp32"), {"SIZE": size})
         yield from packed_cases(t, dtype)
         yield Case(prompts.choose, ("*fp32", "*i64", "*i32", *["i32"] * 5), {"BLOCK": 1024})
         for width in (256, 128):

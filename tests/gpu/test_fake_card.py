@@ -92,7 +92,12 @@ SUMMED_UP = H2O(heavy_size=6, recent_size=3, summaries=4)
 @pytest.mark.parametrize("placement", ON_CPU)
 @pytest.mark.parametrize(
     ("eviction", "more"),
-    [(SUMMED_UP, {}), (SUMMED_UP, {"compress_cache": True}), (None, {"attn_sparsity": 0.5})],
+    [
+        (SUMMED_UP, {}),
+        (SUMMED_UP, {"compress_cache": True}),
+        (SUMMED_UP, {"compress_cache": True, "cache_rotation": True}),
+        (None, {"attn_sparsity": 0.5}),
+    ],
 )
 def test_prompts_are_summed_up_and_sketched_where_they_are_held(
     tmp_path, eviction: Any, more: dict[str, Any], placement: str
@@ -117,6 +122,22 @@ KINDS = ("embedding", "attention", "mlp", "head")
 WITHOUT_TRITON = {
     ("normal", "full"): (34, 7), ("normal", "h2o"): (64, 7), ("llama", "full"): (66, 7), ("llama", "h2o"): (97, 7),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "eviction", "placement"),
+    some_slow(
+        [("llama", "h2o", "all on the device"), ("normal", "full", "KV on host"), ("llama", "full", ON_CPU[0])],
+        {("llama", "h2o", "all on the device")},
+    ),
+)
+def test_rotated_columns(tmp_path, family: str, eviction: str, placement: str) -> None:
+    folder, kept, packed = model_folder(tmp_path, CONFIGS[family]), EVICTIONS[eviction], {"compress_cache": True}
+    in_ram, params = MemoryBudget(host="1GiB"), params_of(placement)
+    alone = Policy(4, 1, **packed, cache_rotation=True)
+    expected, *_ = generate(folder, alone, "cpu", in_ram, eviction=kept, params=params)
+    tokens, card = on_fake_card(folder, placement, kept, **packed, cache_rotation=True)
+    assert tokens == expected and not card.races
 
 
 @pytest.mark.parametrize(

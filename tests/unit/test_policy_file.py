@@ -24,6 +24,7 @@ policies = st.builds(
     attn_sparsity=st.floats(0, 1, exclude_min=True),
     compress_cache=st.just(True),
     cache_bits=st.sampled_from([3, "4/2"]),
+    cache_rotation=st.booleans(),
 )
 
 
@@ -91,9 +92,10 @@ def test_a_list_a_folder_and_nothing_at_all(tmp_path: Path) -> None:
 
 def test_files_of_older_schemas_are_still_read(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    third = {k: v for k, v in Policy(8).to_json().items() if k != "expert_group"}
+    fifth = {k: v for k, v in Policy(8).to_json().items() if k != "cache_rotation"}
+    third = {k: v for k, v in fifth.items() if k != "expert_group"}
     second = {k: v for k, v in third.items() if k != "cache_window"}
     first = {k: v for k, v in second.items() if k not in ("weight_bits", "cache_bits", "int8_compute")}
-    for schema, old in ((1, first), (2, second), (3, third), (4, Policy(8).to_json())):
+    for schema, old in ((1, first), (2, second), (3, third), (4, fifth), (5, fifth)):
         path.write_text(json.dumps({"schema": schema, **old}))
         assert read_policy(path).policy == Policy(8)

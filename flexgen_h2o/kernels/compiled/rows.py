@@ -173,6 +173,42 @@ def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
                 set_number(element, x, job.pairs + i, rounded(element, b * c) + rounded(element, a * s))
 
 
+class Hadamard(NamedTuple):
+    """Address of x, whose rows are `step` bytes apart and have `blocks` blocks of `size` numbers, a power of two.
+
+    factor: of each sum.
+    """
+
+    size: int
+    blocks: int
+    x: int
+    step: int
+    factor: np.float32
+
+
+@jit
+def hadamard_rows(element, job, first, end):  # type: ignore[no-untyped-def]
+    """`hadamard` of rows first..end-1, in place."""
+    size, bytes_of_number = job.size, 4 // planes(element)
+    numbers = np.empty(size, np.float32)
+    for row in range(first, end):
+        for block in range(job.blocks):
+            x = job.x + row * job.step + block * size * bytes_of_number
+            for i in range(size):
+                numbers[i] = number_at(element, x, i)
+            step = 1
+            while step < size:
+                for start in range(0, size, 2 * step):
+                    for i in range(start, start + step):
+                        a = numbers[i]
+                        b = numbers[i + step]
+                        numbers[i] = a + b
+                        numbers[i + step] = a - b
+                step *= 2
+            for i in range(size):
+                set_number(element, x, i, numbers[i] * job.factor)
+
+
 _PAIRS = GROUP // 2
 
 

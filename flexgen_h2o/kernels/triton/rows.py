@@ -1,4 +1,5 @@
-"""Rows on a card: unpacking of weights, RMS norms, gates, weighted sums and rotary embeddings. One launch each."""
+"""Rows on a card: unpacking of weights, RMS norms, gates, weighted sums, rotary embeddings and Hadamard transforms. One
+launch each."""
 
 from __future__ import annotations
 
@@ -111,6 +112,22 @@ def rotate(q, k, positions, frequencies, scaling, q_token, k_token, heads, width
     tl.store(start + pair, turned.to(kind), mask=inside)
     turned = _rounded(second * cos, kind) + _rounded(first * sin, kind)
     tl.store(start + pairs + pair, turned.to(kind), mask=inside)
+
+
+@triton.jit
+def hadamard(x, x_token, factor, SIZE: tl.constexpr):
+    """A block of SIZE numbers of a token, in place: number i is the sum of all j, less where i & j has an odd number
+    of bits."""
+    start = x + tl.program_id(0).to(tl.int64) * x_token + tl.program_id(1) * SIZE
+    place = tl.arange(0, SIZE)
+    odd = place[:, None] & place[None, :]
+    odd = odd ^ (odd >> 8)
+    odd = odd ^ (odd >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = (odd ^ (odd >> 1)) & 1
+    given = tl.load(start + place).to(tl.float32)[None, :]
+    mixed = tl.sum(tl.where(odd == 1, -given, given), 1) * factor
+    tl.store(start + place, mixed.to(x.dtype.element_ty))
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from flexgen_h2o.kernels.elementwise import (
     silu_gated,
     silu_gated_reference,
 )
+from flexgen_h2o.kernels.hadamard import hadamard, hadamard_reference
 from flexgen_h2o.kernels.packed import (
     pack_columns_reference,
     unpack_columns,
@@ -128,6 +129,17 @@ def test_rotate(dtype: torch.dtype, heads: int, kv_heads: int, width: int, pairs
     rotation.rotate(given, tokens)
     for mine, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 80, 15])
+def test_hadamard(dtype: torch.dtype, width: int) -> None:
+    """A part of the heads of each token; odd widths stay as they are."""
+    given = torch.randn(3, 6, width).to(dtype)
+    expected = given.clone()
+    hadamard_reference(expected[:, 1:4])
+    hadamard(given[:, 1:4])
+    torch.testing.assert_close(given, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
 Sizes = tuple[int, int, int, int, list[int], int]  # sequences, kv-heads, g, d, filled slots, slots of a segment

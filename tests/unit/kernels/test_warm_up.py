@@ -27,6 +27,7 @@ from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
 from flexgen_h2o.kernels.compiled import packed_slots, products, prompts, rows, slots
 from flexgen_h2o.kernels.elementwise import Rotation, clamped_gate, rms_norm, silu_gated
+from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.int8 import BUFFERS, Int8Rows, RequantisedRows, pack_int8_rows, requantise_rows
 from flexgen_h2o.kernels.linear import DenseRows, linear_each, linear_relu
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
@@ -40,7 +41,7 @@ LOOPS: tuple[Any, ...] = (
     slots.attend_rows, packed_slots.attend_rows, packed_slots.pack_rows, prompts.add_tile, prompts.attend_units,
     rows.norm_rows, rows.silu_rows, rows.rotate_rows, rows.rotate_heads, rows.unpack, int8_loops.quantise,
     int8_loops.rescale, int8_loops.in_order, int8_loops.in_order_by_groups, products.multiply,
-    rows.clamped_gate_rows,
+    rows.clamped_gate_rows, rows.hadamard_rows,
 )  # fmt: skip
 
 
@@ -64,6 +65,7 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     Rotation(torch.ones(8), 1.0).rotated(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
     x = torch.randn(5, 3, 16).to(dtype)
     Rotation(torch.ones(8), 1.0).rotate((x,), torch.arange(5))
+    hadamard(x)
     silu_gated(rms_norm(x[:, 0], x[0, 0], 1e-5, x[:, 1].clone()), x[:, 2].contiguous())
     clamped_gate(x[:, 0].contiguous(), 1.7, 7.0, torch.empty(5, 8, dtype=dtype))
     assert compiled() == before
