@@ -60,7 +60,16 @@ SMALL = 0.03  # nats of KL that --kv-loss calls small
 ROUNDED = 1.02  # bytes over a share that count as the share: of whole entries
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # Settings of `Policy` that the grid sets.
-GRID_FIELDS = ("compress_cache", "cache_bits", "compress_weight", "weight_bits", "int8_compute", "attn_sparsity")
+GRID_FIELDS = (
+    "compress_cache",
+    "cache_bits",
+    "cache_window",
+    "cache_rotation",
+    "compress_weight",
+    "weight_bits",
+    "int8_compute",
+    "attn_sparsity",
+)
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,8 @@ class Setting:
     policy: eviction policy, with settings of its own behind a colon. kv_budget: share of the KV entries of prompt and
     answer that stay. kv_bytes: share of the full bf16 cache's bytes instead. kv_bits: of a key or value, 16 where they
     are not packed; "4/2": keys in 4, values in 2. kv_window: newest entries that packing leaves whole (None: the
-    command's). kv_read: share of the entries that a step reads. weights: bits of a weight ("16": as computed), or INT8.
-    chosen_by: the flag that stands for policy and bits.
+    default). kv_rotation: keys and values are rotated before they are packed. kv_read: share of the entries that a step
+    reads. weights: bits of a weight ("16": as computed), or INT8. chosen_by: the flag that stands for policy and bits.
     """
 
     policy: str = Full.name
@@ -79,6 +88,7 @@ class Setting:
     kv_bytes: float | None = None
     kv_bits: int | str = WHOLE
     kv_window: int | None = None
+    kv_rotation: bool = False
     kv_read: float = 1.0
     weights: str = str(WHOLE)
     chosen_by: str = ""
@@ -95,7 +105,8 @@ class Setting:
             parts.append(f"{self.kv_bytes:.3g} of the bytes")
         if self.kv_bits != WHOLE:
             window = "" if self.kv_window is None else f" but for the newest {self.kv_window}"
-            parts.append(f"KV in {self.kv_bits} bits{window}")
+            rotated = ", rotated" if self.kv_rotation else ""
+            parts.append(f"KV in {self.kv_bits} bits{window}{rotated}")
         if self.kv_read < 1:
             parts.append(f"{self.kv_read:.3g} read a step")
         if self.weights != str(WHOLE):
@@ -106,7 +117,7 @@ class Setting:
         """Return what the runner takes. UsageError names --policies."""
         changes: dict[str, Any] = {"attn_sparsity": self.kv_read}
         if self.kv_bits != WHOLE:
-            changes |= {"compress_cache": True, "cache_bits": self.kv_bits}
+            changes |= {"compress_cache": True, "cache_bits": self.kv_bits, "cache_rotation": self.kv_rotation}
             if self.kv_window is not None:
                 changes["cache_window"] = self.kv_window
         if self.weights == INT8:
@@ -157,6 +168,7 @@ def add_flags(parser: OneLineParser) -> None:
     add("--kv-bits", nargs="+", metavar="N", help=bits)
     kv_bytes = "shares of the KV cache's bytes: what --kv-size chooses; with --learn every policy and bits"
     add("--kv-bytes", "--kv-size", dest="kv_sizes", type=share, nargs="+", metavar="SHARE", help=kv_bytes)
+    add("--kv-rotation", action="store_true", help="rotate keys and values before --kv-bits packs them")
     reads = "shares of the KV entries that a step reads, all entries kept"
     add("--kv-read", type=share, nargs="+", metavar="SHARE", help=reads)
     weights = f"weights in {', '.join(map(str, BITS))} bits or {INT8}, with all KV entries and each --kv-bits"
@@ -285,6 +297,8 @@ def grid(args: argparse.Namespace) -> list[Setting]:
         if weights != INT8 and weights not in map(str, BITS):
             raise UsageError(f"--weight-bits {weights}: is not one of {', '.join(map(str, BITS))}, {INT8}")
         found += [Setting(kv_bits=one, weights=weights) for one in dict.fromkeys([WHOLE, *packed])]
+    if args.kv_rotation:
+        found = [one if one.kv_bits == WHOLE or one.chosen_by else replace(one, kv_rotation=True) for one in found]
     return list(dict.fromkeys(found))
 
 
@@ -596,6 +610,7 @@ def _cells(
                 "kv_bytes": setting.kv_bytes,
                 "kv_bits": setting.kv_bits,
                 "kv_window": setting.kv_window,
+                "kv_rotation": setting.kv_rotation,
                 "kv_read": setting.kv_read,
                 "weights": setting.weights,
                 "chosen_by": setting.chosen_by,

@@ -26,7 +26,18 @@ FACTS = {"model": "m", "digest": "d"}
 
 
 def flags(**given: Any) -> argparse.Namespace:
-    names = ("policies", "kv_budget", "kv_bits", "kv_sizes", "kv_read", "weight_bits", "learn", "model", "offload_dir")
+    names = (
+        "policies",
+        "kv_budget",
+        "kv_bits",
+        "kv_sizes",
+        "kv_read",
+        "weight_bits",
+        "learn",
+        "kv_rotation",
+        "model",
+        "offload_dir",
+    )
     return argparse.Namespace(**(dict.fromkeys(names) | given))
 
 
