@@ -67,6 +67,7 @@ class PlainModel(Protocol):
     num_layers: int
     kv_heads: int
     windows: Sequence[int | None]  # by layer, of columns that a query sees, its own the last; None: all
+    frequencies: torch.Tensor  # (pairs,) fp64, of rotary embeddings, in radians per position; (0,) without
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(n,) ids at positions 0, 1, ... -> (n, hidden)"""
@@ -196,11 +197,13 @@ class LayerState:
         self.gap, self.promotions = math.inf, 0
         self._sizes = policy.sizes(prompt_len, most_new, model.windows[:layer].count(None))
         self._scorer = policy.scorer(layer, self._sizes)
+        self._frequencies = model.frequencies
         self._in_decode = policy.in_decode
         grown, total = min(self._sizes.total, prompt_len) + most_new - 1, self._sizes.total
         self.slots = max(1, min(total + 1, grown) if self._in_decode else grown)
 
     def prefilled(self, seen: Attention) -> None:
+        self._scorer.see_keys(seen.q, seen.k, self._frequencies)
         self._scorer.see_prompt(seen.probabilities.double(), seen.v)
         self._evict()
 
@@ -215,6 +218,7 @@ class LayerState:
         self.mask = grown
 
     def decoded(self, seen: Attention) -> None:
+        self._scorer.see_keys(seen.q, seen.k, self._frequencies)
         self._scorer.see_token(seen.probabilities[:, :, -1].double(), seen.v)
         if self._in_decode:
             before = [list(held) for held in self.held]

@@ -15,12 +15,14 @@ from flexgen_h2o.kvcache.eviction.policy import Evicting, Eviction
 from flexgen_h2o.kvcache.eviction.random_columns import Random
 from flexgen_h2o.kvcache.eviction.snapkv import SnapKV
 from flexgen_h2o.kvcache.eviction.tova import Tova
+from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 from flexgen_h2o.kvcache.eviction.vase import VaSE
 
 __all__ = [
     "EVICTING", "H2O", "MIXES", "POLICIES", "SMALL_LOSSES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Mix",
-    "Random", "SnapKV", "Tova", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "mix_of", "says_budget",
+    "Random", "SnapKV", "Tova", "TriAttention", "VaSE", "ValueH2O",
+    "check_eviction", "make_eviction", "mix_of", "says_budget",
 ]  # fmt: skip
 
 
@@ -64,7 +66,7 @@ def mix_of(share: float) -> Mix:
 
 # By the names that flags, reports and files give them.
 EVICTING: dict[str, type[Evicting]] = {
-    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, VaSE, Random)
+    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, VaSE, TriAttention, Random)
 }
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
