@@ -308,7 +308,8 @@ def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: Ste
 
     Scores count for `by_keys.interval` steps, if so many recent columns are protected that none without one may leave.
     """
-    assert view.metadata is not None and view.metadata.scores is not None and view.metadata.queries is not None
+    metadata = view.metadata
+    assert metadata is not None and metadata.scores is not None and metadata.queries is not None
     budgets, positions = rows.budgets, numbers.positions
     held = budgets.kept + positions - budgets.prompts + 1
     is_new = (positions % by_keys.interval == 0) | (held == budgets.slots) | (budgets.recent < by_keys.interval)
@@ -318,7 +319,6 @@ def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: Ste
     where = view.keys.device
     slots = view.keys.shape[2]  # of the only segment: rows with a record have one
     width = view.keys.shape[3] if view.packing is None else view.packing.width
-    metadata = view.metadata
     of_rows = numbers.of_rows(rows.kv_heads, view.start, view.end, where)
     for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
         index = some.to(where)

@@ -92,7 +92,8 @@ class PlainModel(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """What one layer computed. q: (kv, g, n, d); k, v: (kv, n, d); probabilities: (kv, g, n, n), 0 where masked."""
+    """What one layer computed. q: (kv, g, n, d); k, v: (kv, n, d), keys as the newest query finds them; probabilities:
+    (kv, g, n, n), 0 where masked."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -150,7 +151,8 @@ def forward(
             chosen = cache.selection.mixed(q, k, v, scores, none, found, prompt_len or len(ids))
             mixed[prompt_len or len(ids) :] = chosen.permute(2, 0, 1, 3)
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
-        seen.append(Attention(q, k, v, probabilities))
+        held = k if stored is None else torch.where(is_whole[-1, :, None], k, old)
+        seen.append(Attention(q, held, v, probabilities))
     return model.logits(x[-1:])[0], seen
 
 

@@ -45,8 +45,9 @@ class KeyScores(Protocol):
     Queries and keys come with their rotary embeddings.
     """
 
-    # Every so many decode steps of a row its columns are scored; in every step if fewer recent columns are protected.
-    interval: int
+    @property
+    def interval(self) -> int:
+        """Every how many decode steps columns are scored; in every step if fewer recent columns are protected."""
 
     @property
     def numbers(self) -> int:
