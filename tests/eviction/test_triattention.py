@@ -54,7 +54,7 @@ def test_shapes(
     assert_equal(known(shape).folder, reference(shape, pair), PAIRS[pair], policy, tmp_path, STAND_IN)
 
 
-@pytest.mark.parametrize(("heavy", "recent"), [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize(("heavy", "recent"), [(1, 3), (2, 1), (3, 1)])
 def test_tiny_budgets_of_one_sequence(heavy: int, recent: int, known: Callable[[str], Known], tmp_path: Path) -> None:
     sizes = {"heavy_size": heavy, "recent_size": recent}
     pair = Pair(TriAttention(**sizes, interval=1), plain.triattention(Budget(**sizes), interval=1))
