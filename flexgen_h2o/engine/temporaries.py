@@ -22,6 +22,7 @@ from flexgen_h2o.core.units import (
     INT8_TILE,
     MASK_ROWS,
     PACKED_CHUNK,
+    QUERY_CHUNK,
     REQUANTISE_CHUNK,
     ROLLING_CHUNK,
     SAMPLING_CHUNK,
@@ -41,6 +42,7 @@ UNPACK_KV_BYTES = 28
 SELECT_BYTES = 40  # of a number of KV, where torch operations choose columns
 THREADS = 16  # that attend at once, at most, of which each has memory of its own
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
+QUERY_KEY_BYTES = 24  # of a number of a key or a query while a policy looks at it
 ROUTER_BYTES = 20  # of a token and expert: logits and probabilities in fp32, and their order
 ROUTING_BYTES = 40  # of a token's choice: its expert, sorted, with int64 places
 
@@ -149,6 +151,10 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     if shape.record.pages:  # columns that are summed up in fp32, and their weights; the replaced ones, by torch
         prefill += 8 * max(SUMMARY_CHUNK, tokens * spec.head_dim) + 16 * tokens * spec.num_kv_heads
         decode += shape.rows * (spec.num_heads * shape.record.pages * 12 + spec.num_kv_heads * spec.head_dim * 24)
+    if shape.record.query_numbers:  # queries or keys, their copies in fp32, and the lengths of their pairs
+        prefill += QUERY_KEY_BYTES * max(QUERY_CHUNK, tokens * spec.head_dim)
+        row = shape.most_slots * spec.head_dim
+        decode += QUERY_KEY_BYTES * min(shape.rows * spec.num_kv_heads * row, max(QUERY_CHUNK, row))
     if shape.sharing:
         columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
         prefill += columns * copies * spec.head_dim * itemsize

@@ -24,6 +24,7 @@ from flexgen_h2o.core.units import check_int
 from flexgen_h2o.integrations.cache import MODES, EvictingCache, Promised
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling, with_sizes
+from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 
 ATTENTION = "flexgen_h2o"  # the name of our attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gpt_neox")
@@ -75,6 +76,8 @@ def enable_eviction(
         raise UsageError("positions: rolling works in the engine only; leave it at original here")
     if mode == "mask" and eviction.needs.page:
         raise UsageError("mode: mask drops nothing, so there is nothing to summarise; use drop, or leave summaries out")
+    if isinstance(eviction, TriAttention):
+        raise UsageError(f"eviction: {eviction.name} works in the engine only; choose another")
     unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
     if unknown:
         raise UsageError(

@@ -32,13 +32,16 @@ from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
+    PrefixQueries,
     PrefixSums,
     keep_packed_columns,
     keep_prompt_columns,
     packed_lines,
+    query_sums,
     rank_victims,
     record_columns,
     record_prompts,
+    score_by_keys,
     sum_up_prompt,
     sum_up_replaced,
     weighted_column_sums,
@@ -89,6 +92,9 @@ def _attend_group(
         columns = [t.transpose(1, 2) for t in (rows.common.keys, rows.common.values)]
         prefix[1:] = [torch.cat(pair, dim=1) for pair in zip(columns, prefix[1:], strict=True)] if start else columns
     prefix_sums = _attend_prefix(prefix, rows, scale, attn_out[:start]) if start else None
+    by_keys, prefix_queries = rows.policy.needs.by_keys, None
+    if start and by_keys is not None:
+        prefix_queries = cache(partial(query_sums, by_keys, prefix[0].transpose(1, 2), 0))
     if not group.rows:
         assert rows.common is not None
         put_first_columns(rows.common, 0, rows.kv_heads, *(t[0].transpose(0, 1) for t in prefix[1:]))
@@ -107,19 +113,19 @@ def _attend_group(
         if rows.watch is not None and lse is not None:
             rows.watch(sequence, PromptAttention(q, k, lse, scale))
         own = [t[:, skipped:] for t in columns]
-        _keep(rows, sequence, (q, own), lse, scale, prefix_sums)
+        _keep(rows, sequence, (q, own), lse, scale, prefix_sums, prefix_queries)
         start, sequence = end, sequence + number
 
 
 def _keep(
     rows: KVRows, sequence: int, of_prompts: tuple[torch.Tensor, Sequence[torch.Tensor]], lse: torch.Tensor | None,
-    scale: float, prefix_sums: PrefixSums | None = None,
+    scale: float, prefix_sums: PrefixSums | None = None, prefix_queries: PrefixQueries | None = None,
 ) -> None:  # fmt: skip
     """What stays of equally long prompts goes to slots. of_prompts: q (b, heads, m, d), and keys, values and stored
     keys, if any, (b, n, kv_heads, d)."""
     q, columns = of_prompts
     k, v = (t.transpose(1, 2) for t in columns[:2])
-    kept = keep_prompt_columns(rows, sequence, (q, k, v), lse, scale, prefix_sums)
+    kept = keep_prompt_columns(rows, sequence, (q, k, v), lse, scale, prefix_sums, prefix_queries)
     stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
     if rows.hadamard:  # attention and scores are done: nobody else reads these
         stored, values = (_transformed(t) for t in (stored, values))
@@ -336,6 +342,8 @@ def attend_slots(
         if view.metadata is not None:
             of_values = None if sizes is None else sizes[here].to(where)
             record_columns(view.metadata, slots, numbers.positions, held, of_values)
+            if rows.policy.needs.by_keys is not None:
+                score_by_keys(view, rows, rows.policy.needs.by_keys, new.numbers)
             state = _score_state(rows, view, new.numbers)
         if common is not None:
             before_rows = common[0][here].to(where), common[1][here].to(where)

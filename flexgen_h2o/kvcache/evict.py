@@ -16,54 +16,106 @@ from itertools import groupby
 import torch
 
 from flexgen_h2o.core.packing import window_of
-from flexgen_h2o.core.units import SUMMARY_CHUNK
+from flexgen_h2o.core.units import QUERY_CHUNK, SUMMARY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import Pages
+from flexgen_h2o.kernels.beside import Pages, unpacked
+from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.prefill_attention import column_sums, packed_column_sums
 from flexgen_h2o.kernels.prompt_columns import choose_kept, choose_packed
 from flexgen_h2o.kernels.slots import add_to_pages
 from flexgen_h2o.kernels.workspace import upload
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs, value_sizes
-from flexgen_h2o.kvcache.rows import query_weight_table
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, KeyScores, Needs, value_sizes
+from flexgen_h2o.kvcache.rows import StepNumbers, query_weight_table
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, SlotMetadata
 
 NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
 
 # Column sums (1, kv_heads, tokens) of a shared prefix over its own last so many query rows, the last at full weight.
 PrefixSums = Callable[[int], torch.Tensor]
+# `KeyScores.query_sums` (1, heads, any) of a shared prefix.
+PrefixQueries = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class KeptColumns:
     """What stays of `b` prompts of `n` tokens. positions: (b, kv_heads, kept) int64, ascending.
 
-    scores, norms: (b, kv_heads, n) fp32 of all columns, or None where the policy records none.
+    scores, norms: (b, kv_heads, n) fp32 of all columns, or None where the policy records none. queries: (b, kv_heads,
+    numbers) fp32, what is kept of the prompts' queries, where the policy scores by keys.
     """
 
     positions: torch.Tensor
     scores: torch.Tensor | None
     norms: torch.Tensor | None
+    queries: torch.Tensor | None = None
 
 
 def keep_prompt_columns(
     rows: KVRows, first: int, qkv: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float,
-    prefix_sums: PrefixSums | None = None,
+    prefix_sums: PrefixSums | None = None, prefix_queries: PrefixQueries | None = None,
 ) -> KeptColumns:  # fmt: skip
     """Score the columns of equally long prompts, the sequences `first`, `first` + 1, ..., and choose those that stay.
 
     q: (b, heads, m, d), the last m rows; k, v: (b, kv_heads, n, d); lse: (b, heads, m) of their attention, where the
-    policy scores prompts. prefix_sums: of the other query rows, where m < n and the policy scores prompts.
+    policy scores prompts. prefix_sums, prefix_queries: of the other query rows, where m < n and the policy scores
+    prompts, or scores by keys.
     """
     q, k, v = qkv
     (b, kv_heads, n), policy, budgets = k.shape[:3], rows.policy, rows.budgets
     scores = _prompt_scores(rows, (q, k), lse, scale, prefix_sums) if lse is not None else None
     norms = value_sizes(policy.needs, v) if NORMS in policy.needs.record else None
     kept, (sinks, heavy, recent) = int(budgets.kept[first]), budgets.stay(first)
-    if kept < n and heavy:
+    chooses, queries = kept < n and heavy > 0, None
+    if policy.needs.by_keys is not None:
+        queries = _queries_of_prompts(policy.needs.by_keys, q, n, kv_heads, prefix_queries)
+        scores = torch.zeros(b, kv_heads, n, dtype=torch.float32, device=k.device)
+        if chooses:
+            _score_prompts_by_keys(policy.needs.by_keys, k, queries, (sinks, n - recent), scores)
+    if chooses:
         positions = choose_kept(_prompt_rank(rows, first, k, scores, norms), sinks, n - recent, kept)
     else:
         positions = _without_rank(n, sinks if kept < n else 0, kept, k.device).expand(b, kv_heads, kept)
-    return KeptColumns(positions, scores, norms)
+    return KeptColumns(positions, scores, norms, queries)
+
+
+def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
+    """Return `KeyScores.query_sums`, (b, heads, any) fp32, taking QUERY_CHUNK numbers of one sequence at a time."""
+    heads, count, width = q.shape[1:]
+    step = max(1, QUERY_CHUNK // (heads * width))
+    found = []
+    for own in q.split(1):
+        of_chunks = [by_keys.query_sums(own[:, :, a : a + step], first + a) for a in range(0, count, step)]
+        found.append(torch.stack(of_chunks).sum(dim=0))
+    return torch.cat(found)
+
+
+def _queries_of_prompts(
+    by_keys: KeyScores, q: torch.Tensor, n: int, kv_heads: int, prefix_queries: PrefixQueries | None
+) -> torch.Tensor:
+    """What is kept of the queries of prompts of n tokens, (b, kv_heads, numbers) fp32. q: (b, heads, m, d), the last m
+    of each; prefix_queries: of those before them."""
+    own = q.shape[2]
+    sums = query_sums(by_keys, q, n - own)
+    if prefix_queries is None:
+        return by_keys.of_prompt(sums, own, kv_heads)
+    return by_keys.of_prompt(sums + prefix_queries(), n, kv_heads)
+
+
+def _score_prompts_by_keys(
+    by_keys: KeyScores, k: torch.Tensor, queries: torch.Tensor, leaves: tuple[int, int], scores: torch.Tensor
+) -> None:
+    """Fill `scores` (b, kv_heads, n) of prompts with keys k (b, kv_heads, n, d), some sequences at a time. leaves: the
+    range of positions that may leave."""
+    b, kv_heads, n, width = k.shape
+    places = torch.arange(n, device=k.device)
+    may_leave = (places >= leaves[0]) & (places < leaves[1])
+    for sequence in range(b):
+        step = max(1, QUERY_CHUNK // (n * width))
+        for a in range(0, kv_heads, step):
+            keys = k[sequence, a : a + step]
+            newest = torch.full((len(keys),), n - 1, device=k.device)
+            own = queries[sequence, a : a + step]
+            scores[sequence, a : a + step] = by_keys.scores(keys, own, newest, may_leave.expand(len(keys), n))
 
 
 def _prompt_rank(
@@ -191,6 +243,8 @@ def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these
     for target, values in ((metadata.scores, kept.scores), (metadata.norms, kept.norms)):
         if target is not None and values is not None:
             target[rows, :count].copy_(values.flatten(0, 1)[these].gather(-1, positions))
+    if metadata.queries is not None and kept.queries is not None:
+        metadata.queries[rows] = kept.queries.flatten(0, 1)[these].to(metadata.queries.device)
     if metadata.ranks is not None:
         metadata.ranks[rows] = NO_RANK
         metadata.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=metadata.ranks.device)
@@ -247,6 +301,38 @@ def record_columns(
     if metadata.ranks is not None:
         metadata.ranks.sub_((metadata.ranks > metadata.ranks[rows, slots].unsqueeze(1)).int())
         metadata.ranks[rows, slots] = filled.int() - 1
+
+
+def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: StepNumbers) -> None:
+    """Score the columns of the view's rows anew that have no slot left for their next column, QUERY_CHUNK numbers of
+    keys at a time; their new columns are in their slots.
+
+    Scores count for `by_keys.interval` steps, if so many recent columns are protected that none without one may leave.
+    """
+    metadata = view.metadata
+    assert metadata is not None and metadata.scores is not None and metadata.queries is not None
+    budgets, positions = rows.budgets, numbers.positions
+    held = budgets.kept + positions - budgets.prompts + 1
+    is_new = (positions % by_keys.interval == 0) | (held == budgets.slots) | (budgets.recent < by_keys.interval)
+    due = ((held >= budgets.slots) & is_new).repeat_interleave(rows.kv_heads)[view.start : view.end].nonzero()[:, 0]
+    if not len(due):
+        return
+    where = view.keys.device
+    slots = view.keys.shape[2]  # of the only segment: rows with a record have one
+    width = view.keys.shape[3] if view.packing is None else view.packing.width
+    of_rows = numbers.of_rows(rows.kv_heads, view.start, view.end, where)
+    for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
+        index = some.to(where)
+        keys = view.keys[:, index]
+        if view.packing is not None:
+            keys, _ = unpacked(keys, view.values[:, index], view.form.rows(index), torch.float32)
+        if rows.hadamard:  # as the rotary embeddings left them
+            hadamard(keys[0])
+        place = metadata.positions[index]
+        may_leave = (place >= of_rows.oldest[index].unsqueeze(1)) & (place <= of_rows.newest[index].unsqueeze(1))
+        may_leave &= torch.arange(slots, device=where) < of_rows.filled[index].unsqueeze(1)
+        newest = of_rows.positions[index]
+        metadata.scores[index] = by_keys.scores(keys[0], metadata.queries[index], newest, may_leave)
 
 
 def rank_victims(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> None:

@@ -154,8 +154,9 @@ class UnitLayout:
 
     @property
     def _record_bytes(self) -> int:
-        """Of a row: what the policy records of its slots, and its victim."""
-        return (len(self.record.names) * self.slots + 1) * METADATA_ITEMSIZE if self.record else 0
+        """Of a row: what the policy records of its slots, its victim, and what is kept of its prompt's queries."""
+        numbers = len(self.record.names) * self.slots + 1 + self.record.query_numbers
+        return numbers * METADATA_ITEMSIZE if self.record else 0
 
     @property
     def whole_columns(self) -> int:

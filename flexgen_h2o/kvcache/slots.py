@@ -31,7 +31,8 @@ class SlotMetadata:
 
     positions: (rows, slots) int32, of the columns in their sequences. victims: (rows,) int32, the slot that the next
     column of a full row takes. scores, norms: (rows, slots) fp32; ranks: (rows, slots) int32, how many columns of the
-    row are older. pages: what was dropped, summed up. Each of these four is None unless the policy needs it.
+    row are older. pages: what was dropped, summed up. queries: (rows, numbers) fp32, what is kept of the prompt's
+    queries (`KeyScores.of_prompt`). Each of these five is None unless the policy needs it.
     """
 
     positions: torch.Tensor
@@ -40,6 +41,7 @@ class SlotMetadata:
     norms: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
     pages: Pages | None = None
+    queries: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor, rows first."""
@@ -54,7 +56,8 @@ class SlotMetadata:
     def widened(self, more: int) -> SlotMetadata:
         """With so many slots more, of zeros."""
         pad = torch.nn.functional.pad
-        wide = {name: pad(t, (0, more)) if name != "victims" else t for name, t in self._of_slots().items()}
+        of_rows = ("victims", "queries")
+        wide = {name: t if name in of_rows else pad(t, (0, more)) for name, t in self._of_slots().items()}
         return SlotMetadata(**wide, pages=self.pages)
 
     def with_pages(self, count: int, width: int) -> SlotMetadata:
@@ -158,6 +161,10 @@ def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMet
     start = len(layout.record.names) * size
     end = start + part.rows * METADATA_ITEMSIZE
     victims = data[start:end].view(torch.int32)
+    if layout.record.query_numbers:
+        start = end
+        end = start + part.rows * layout.record.query_numbers * METADATA_ITEMSIZE
+        fields["queries"] = data[start:end].view(torch.float32).view(part.rows, -1)
     if not layout.pages:
         return SlotMetadata(victims=victims, **fields)
     means, count = (part.rows, layout.pages, layout.width), part.rows * layout.pages

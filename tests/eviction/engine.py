@@ -27,6 +27,7 @@ from flexgen_h2o.kvcache.eviction import (
     Random,
     SnapKV,
     Tova,
+    TriAttention,
     ValueH2O,
     VaSE,
 )
@@ -156,6 +157,21 @@ PAIRS: dict[str, Pair] = {
     "vase, seeded": Pair(
         VaSE(heavy_size=14, recent_size=2, window=6, kernel=3, seed=5),
         plain.vase(Budget(heavy_size=14, recent_size=2), rows=6, kernel=3, seed=5),
+    ),
+    "triattention": Pair(TriAttention(**SIZES), plain.triattention(SMALL)),
+    "triattention, at an interval": Pair(
+        TriAttention(heavy_size=5, recent_size=4, farthest=100, interval=4),
+        plain.triattention(Budget(heavy_size=5, recent_size=4), 100, 4),
+    ),
+    "triattention, of the sequence": Pair(
+        TriAttention(kv_budget=0.4, interval=1), plain.triattention(Budget(kv_budget=0.4), interval=1)
+    ),
+    "triattention, prompt only": Pair(
+        TriAttention(**SIZES, while_decoding=False), replace(plain.triattention(SMALL), in_decode=False)
+    ),
+    "triattention, prompt protected": Pair(
+        TriAttention(heavy_size=18, recent_size=10, farthest=32, interval=2, protect="prompt"),
+        plain.protecting(plain.triattention(Budget(heavy_size=18, recent_size=10), 32, 2)),
     ),
     "h2o, protected": Pair(H2O(**LARGER, protect=3), plain.protecting(plain.h2o(Budget(**LARGER)), 3)),
     "random, prompt protected": Pair(

@@ -25,6 +25,7 @@ class PlainOPT:
         self.num_layers = len(self._decoder.layers)
         self.kv_heads = model.config.num_attention_heads
         self.windows = [None] * self.num_layers
+        self.frequencies = torch.zeros(0, dtype=torch.float64)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         words = self._decoder.embed_tokens(ids)
@@ -69,6 +70,7 @@ class PlainRotary:
         self.kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
         window = getattr(model.config, "sliding_window", None)
         kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        self.frequencies = self._decoder.rotary_emb.inv_freq.double()
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

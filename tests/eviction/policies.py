@@ -56,6 +56,10 @@ class Scorer:
     def __init__(self, layer: int, sizes: Sizes) -> None:
         self.layer, self.sizes = layer, sizes
 
+    def see_keys(self, q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> None:
+        """Comes before the other two. q: (kv, g, n, d), k: (kv, n, d), both with rotary embeddings of these frequencies
+        (pairs,), in radians per position."""
+
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
         """p: (kv, g, n, n) fp64 causal probabilities; v: (kv, n, d) values."""
         raise NotImplementedError
@@ -288,6 +292,75 @@ class Vase(ObservationWindow):
         quarter, uniform = self.sizes.heavy // 4, (self.numbers.scores() + 0.5) / 2**24
         drawn = (self.mean + 1e-9).log() - (-uniform.log()).log()
         return [(quarter, self.ranges), (self.sizes.heavy - quarter, drawn)]
+
+
+class Trigonometric(Scorer):
+    """TriAttention: sum_f |mean q_f| |k_f| cos(w_f (t + step - j) + angle of mean q_f to k_f), mean over steps 1, 2, 4,
+    ..., plus sum_f (mean |q_f| - |mean q_f|) |k_f|; q and k as complex numbers without rotary embeddings.
+
+    Of each query head less its mean, over its deviation, both over the columns that may leave; then the largest of the
+    group. Scores are made anew every `interval` positions, when a row is full for the first time, and always if fewer
+    columns are recent.
+    """
+
+    def __init__(self, layer: int, sizes: Sizes, farthest: int = 2**16, interval: int = 16) -> None:
+        super().__init__(layer, sizes)
+        self.farthest, self.interval, self.was_full = farthest, interval, False
+
+    def see_keys(self, q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> None:
+        alone = q.shape[-1] - 2 * len(frequencies)  # numbers that do not turn
+        self.w = F.pad(frequencies.double(), (0, alone))
+        self.q, self.k = self._plain(q), self._plain(k)
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., n, d) -> (..., n, f) complex, turned back to position 0."""
+        pairs = x.shape[-1] - len(self.w)
+        first, second, alone = x.double().tensor_split([pairs, 2 * pairs], dim=-1)
+        numbers = torch.cat([torch.complex(first, second), alone.to(torch.complex128)], dim=-1)
+        places = torch.arange(x.shape[-2], dtype=torch.float64)
+        return numbers * torch.exp(-1j * places[:, None] * self.w)
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.centre = self.q.mean(2)
+        self.spread = self.q.abs().mean(2) - self.centre.abs()
+        self._score(torch.ones(len(p), p.shape[-1], dtype=torch.bool))
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        now, held = p.shape[-1] - 1, (p > 0).any(1)
+        self.found = _grown(self.found)
+        full = int(held[0].sum()) > self.sizes.total
+        if now % self.interval == 0 or (full and not self.was_full) or self.sizes.recent < self.interval:
+            self._score(held)
+        self.was_full |= full
+
+    def _score(self, held: torch.Tensor) -> None:
+        kv, n = held.shape
+        places = torch.arange(n)
+        may_leave = held & (places >= self.sizes.sinks) & (places <= n - 1 - self.sizes.recent)
+        steps = [2**i for i in range(40) if 2**i <= self.farthest]
+        self.found = torch.zeros(kv, n, dtype=torch.float64)
+        for head in range(kv):
+            size, angle = self.k[head].abs(), self.k[head].angle()  # (n, f)
+            of_queries = []
+            for centre, spread in zip(self.centre[head], self.spread[head], strict=True):
+                phase = [(n - 1 + step - places.double())[:, None] * self.w + centre.angle() - angle for step in steps]
+                series = torch.stack([(centre.abs() * size * x.cos()).sum(1) for x in phase]).mean(0)
+                score = series + (spread * size).sum(1)
+                some = score[may_leave[head]]
+                if len(some):
+                    score = (score - some.mean()) / some.std(correction=0).clamp(min=1e-6)
+                of_queries.append(score)
+            self.found[head] = torch.stack(of_queries).amax(0)
+
+    def scores(self) -> torch.Tensor:
+        return self.found
+
+
+def triattention(budget: Budget, farthest: int = 2**16, interval: int = 16) -> Policy:
+    return Policy(
+        lambda n, new, layer: Sizes(0, *budget.sizes(n, new)),
+        lambda layer, sizes: Trigonometric(layer, sizes, farthest, interval),
+    )
 
 
 def vase(budget: Budget, rows: int = 64, kernel: int = 7, sinks: int = 4, seed: int = 0) -> Policy:

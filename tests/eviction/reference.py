@@ -67,6 +67,7 @@ class PlainModel(Protocol):
     num_layers: int
     kv_heads: int
     windows: Sequence[int | None]  # by layer, of columns that a query sees, its own the last; None: all
+    frequencies: torch.Tensor  # (pairs,) fp64, of rotary embeddings, in radians per position; (0,) without
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(n,) ids at positions 0, 1, ... -> (n, hidden)"""
@@ -91,7 +92,8 @@ class PlainModel(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """What one layer computed. q: (kv, g, n, d); k, v: (kv, n, d); probabilities: (kv, g, n, n), 0 where masked."""
+    """What one layer computed. q: (kv, g, n, d); k, v: (kv, n, d), keys as the newest query finds them; probabilities:
+    (kv, g, n, n), 0 where masked."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -149,7 +151,8 @@ def forward(
             chosen = cache.selection.mixed(q, k, v, scores, none, found, prompt_len or len(ids))
             mixed[prompt_len or len(ids) :] = chosen.permute(2, 0, 1, 3)
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
-        seen.append(Attention(q, k, v, probabilities))
+        held = k if stored is None else torch.where(is_whole[-1, :, None], k, old)
+        seen.append(Attention(q, held, v, probabilities))
     return model.logits(x[-1:])[0], seen
 
 
@@ -204,11 +207,13 @@ class LayerState:
         self.gap, self.promotions = math.inf, 0
         self._sizes = policy.sizes(prompt_len, most_new, model.windows[:layer].count(None))
         self._scorer = policy.scorer(layer, self._sizes)
+        self._frequencies = model.frequencies
         self._in_decode = policy.in_decode
         grown, total = min(self._sizes.total, prompt_len) + most_new - 1, self._sizes.total
         self.slots = max(1, min(total + 1, grown) if self._in_decode else grown)
 
     def prefilled(self, seen: Attention) -> None:
+        self._scorer.see_keys(seen.q, seen.k, self._frequencies)
         self._scorer.see_prompt(seen.probabilities.double(), seen.v)
         self._evict()
 
@@ -223,6 +228,7 @@ class LayerState:
         self.mask = grown
 
     def decoded(self, seen: Attention) -> None:
+        self._scorer.see_keys(seen.q, seen.k, self._frequencies)
         self._scorer.see_token(seen.probabilities[:, :, -1].double(), seen.v)
         if self._in_decode:
             before = [list(held) for held in self.held]

@@ -19,7 +19,7 @@ import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.kernels import select
-from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Local, Random, SnapKV, Tova, ValueH2O, VaSE
+from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Local, Random, SnapKV, Tova, TriAttention, ValueH2O, VaSE
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
 from tests.eviction.engine import LEAST_SCORE_GAP, STAND_IN, Pair, Wanted, assert_same, cut, run_with
@@ -61,6 +61,10 @@ def draw_policy(rng: random.Random, one_layer: bool) -> Pair:
             plain.vase(budget, window, kernel, own["sinks"], seed),
         ),
         "random": lambda: (Random(**sizes, seed=seed), plain.random(budget, seed)),
+        "triattention": lambda: (
+            TriAttention(**sizes, farthest=4**window, interval=1 + seed),
+            plain.triattention(budget, 4**window, 1 + seed),
+        ),
     }
     name = rng.choice(tuple(made))
     engine, slow = made[name]()

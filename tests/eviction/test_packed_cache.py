@@ -186,7 +186,7 @@ def test_four_bits_on_every_placement(
         ("llama, one kv-head, odd sizes", FULL, 4, "kv split three ways"), ("llama", "h2o", "4/2", "kv on disk"),
         ("qwen3", "h2o", 4, "kv split three ways"), ("qwen3_moe", "h2o", 4, "kv on disk"),
         ("gpt_oss", FULL, 8, "kv split three ways"), ("gpt_oss", "h2o", 4, "kv on disk"),
-        ("gpt_oss", "h2o-norm", 8, "kv on host"),
+        ("gpt_oss", "h2o-norm", 8, "kv on host"), ("llama", "triattention", 4, "kv split three ways"),
     ], 2),
 )  # fmt: skip
 def test_other_shapes_and_bits(

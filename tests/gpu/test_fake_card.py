@@ -16,7 +16,7 @@ from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loop import Step
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.warm_up import warm_up_card
-from flexgen_h2o.kvcache.eviction import H2ONorm, SnapKV, VaSE
+from flexgen_h2o.kvcache.eviction import H2ONorm, SnapKV, TriAttention, VaSE
 from flexgen_h2o.planner.costs import EXPERTS_LAUNCHES, PROMPT_LAUNCHES, ROUTER_LAUNCHES
 from tests.extras import needs
 from tests.gpu import test_cuda_parity
@@ -260,6 +260,7 @@ def test_launches_of_prefill_do_not_grow_with_prompts(
 
 OTHERS = {
     "snapkv": SnapKV(window=4, kv_budget=0.5), "vase": VaSE(kv_budget=0.5),
+    "triattention": TriAttention(kv_budget=0.5, interval=2),
     "h2o-norm": H2ONorm(heavy_size=6, recent_size=3, decay=0.9),
 }  # fmt: skip
 

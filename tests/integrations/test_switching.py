@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel, DynamicCache, MistralConfig, Mis
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
-from flexgen_h2o.kvcache.eviction import H2O, Tova
+from flexgen_h2o.kvcache.eviction import H2O, Tova, TriAttention
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs
 from tests.integrations.models import PAD, Known, generated, known_model, padded
 from tests.parity.reference import random_model, random_prompts
@@ -126,6 +126,8 @@ class Aged(H2O):
 def test_policy_that_only_the_engine_can_run_is_refused(known: Callable[[str], Known]) -> None:
     with pytest.raises(UsageError, match="eviction: h2o needs ages of its KV entries"):
         enable_eviction(known("opt").model, Aged(**SIZES))
+    with pytest.raises(UsageError, match="eviction: triattention works in the engine only"):
+        enable_eviction(known("opt").model, TriAttention(**SIZES))
     with pytest.raises(UsageError, match="positions: rolling works in the engine only"):
         enable_eviction(known("opt").model, H2O(**SIZES, positions="rolling"))
 

@@ -15,18 +15,19 @@ from flexgen_h2o.kvcache.eviction.policy import Evicting, Eviction
 from flexgen_h2o.kvcache.eviction.random_columns import Random
 from flexgen_h2o.kvcache.eviction.snapkv import SnapKV
 from flexgen_h2o.kvcache.eviction.tova import Tova
+from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 from flexgen_h2o.kvcache.eviction.vase import VaSE
 
 __all__ = [
     "EVICTING", "H2O", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Random", "SnapKV", "Tova",
-    "VaSE", "ValueH2O", "check_eviction", "make_eviction", "says_budget",
+    "TriAttention", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "says_budget",
 ]  # fmt: skip
 
 
 # By the names that flags, reports and files give them.
 EVICTING: dict[str, type[Evicting]] = {
-    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, VaSE, Random)
+    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, VaSE, TriAttention, Random)
 }
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 

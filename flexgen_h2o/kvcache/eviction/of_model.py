@@ -11,6 +11,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import UNIFORM, weights_of
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, Needs, OfOther, RowBudget, is_rolling, with_sizes
+from flexgen_h2o.kvcache.eviction.triattention import Heads, TriAttention
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,10 @@ class Windowed(OfOther):
 def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
     """The policy for a model: it keeps to the layers without a window, and knows what columns take."""
     eviction = with_sizes(eviction, sizes)
+    if isinstance(eviction, TriAttention):
+        frequencies = () if spec.rotary is None else spec.rotary.frequencies
+        heads = Heads(spec.num_heads // spec.num_kv_heads, spec.head_dim, frequencies)
+        eviction = replace(eviction, heads=heads)
     return Windowed(eviction, spec.windows) if spec.windows else eviction
 
 

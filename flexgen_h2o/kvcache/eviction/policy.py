@@ -39,6 +39,36 @@ class RowBudget:
         return self.sinks + self.heavy + self.recent
 
 
+class KeyScores(Protocol):
+    """Scores columns by their keys and by the queries of their row's prompt, without attention.
+
+    Queries and keys come with their rotary embeddings.
+    """
+
+    @property
+    def interval(self) -> int:
+        """Every how many decode steps columns are scored; in every step if fewer recent columns are protected."""
+
+    @property
+    def numbers(self) -> int:
+        """How many fp32 numbers are kept of a prompt's queries, for each sequence and kv-head."""
+
+    def query_sums(self, queries: torch.Tensor, first: int) -> torch.Tensor:
+        """Return (b, heads, any) fp32 sums over m of queries (b, heads, m, d) at positions first, first + 1, ..."""
+
+    def of_prompt(self, sums: torch.Tensor, count: int, kv_heads: int) -> torch.Tensor:
+        """Return what is kept of `count` queries, (b, kv_heads, numbers) fp32. sums: of `query_sums`."""
+
+    def scores(
+        self, keys: torch.Tensor, queries: torch.Tensor, newest: torch.Tensor, may_leave: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (rows, n) fp32: the columns with the lowest leave first.
+
+        keys: (rows, n, d) of any dtype, in any order. queries: (rows, numbers), of `of_prompt`. newest: (rows,) ints,
+        the positions of the newest columns. may_leave: (rows, n) bool; scores of other columns are not read.
+        """
+
+
 @dataclass(frozen=True)
 class Needs:
     """What the engine keeps and computes for a policy.
@@ -57,6 +87,8 @@ class Needs:
     and kv-head then: their mean key, their mean value, and log(how many) added to the logit. It has no score and never
     leaves; what attention gives it is in the denominator of all others. page_layers: transformer blocks that have
     pages, the first ones.
+
+    by_keys: makes the scores in place of attention, which then gives none (`gain` is 0).
     """
 
     record: tuple[str, ...] = ()
@@ -70,6 +102,7 @@ class Needs:
     value_range: bool = False
     page: int = 0
     page_layers: int = EVERYTHING
+    by_keys: KeyScores | None = None
 
     def __post_init__(self) -> None:
         if self.record and self.ranks_by_score and SCORES not in self.record:
@@ -78,6 +111,8 @@ class Needs:
     @property
     def in_one_launch(self) -> bool:
         """Does a card's launch of decode attention keep what is recorded, and find the column that leaves?"""
+        if self.by_keys is not None:
+            return False
         return not self.record or (self.ranks_by_score and set(self.record) == {POSITIONS, SCORES})
 
     @property
@@ -90,18 +125,22 @@ class Needs:
 @dataclass(frozen=True)
 class RowRecord:
     """What is kept of a row besides its columns, where attention runs. names: of each slot (`Needs.record`); nothing
-    for the full cache. pages: of what was dropped (`Needs.page`), in the first `page_layers` transformer blocks."""
+    for the full cache. pages: of what was dropped (`Needs.page`), in the first `page_layers` transformer blocks.
+    query_numbers: of the prompt's queries, fp32, for each kv-head (`KeyScores.numbers`)."""
 
     names: tuple[str, ...] = ()
     pages: int = 0
     page_layers: int = EVERYTHING
+    query_numbers: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.names)
 
     def covers(self, other: RowRecord) -> bool:
         layers = [record.pages and record.page_layers for record in (self, other)]
-        return self.names == other.names and self.pages >= other.pages and layers[0] == layers[1]
+        if (self.names, self.query_numbers) != (other.names, other.query_numbers):
+            return False
+        return self.pages >= other.pages and layers[0] == layers[1]
 
     def union(self, other: RowRecord) -> RowRecord:
         """Of rows of one policy."""
@@ -109,7 +148,7 @@ class RowRecord:
 
     def at(self, block: int) -> RowRecord:
         """In one transformer block."""
-        return self if block < self.page_layers else RowRecord(self.names)
+        return self if block < self.page_layers else RowRecord(self.names, query_numbers=self.query_numbers)
 
 
 NO_RECORD = RowRecord()
@@ -118,7 +157,8 @@ NO_RECORD = RowRecord()
 def record_of(eviction: Eviction, tokens: int) -> RowRecord:
     """The record of rows of at most `tokens` tokens, prompt and new ones."""
     needs = eviction.needs
-    return RowRecord(needs.record, -(-tokens // needs.page) if needs.page else 0, needs.page_layers)
+    query_numbers = 0 if needs.by_keys is None else needs.by_keys.numbers
+    return RowRecord(needs.record, -(-tokens // needs.page) if needs.page else 0, needs.page_layers, query_numbers)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from flexgen_h2o.kvcache.eviction import (
     Random,
     SnapKV,
     Tova,
+    TriAttention,
     ValueH2O,
     check_eviction,
     make_eviction,
@@ -88,6 +89,9 @@ NO_SHARES: tuple[Any, ...] = (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", 10*
         (SnapKV, "window", (0, 1.5)),
         (SnapKV, "kernel", (0, 2, 8, -1)),
         (Random, "seed", (-1, 0.5, 2**31 + 1)),
+        (TriAttention, "farthest", (0, 1.5)),
+        (TriAttention, "interval", (0, "4")),
+        (TriAttention, "positions", ("rolling",)),
     ],
 )
 def test_settings_that_are_refused(policy: type[Evicting], field: str, values: tuple[Any, ...]) -> None:
