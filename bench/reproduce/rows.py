@@ -318,8 +318,11 @@ def write_texts(work: Path, articles: Path | None, pages: list[Path]) -> None:
     else:
         records = map(json.loads, filter(str.strip, articles.read_text().splitlines()))
         texts = [record["article"].removeprefix("###\nArticle: ").rpartition("\n\n")[0] for record in records]
-    (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    (work / "long.txt").write_text("\n\n".join(texts))
+    prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+    for name, text in (("prompts.jsonl", prompts), ("long.txt", "\n\n".join(texts))):
+        path = work / name
+        if not path.exists() or path.read_text() != text:  # another row's process may be reading it
+            path.write_text(text)
 
 
 def write_inputs(work: Path) -> None:
