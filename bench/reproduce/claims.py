@@ -79,8 +79,8 @@ def removed(found: Figures) -> tuple[str, str]:
     drawn = cells["random columns", kept]
     later = next(nats for (policy, budget), nats in cells.items() if budget == kept and "first" in policy)
     words = (
-        f"without {1 - kept:.0%}: {heavy['value']:+.2f} nats per token, {later['value']:+.2f} if the first 4 entries stay; "
-        f"random entries {drawn['value']:+.2f}"
+        f"without {1 - kept:.0%}: {heavy['value']:+.2f} nats per token; if the first 4 entries stay: "
+        f"{later['value']:+.2f}; random entries: {drawn['value']:+.2f}"
     )
     return words, verdict(heavy["low"] > drawn["high"], heavy["value"] > drawn["value"])
 
