@@ -46,6 +46,7 @@ MOST_LINES = 24
 DEFAULT = "smollm2-135m"
 RESULTS = common.ROOT / "bench" / "results" / "papers"
 LONGEST_LIST = 8  # of numbers, in results that are kept
+LEFT_OUT = ("highest", "command", "by_step", "spearman_by_block")  # of them: words of the input, paths, details
 
 
 # ---- the quick run
@@ -165,7 +166,7 @@ def figures_of(work: Path, name: str) -> Figures:
 def short(value: Any) -> Any:
     """The same without long lists of numbers, texts of the input, and paths of this machine."""
     if isinstance(value, dict):
-        kept = {name: short(one) for name, one in value.items() if name not in ("highest", "command")}
+        kept = {name: short(one) for name, one in value.items() if name not in LEFT_OUT}
         return {name: one for name, one in kept.items() if one != []}
     if isinstance(value, list):
         is_long = len(value) > LONGEST_LIST and not isinstance(value[0], dict)
