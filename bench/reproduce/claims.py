@@ -66,8 +66,8 @@ def power_law(found: Figures) -> tuple[str, str]:
 
 def frequent(found: Figures) -> tuple[str, str]:
     ranks = found[""]["tokens"]["spearman"]
-    whole = ranks["score of neighbours"]
-    place = ranks["per_query of neighbours"]
+    whole = ranks["neighbours of score"]
+    place = ranks["neighbours of per_query"]
     words = f"rank correlation {whole:.2f} for the sum over all places of a token, {place:.2f} for one place"
     return words, verdict(whole >= 0.5 and place >= 0.5, whole >= 0.5)
 

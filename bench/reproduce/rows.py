@@ -65,7 +65,7 @@ ROWS = (
         "OPT-6.7B; WikiText-103 as JSONL with `prompt`",
         f"{_6B} --prompt-len 1024 --gen-len 128 --num-prompts 448",
         measured="[attention.md](../results/notes/attention.md#what-the-h2o-paper-observes-of-attention)",
-        real=f'{EVALUATE} attention --model "$MODEL" {TEXTS} --remove 0.05 --json "$WORK/attention.json"',
+        real=f'{EVALUATE} attention --model "$MODEL" {TEXTS} --json "$WORK/attention.json"',
     ),
     Row(
         "tasks", "H2O, section 5.1, Figures 4 and 8",
