@@ -259,12 +259,12 @@ ROWS = (
     Row(
         "pipeline", "FlexGen, Table 3 (several machines)",
         "one model in one process and in several, each with its share of the layers",
-        "for n in 1 2; do OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node $n -m "
-        "flexgen_h2o.flex_opt --model opt-tiny --pipeline --prompt-len 64 --gen-len 8 --percent 100 0 100 0 100 0 "
-        "--gpu-batch-size 4 --num-gpu-batches 1 --no-log --verbose 1 || exit; done",
-        f"for n in 1 4; do\ntorchrun --nnodes $n --nproc-per-node 1 -m flexgen_h2o.flex_opt --pipeline {_30B} "
-        "--prompt-len 512 --gen-len 32 --percent 100 0 0 100 100 0 --gpu-batch-size 32 --num-gpu-batches 4 --device "
-        "cuda\ndone",
+        "export OMP_NUM_THREADS=1; for start in '' '-m torch.distributed.run --nproc-per-node 2'; do python $start -m "
+        "flexgen_h2o.flex_opt --model opt-tiny ${start:+--pipeline} --prompt-len 64 --gen-len 8 --percent 100 0 100 0 "
+        "100 0 --gpu-batch-size 4 --num-gpu-batches 1 --no-log --verbose 1 || exit; done",
+        "for start in python 'torchrun --nnodes 4 --nproc-per-node 1'; do\n"
+        f"$start -m flexgen_h2o.flex_opt {_30B} --prompt-len 512 --gen-len 32 --percent 100 0 0 100 100 0 "
+        "--gpu-batch-size 32 --num-gpu-batches 4 --device cuda\ndone  # torchrun: on each machine, with --pipeline",
         "OPT-30B; four machines", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 512", keep=SPEED,
     ),
     Row(
