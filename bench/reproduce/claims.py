@@ -158,12 +158,12 @@ def summaries_beat_local(found: Figures) -> tuple[str, str]:
 
 
 def streams(found: Figures) -> dict[str, Figures]:
-    return {policy["policy"]: policy for policy in found[""]["policies"]}
+    return {policy["policy"]: policy for one in found.values() for policy in one["policies"]}
 
 
 def goes_on(found: Figures) -> tuple[str, str]:
     windows = [window["nll"]["value"] for window in streams(found)["h2o"]["windows"]]
-    tokens = found[""]["settings"]["stream_len"]
+    tokens = found["h2o"]["settings"]["stream_len"]
     words = f"{tokens:,} tokens; NLL per quarter {', '.join(f'{nats:.2f}' for nats in windows)}"
     worst = max(windows[1:]) - windows[0]
     return words, verdict(worst <= 0.1, worst <= 0.5)
@@ -393,6 +393,9 @@ def claims_page(results: Path) -> str:
             "`bench/results/papers/`."
         ),
     ]
+    missing = sorted({claim.row for claim in CLAIMS} - kept.keys())
+    if missing:
+        parts.append(f"Not measured yet: {', '.join(missing)}.")
     for row in ROWS:
         if row.name in kept:
             parts += _section(row, kept[row.name])

@@ -127,8 +127,9 @@ ROWS = (
         "--model meta-llama/Llama-2-7b-hf --prompt-len 1 --gen-len 4000 --num-prompts 8 --hh-size 1024 --recent-size "
         "1024",
         "a100-80", "[attention.md](../results/notes/attention.md#streams-past-the-trained-length)",
-        real=f'{EVALUATE} streaming --model "$MODEL" --text "$WORK/long.txt" --streams 1 --stream-len 20000 '
-        '--policies local h2o --hh-size 256 --recent-size 256 --positions rolling --json "$WORK/streaming.json"',
+        real='for policy in h2o local; do\nname="$WORK/streaming-$policy.json"; [ -s "$name" ] || '
+        f'{EVALUATE} streaming --model "$MODEL" --text "$WORK/long.txt" --streams 1 --stream-len 20000 --policies '
+        '$policy --hh-size 256 --recent-size 256 --positions rolling --json "$name" || exit\ndone',
     ),
     Row(
         "throughput-t4", "H2O, section 5.2 (generation throughput on a T4)",
