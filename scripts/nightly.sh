@@ -4,6 +4,7 @@
 #   bash scripts/nightly.sh        (FLEXGEN_VENV=DIR: the environment to use or make; .venv-nightly by default)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+[[ -z "$ONLY_SHOW" ]] || show_comment
 export FLEXGEN_VENV="${FLEXGEN_VENV:-$ROOT/.venv-nightly}"
 use_venv dev,gpu,plot,bench,eval,gguf,ray,browser
 cd "$ROOT"

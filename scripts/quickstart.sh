@@ -8,7 +8,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 
 DEFAULT=smollm2-135m
 model="$DEFAULT"
-if [[ $# == 2 && "$1" == --model ]]; then
+if [[ -n "$ONLY_SHOW" ]]; then
+    show_comment
+elif [[ $# == 2 && "$1" == --model ]]; then
     model="$2"
 elif [[ $# != 0 ]]; then
     echo "usage: bash scripts/quickstart.sh [--model MODEL]" >&2

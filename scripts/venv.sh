@@ -7,11 +7,23 @@
 # Taken, in this order: $FLEXGEN_VENV, which is made or completed; the active environment if it has everything, which is
 # never changed; .venv in the repository, made or completed. A new one is made with $PYTHON, or python3.
 # pip's own variables work: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gets torch without CUDA.
+# A script that is asked for --help or --list installs nothing: without an environment it shows the comment at its top.
+
+ONLY_SHOW=""
+for argument in "$@"; do
+    case "$argument" in -h | --help | --list) ONLY_SHOW="$argument" ;; esac
+done
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 # The tree is what runs, wherever a child process stands and whatever is installed.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+# show_comment: prints the comment at the top of the script that was called, and ends it.
+show_comment() {
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+}
 
 # has_requirements PYTHON [EXTRAS]: does this interpreter have what setup.py asks for?
 has_requirements() {
@@ -51,6 +63,9 @@ use_venv() {
     PYTHON="$venv/bin/python"
     if has_requirements "$PYTHON" "$extra"; then
         return
+    fi
+    if [[ -n "$ONLY_SHOW" ]]; then
+        show_comment
     fi
     if [[ ! -x "$PYTHON" ]]; then
         if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then

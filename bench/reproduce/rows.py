@@ -16,7 +16,9 @@ class Row:
 
     full: the same at the paper's size. needs: what has to be had for that. plan: flags of policy_search that say what
     it costs, machine: where. measured: with models that can be had here. keep: which lines of standard output are the
-    main figures.
+    main figures. real: shell command for a small real model on two cores, "" if there is nothing to compare with the
+    paper: $MODEL is its folder or name, $ARTICLES the file of --articles, $WORK a folder that stays and has
+    `write_texts`'s files. Its figures are $WORK/NAME.json, or several $WORK/NAME-SUFFIX.json.
     """
 
     name: str
@@ -29,12 +31,15 @@ class Row:
     machine: str = "t4"
     measured: str = NOT_MEASURED
     keep: str = TABLE
+    real: str = ""
 
 
 TINY = "--model opt-tiny"
 FLEX = "python -m flexgen_h2o.flex_opt"
 EVALUATE = "python -m flexgen_h2o.evaluate"
 SPEED = r"^(prefill|decode|total) latency|peak"
+# Of the real rows: as many tokens as the shortest news articles have.
+TEXTS = '--prompts "$WORK/prompts.jsonl" --num-prompts 16 --prompt-len 384 --gen-len 64 --gpu-batch-size 16'
 _30B, _6B = "--model facebook/opt-30b", "--model facebook/opt-6.7b"
 
 # A task of four choices for lm-eval, as docs/reference/lm-eval.md has it.
@@ -60,6 +65,7 @@ ROWS = (
         "OPT-6.7B; WikiText-103 as JSONL with `prompt`",
         f"{_6B} --prompt-len 1024 --gen-len 128 --num-prompts 448",
         measured="[attention.md](../results/notes/attention.md#what-the-h2o-paper-observes-of-attention)",
+        real=f'{EVALUATE} attention --model "$MODEL" {TEXTS} --json "$WORK/attention.json"',
     ),
     Row(
         "tasks", "H2O, section 5.1, Figures 4 and 8",
@@ -74,26 +80,30 @@ ROWS = (
     Row(
         "fidelity", "H2O, sections 5.1 and 5.3 (budgets, ablations)",
         "H2O against local, random and later policies at 50, 20 and 10%: KL, flips, NLL, recall",
-        f"{EVALUATE} fidelity {TINY} --num-prompts 6 --recall-prompts 5 --prompt-len 192 --gen-len 16 --policies local "
-        "random h2o "
-        "h2o-norm snapkv --budgets 0.5 0.2 --resamples 200 --gpu-batch-size 16",
-        f"{EVALUATE} fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --gpu-batch-size 16",
+        f"{EVALUATE} fidelity {TINY} --num-prompts 6 --recall-prompts 5 --prompt-len 192 --gen-len 16 --policies "
+        "local:sinks=0 local random h2o h2o-norm snapkv --budgets 0.5 0.2 --resamples 200 --gpu-batch-size 16",
+        f"{EVALUATE} fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --gpu-batch-size 16 "
+        "--policies local:sinks=0 local random h2o h2o-norm snapkv --budgets 0.5 0.2 0.1 0.04",
         "OPT-30B; text as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 1408",
         measured="[quality.md](../results/notes/quality.md#opt-tiny-256--96-tokens)",
+        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies random local:sinks=0 local h2o '
+        '--budgets 0.5 0.2 --json "$WORK/fidelity.json"',
     ),
     Row(
         "summaries", "H2O, section 5.1 (HELM's XSUM and CNN/DailyMail); llama-recipes' table",
         "ROUGE by KV size: full, local, H2O",
         f"{EVALUATE} summarize {TINY} --input $WORK/articles.jsonl --output-dir $WORK/summaries --policies full "
-        "local h2o "
-        "--hh-size 16 --greedy --gen-len 24 --gpu-batch-size 8",
-        f"{EVALUATE} summarize --model meta-llama/Llama-2-7b-hf --input xsum.jsonl --output-dir xsum "
-        "--hh-size 32 64 128 256 512 --sample-num 1000 --plot xsum.png",
+        "local:sinks=0 local h2o --hh-size 16 32 --greedy --gen-len 24 --gpu-batch-size 8",
+        f"{EVALUATE} summarize --model meta-llama/Llama-2-7b-hf --input xsum.jsonl --output-dir xsum --policies full "
+        "local:sinks=0 local h2o --hh-size 32 64 128 256 512 --sample-num 1000 --plot xsum.png",
         "LLaMA-2-7B; h2o_hf's `xsum_0shot.jsonl` or `cnn_dailymail.jsonl` (`article`, `summary_gt`)",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 600 --gen-len 64 --num-prompts 1000 --hh-size 128 "
         "--recent-size 128",
         measured="[xsum.md](../results/build-2core/xsum.md)",
+        real=f'{EVALUATE} summarize --model "$MODEL" --input "$ARTICLES" --sample-num 60 --output-dir '
+        '"$WORK/summaries" --policies full local:sinks=0 local h2o --hh-size 32 64 128 256 --greedy '
+        '--json "$WORK/summaries.json"',
     ),
     Row(
         "helm", "H2O, section 5.1; FlexGen (HELM)",
@@ -110,24 +120,26 @@ ROWS = (
         "streaming", "H2O, section 5.3 (texts of any length)",
         "perplexity by window of a text longer than the cache, with H2O and a full cache",
         f"{EVALUATE} streaming {TINY} --text README.md --stream-len 512 --streams 2 --policies full h2o local "
-        "--hh-size 64 "
-        "--recent-size 64 --gpu-batch-size 4",
+        "local:sinks=0 --hh-size 64 --recent-size 64 --gpu-batch-size 4",
         f"{EVALUATE} streaming --model meta-llama/Llama-2-7b-hf --text pg19.txt --policies h2o h2o-norm local "
-        "--hh-size 1024 "
-        "--recent-size 1024 --positions rolling",
+        "local:sinks=0 --hh-size 1024 --recent-size 1024 --positions rolling",
         "LLaMA-2-7B; a long text",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 1 --gen-len 4000 --num-prompts 8 --hh-size 1024 --recent-size "
         "1024",
         "a100-80", "[attention.md](../results/notes/attention.md#streams-past-the-trained-length)",
+        real='for policy in h2o local; do\nname="$WORK/streaming-$policy.json"; [ -s "$name" ] || '
+        f'{EVALUATE} streaming --model "$MODEL" --text "$WORK/long.txt" --streams 1 --stream-len 20000 --policies '
+        '$policy --hh-size 256 --recent-size 256 --positions rolling --json "$name" || exit\ndone',
     ),
     Row(
         "throughput-t4", "H2O, section 5.2 (generation throughput on a T4)",
-        "tokens/s with 20% of the prompt's columns, 512 + 32, 512, 1024",
-        f"{FLEX} {TINY} --prompt-len 512 --gen-len 32 --gpu-batch-size 8 --num-gpu-batches 1 --percent 100 0 100 0 "
-        "100 0 "
-        "--hh-ratio 0.1 --no-log --verbose 1",
-        f"{FLEX} {_30B} --prompt-len 512 --gen-len 32 --policy policies/opt-30b/t4-h2o20.json --hh-ratio 0.1 "
-        "--device cuda",
+        "tokens/s with the full cache and with 20% of the prompt's KV entries, 512 + 32 and 1,024 + 32 tokens",
+        f"for kept in '' '--hh-ratio 0.1'; do {FLEX} {TINY} --prompt-len 512 --gen-len 32 --gpu-batch-size 8 "
+        "--num-gpu-batches 1 --percent 100 0 100 0 100 0 --no-log --verbose 1 $kept || exit; done",
+        "for len in 512 1024; do\n"
+        f"{FLEX} {_30B} --prompt-len $len --gen-len 32 --policy policies/opt-30b/t4.json --device cuda\n"
+        f"{FLEX} {_30B} --prompt-len $len --gen-len 32 --policy policies/opt-30b/t4-h2o20.json --hh-ratio 0.1 "
+        "--device cuda\ndone",
         "OPT-30B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 728 --hh-ratio 0.1",
         measured="on two cores: [h2o.md](../results/notes/h2o.md); on a card " + NOT_MEASURED, keep=SPEED,
@@ -135,27 +147,26 @@ ROWS = (
     Row(
         "throughput-a100", "H2O, section 5.2 (throughput and latency on an A100)",
         "tokens/s and latency of long prompts and answers, all on the card",
-        f"{FLEX} {TINY} --prompt-len 256 --gen-len 256 --gpu-batch-size 4 --num-gpu-batches 1 --percent 100 0 100 0 "
-        "100 0 "
-        "--hh-ratio 0.2 --no-log --verbose 1",
-        f"{FLEX} {_6B} --prompt-len 1024 --gen-len 1024 --gpu-batch-size 24 --num-gpu-batches 1 --percent 100 0 100 "
-        "0 100 0 "
-        "--hh-ratio 0.2 --device cuda",
+        f"for kept in '' '--hh-ratio 0.1'; do {FLEX} {TINY} --prompt-len 256 --gen-len 256 --gpu-batch-size 4 "
+        "--num-gpu-batches 1 --percent 100 0 100 0 100 0 --no-log --verbose 1 $kept || exit; done",
+        f"for kept in '' '--hh-ratio 0.1'; do\n{FLEX} {_6B} --prompt-len 1024 --gen-len 1024 --gpu-batch-size 24 "
+        "--num-gpu-batches 1 --percent 100 0 100 0 100 0 --device cuda $kept\ndone",
         "OPT-6.7B, or `--path _DUMMY_`; a card with 80 GB. OPT has 2,048 positions: the paper's longer rows left "
         "them out",
-        f"{_6B} --prompt-len 1024 --gen-len 1024 --num-prompts 24 --hh-ratio 0.2", "a100-80", keep=SPEED,
+        f"{_6B} --prompt-len 1024 --gen-len 1024 --num-prompts 24 --hh-ratio 0.1", "a100-80", keep=SPEED,
     ),
     Row(
         "h2o-4bit", "H2O, section 5.3 (with quantisation)",
-        "H2O with weights and KV in 4 bits: what each loses",
+        "H2O with KV in 4 bits: what each loses, and both",
         f"{EVALUATE} fidelity {TINY} --num-prompts 6 --recall-prompts 0 --prompt-len 128 --gen-len 16 --policies h2o "
-        "--budgets 0.2 "
-        "--resamples 200 --compress-cache --cache-bits 4 --gpu-batch-size 8",
-        f"{EVALUATE} lm-eval {_30B} --tasks copa,openbookqa,piqa --num-fewshot 5 --kv-budget 0.2 --compress-cache "
-        "--cache-bits 4 --download",
+        "--budgets 0.5 0.2 --resamples 200 --kv-bits 4 --gpu-batch-size 8",
+        f"for kept in '' '--kv-bits 4' '--kv-budget 0.2' '--kv-budget 0.2 --kv-bits 4'; do\n{EVALUATE} lm-eval {_30B} "
+        "--tasks copa,openbookqa,piqa --num-fewshot 5 --download $kept\ndone",
         "OPT-30B; data sets",
         f"{_30B} --prompt-len 384 --gen-len 8 --num-prompts 4000 --hh-ratio 0.1 --compress-cache",
         measured="[kv-frontier.md](../results/notes/kv-frontier.md#compressed-kv)",
+        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies h2o --budgets 0.2 --kv-bits 4 '
+        '--json "$WORK/h2o-4bit.json"',
     ),
     Row(
         "texts", "H2O, appendix (texts with full cache, local and H2O)",
@@ -179,25 +190,24 @@ ROWS = (
     ),
     Row(
         "ruler", "MiniKV's and kvpress's kind of table (long prompts)",
-        "RULER-type tasks by policy",
-        f"{EVALUATE} lm-eval {TINY} --tasks niah_single_1 --metadata max_seq_lengths=[512] --limit 4 --eviction "
-        "h2o-norm "
-        "--kv-budget 0.2 --gpu-batch-size 4 --kvpress-dir $WORK/press",
-        f"{EVALUATE} lm-eval --model meta-llama/Llama-3.1-8B --tasks "
-        "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe "
-        "--metadata max_seq_lengths=[4096] --eviction h2o-norm --kv-budget 0.2",
+        "RULER-type tasks by policy and budget, full cache beside",
+        "python -m bench.sweep.ruler --tasks niah_single_1 --length 512 --recall-lengths 256 --limit 4 --policies "
+        "local:sinks=0 h2o h2o-norm --budgets 0.2",
+        "python -m bench.sweep.ruler --model meta-llama/Llama-3.1-8B --tasks niah_single_1 niah_multikey_2 ruler_vt "
+        "ruler_cwe ruler_fwe --length 4096 --recall-lengths --policies local:sinks=0 h2o h2o-norm snapkv",
         "Llama-3.1-8B; LongBench itself is not read here",
         "--model meta-llama/Llama-3.1-8B --prompt-len 4096 --gen-len 128 --num-prompts 2500 --hh-ratio 0.1", "a100-80",
         "[quality.md](../results/notes/quality.md#ruler-type-tasks)",
+        real='python -m bench.sweep.ruler --model "$MODEL" --tasks niah_single_1 --length 512 --recall-lengths '
+        '--limit 20 --policies local:sinks=0 h2o --budgets 0.5 0.2 --output "$WORK/ruler.json"',
     ),
     Row(
         "flexgen-throughput", "FlexGen, Table 2 and Figure 1",
         "generation throughput of models that do not fit the card",
-        f"{FLEX} {TINY} --prompt-len 256 --gen-len 16 --gpu-batch-size 4 --num-gpu-batches 2 --percent 0 50 0 50 0 100 "
-        "--no-log "
-        "--verbose 1",
-        f"{FLEX} --model facebook/opt-175b --prompt-len 512 --gen-len 32 --policy policies/opt-175b/t4.json --device "
-        "cuda",
+        f"for len in 128 256; do {FLEX} {TINY} --prompt-len $len --gen-len 16 --gpu-batch-size 4 --num-gpu-batches 2 "
+        "--percent 0 50 0 50 0 100 --no-log --verbose 1 || exit; done",
+        f"for size in 6.7b 30b 175b; do for len in 256 512 1024; do\n{FLEX} --model facebook/opt-$size --prompt-len "
+        "$len --gen-len 32 --policy policies/opt-$size/t4.json --device cuda\ndone; done",
         "OPT-175B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM, 1.5 TB of disk",
         "--model facebook/opt-175b --prompt-len 512 --gen-len 32 --num-prompts 256",
         measured="shapes up to OPT-30B on two cores: [Results](../../docs/results.md)", keep=SPEED,
@@ -217,8 +227,8 @@ ROWS = (
     Row(
         "ablation", "FlexGen, Table 4 (ablation)",
         "without overlap, and other placements: what each is worth",
-        f"{FLEX} {TINY} --prompt-len 128 --gen-len 8 --gpu-batch-size 4 --num-gpu-batches 2 --percent 0 0 0 50 0 100 "
-        "--overlap false --no-log --verbose 1",
+        f"for overlap in true false; do {FLEX} {TINY} --prompt-len 128 --gen-len 8 --gpu-batch-size 4 "
+        "--num-gpu-batches 2 --percent 0 0 0 50 0 100 --overlap $overlap --no-log --verbose 1 || exit; done",
         "python -m bench.engine.compare_policies --model facebook/opt-1.3b disk",
         "`--path _DUMMY_` is the default", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 144",
         measured="[offloading.md](../results/notes/offloading.md)", keep=SPEED,
@@ -237,25 +247,25 @@ ROWS = (
         "compression", "FlexGen, Table 5 (4 bits, and sparse attention)",
         "what weights and KV in 4 bits cost",
         f"{EVALUATE} fidelity {TINY} --num-prompts 6 --recall-prompts 0 --prompt-len 128 --gen-len 16 --policies h2o "
-        "--budgets 0.5 "
-        "--resamples 200 --compress-weight --compress-cache --gpu-batch-size 8",
-        f"{EVALUATE} fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --policies h2o "
-        "--budgets 0.2 "
-        "--compress-weight --compress-cache",
+        "--budgets 0.5 --resamples 200 --weight-bits 4 --kv-bits 4 --gpu-batch-size 8",
+        f"for bits in '--weight-bits 4' '--kv-bits 4' '--weight-bits 4 --kv-bits 4' '--kv-read 10%'; do\n{EVALUATE} "
+        f"fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --policies h2o --budgets 0.2 "
+        "$bits\ndone",
         "OPT-30B; WikiText or LAMBADA as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 128 --compress-weight --compress-cache",
         measured="[quality.md](../results/notes/quality.md#compressed-weights-and-products-in-int8)",
+        real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies h2o --budgets 0.2 '
+        '--weight-bits 4 --kv-bits 4 --json "$WORK/compression.json"',
     ),
     Row(
         "pipeline", "FlexGen, Table 3 (several machines)",
-        "one model in two processes, each with its share of the layers",
-        "OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 -m flexgen_h2o.flex_opt --model opt-tiny "
-        "--pipeline --prompt-len 64 --gen-len 8 --percent 100 0 100 0 100 0 --gpu-batch-size 4 --num-gpu-batches 1 "
-        "--no-log "
-        "--verbose 1",
-        f"torchrun --nnodes 4 --nproc-per-node 1 -m flexgen_h2o.flex_opt --pipeline {_30B} --prompt-len 512 "
-        "--gen-len 32 "
-        "--percent 100 0 0 100 100 0 --gpu-batch-size 32 --num-gpu-batches 4 --device cuda",
+        "one model in one process and in several, each with its share of the layers",
+        "export OMP_NUM_THREADS=1; for start in '' '-m torch.distributed.run --nproc-per-node 2'; do python $start -m "
+        "flexgen_h2o.flex_opt --model opt-tiny ${start:+--pipeline} --prompt-len 64 --gen-len 8 --percent 100 0 100 0 "
+        "100 0 --gpu-batch-size 4 --num-gpu-batches 1 --no-log --verbose 1 || exit; done",
+        "for start in python 'torchrun --nnodes 4 --nproc-per-node 1'; do\n"
+        f"$start -m flexgen_h2o.flex_opt {_30B} --prompt-len 512 --gen-len 32 --percent 100 0 0 100 100 0 "
+        "--gpu-batch-size 32 --num-gpu-batches 4 --device cuda\ndone  # torchrun: on each machine, with --pipeline",
         "OPT-30B; four machines", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 512", keep=SPEED,
     ),
     Row(
@@ -294,8 +304,26 @@ ROWS = (
         "bash bench/throughput_sweep.sh --grid papers-30b", "installed peers (`bench/baselines`); weights are random",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 256",
         measured="[Results](../../docs/results.md)",
+        real="for round in 1 2 3; do for system in hf:sdpa ours:full ours:h2o:0.1; do\n"
+        'name="$WORK/peers-${system/:/-}-$round.json"; [ -s "$name" ] || python bench/baselines/${system%%:*}/run.py '
+        '--variant ${system#*:} --model-dir "$MODEL" --prompt-len 512 --gen-len 64 --rows 16 --offload-dir '
+        '"$WORK/offload" > "$name" || exit\ndone; done',
     ),
 )  # fmt: skip
+
+
+def write_texts(work: Path, articles: Path | None, pages: list[Path]) -> None:
+    """Prompts and one long text of English prose for the real rows: of --articles, else of documentation pages."""
+    if articles is None:
+        texts = [page.read_text() for page in pages]
+    else:
+        records = map(json.loads, filter(str.strip, articles.read_text().splitlines()))
+        texts = [record["article"].removeprefix("###\nArticle: ").rpartition("\n\n")[0] for record in records]
+    prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+    for name, text in (("prompts.jsonl", prompts), ("long.txt", "\n\n".join(texts))):
+        path = work / name
+        if not path.exists() or path.read_text() != text:  # another row's process may be reading it
+            path.write_text(text)
 
 
 def write_inputs(work: Path) -> None:
@@ -321,3 +349,7 @@ def write_inputs(work: Path) -> None:
     rows = ("arts,12 main st.,denver,grill", "bistro,3 elm st.,new york,french", "ritz,160 e. 64th st.,new york,")
     for name, chosen in (("train", rows[:2]), ("valid", rows[2:]), ("test", rows[1:2])):
         (folder / f"{name}.csv").write_text("\n".join(["name,addr,city,type", *chosen]) + "\n")
+
+
+if __name__ == "__main__":  # `reproduce.sh --list`, on any Python 3: this file imports no package
+    print("\n".join(f"{row.name:20} {row.paper}: {row.shows}" for row in ROWS))
