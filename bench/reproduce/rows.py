@@ -191,15 +191,16 @@ ROWS = (
     Row(
         "ruler", "MiniKV's and kvpress's kind of table (long prompts)",
         "RULER-type tasks by policy and budget, full cache beside",
-        "python -m bench.sweep.ruler --tasks niah_single_1 --length 512 --recall-lengths 256 --limit 4 --policies "
-        "local:sinks=0 h2o h2o-norm --budgets 0.2",
-        "python -m bench.sweep.ruler --model meta-llama/Llama-3.1-8B --tasks niah_single_1 niah_multikey_2 ruler_vt "
-        "ruler_cwe ruler_fwe --length 4096 --recall-lengths --policies local:sinks=0 h2o h2o-norm snapkv",
+        f"{EVALUATE} frontier {TINY} --prompts scripts/code_prompts.txt --continuation greedy --prompt-len 256 "
+        "--gen-len 8 --tasks niah --num-questions 4 --policies local:sinks=0 h2o h2o-norm --kv-budget 0.2 --no-answers",
+        f"{EVALUATE} frontier --model meta-llama/Llama-3.1-8B --prompts wikitext.jsonl --prompt-len 4096 --tasks niah "
+        "niah-multikey vt cwe fwe --num-questions 100 --policies local:sinks=0 h2o h2o-norm snapkv --kv-budget 0.5 0.2",
         "Llama-3.1-8B; LongBench itself is not read here",
         "--model meta-llama/Llama-3.1-8B --prompt-len 4096 --gen-len 128 --num-prompts 2500 --hh-ratio 0.1", "a100-80",
         "[quality.md](../results/notes/quality.md#ruler-type-tasks)",
-        real='python -m bench.sweep.ruler --model "$MODEL" --tasks niah_single_1 --length 512 --recall-lengths '
-        '--limit 20 --policies local:sinks=0 h2o --budgets 0.5 0.2 --output "$WORK/ruler.json"',
+        real=f'{EVALUATE} frontier --model "$MODEL" --prompts "$WORK/prompts.jsonl" --num-prompts 4 --prompt-len 384 '
+        '--gen-len 16 --tasks niah niah-multikey --num-questions 20 --policies local:sinks=0 h2o --kv-budget 0.5 0.2 --no-answers '
+        '--json "$WORK/ruler.json"',
     ),
     Row(
         "flexgen-throughput", "FlexGen, Table 2 and Figure 1",
