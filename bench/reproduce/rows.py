@@ -199,8 +199,8 @@ ROWS = (
         "--model meta-llama/Llama-3.1-8B --prompt-len 4096 --gen-len 128 --num-prompts 2500 --hh-ratio 0.1", "a100-80",
         "[quality.md](../results/notes/quality.md#ruler-type-tasks)",
         real=f'{EVALUATE} frontier --model "$MODEL" --prompts "$WORK/prompts.jsonl" --num-prompts 4 --prompt-len 384 '
-        '--gen-len 16 --tasks niah niah-multikey --num-questions 20 --policies local:sinks=0 h2o --kv-budget 0.5 0.2 --no-answers '
-        '--json "$WORK/ruler.json"',
+        '--gen-len 16 --tasks niah niah-multikey --num-questions 20 --policies local:sinks=0 h2o --kv-budget 0.5 0.2 '
+        '--no-answers --json "$WORK/ruler.json"',
     ),
     Row(
         "flexgen-throughput", "FlexGen, Table 2 and Figure 1",
