@@ -322,7 +322,7 @@ def add_h2o_hf_flags(parser: OneLineParser) -> None:
     table = parser._option_string_actions
     parser.also(table["--hh-ratio"], "--heavy-ratio")
     parser.add_argument("--enable-small-cache", action="store_true", **hidden)
-    parser.add_argument("--model-type", "--model-arch", dest="model_family", **hidden)
+    parser.also(parser.add_argument("--model-type", dest="model_family", **hidden), "--model-arch")
     # The scripts make the folder, which is a hub cache; `say_idle_flags` tells that it is not there.
     parser.add_argument(
         "--cache-dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **hidden

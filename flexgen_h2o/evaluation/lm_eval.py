@@ -136,7 +136,7 @@ def add_flags(parser: OneLineParser) -> None:
     score.add_argument("--revision", type=not_empty, help="branch, tag or commit of a hub id")
     where = "where named models are, as of `run` (~/flexgen_h2o_offload_dir)"
     score.add_argument("--offload-dir", type=not_empty, metavar="DIR", help=where)
-    score.add_argument("--model-type", "--model-arch", dest="model_family", help=argparse.SUPPRESS)
+    score.add_argument("--model-type", dest="model_family", help=argparse.SUPPRESS)
     _add_loglikelihood_flag(score)
     score.add_argument("--json", type=file_name, help="write the results too")
     _add_grid(steps.add_parser("grid", help="the three steps for each policy and KV budget: a table and a picture"))

@@ -457,8 +457,8 @@ def test_the_flags_of_run_helm(command: Callable[[str], Answer], tmp_path: Path)
     ):
         out = command(f"{base} --output_path {name}.jsonl {flags} --sample_num 1000")
         assert out.code == 0, out.err
-        assert "--cache_dir has no effect: there is no such folder yet" in out.err
+        assert "--cache-dir has no effect: there is no such folder yet" in out.err
         kept = json.loads((tmp_path / f"{name}.jsonl.job.json").read_text())["settings"]["eviction"]
         assert eviction.items() <= kept.items(), kept
     few = command(f"{base} --output_path few.jsonl --sample_num 1")
-    assert few.code == 2 and "--sample_num 1: in.jsonl has 2 requests" in few.err and "head -n 1 in.jsonl" in few.err
+    assert few.code == 2 and "--sample-num 1: in.jsonl has 2 requests" in few.err and "head -n 1 in.jsonl" in few.err

@@ -195,6 +195,7 @@ def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
 
 
 SINGLE = CHOICE.replace("task: choice", "task: single").replace('"{{choices}}"', "[' x', ' y']")
+SINGLE = SINGLE.replace("doc_to_target: answer", 'doc_to_target: "{{answer % 2}}"')
 
 
 def test_choices_of_one_token_are_warned_of_once_per_task(lm_eval: Door, tasks: Path) -> None:
@@ -223,14 +224,14 @@ def test_a_grid_of_policies_and_budgets(lm_eval: Door, tasks: Path, tmp_path: Pa
     assert [cell["title"] for cell in found["cells"]] == [
         "full", "local:sinks=0 0.5", "h2o 0.5", "local:sinks=0 0.2", "h2o 0.2",
     ]  # fmt: skip
-    assert found["cells"][0]["kv_share"] == 1 and 0.1 < found["cells"][-1]["kv_share"] < 0.3
+    assert found["cells"][0]["kv_share"] == 1 and found["cells"][-1]["kv_share"] < 0.4
     full, evicted = (found["cells"][i]["output"] for i in (0, -1))
     assert _last_logprobs(tmp_path / full) != pytest.approx(_last_logprobs(tmp_path / evicted), abs=0.01)
     assert "| `full` |" in first.out and "single acc" in first.out and (tmp_path / "grid.png").stat().st_size > 1000
     assert (tmp_path / "grid.md").read_text().strip() in first.out
-    again = lm_eval(f"{step}{flags} --output-dir grid --json again.json")
+    lm_eval(f"{step}{flags} --output-dir grid --json again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == found
-    assert "tokens/s" not in again.out
+    assert len(answers := (tmp_path / full).read_text().splitlines()) == 24 and len(set(answers)) == 24
     other = lm_eval(f"{step}{flags} --num-fewshot 1 --output-dir grid", code=2)
     assert "has requests of other tasks, or was made with other flags" in other.err
 
@@ -277,7 +278,7 @@ def test_the_lines_of_h2o_hfs_readme(command: Door, tmp_path: Path) -> None:
     assert wrong.code == 2 and "--model-type llama: opt-tiny is opt" in wrong.err and not Path("x.jsonl").exists()
 
 
-def test_score_finds_a_named_model_in_the_offload_dir(lm_eval: Door, tmp_path: Path) -> None:
+def test_score_finds_a_named_model_in_the_offload_dir(lm_eval: Door, command: Door, tmp_path: Path) -> None:
     name, model = next(iter(NAMED.items()))
     folder = folder_of(model, tmp_path / "here")
     shutil.copytree(PACKAGED["opt-tiny"], folder)
@@ -286,9 +287,9 @@ def test_score_finds_a_named_model_in_the_offload_dir(lm_eval: Door, tmp_path: P
     lm_eval(f"generate {flags} --output requests.jsonl")
     lm_eval(f"run --model {name} --offload-dir here --input requests.jsonl --output answers.jsonl")
     for named in (f"--model {name}", ""):
-        out = lm_eval(f"score {flags} --input answers.jsonl --offload-dir here {named} --json scored.json")
-        assert out.out.startswith("8 items in the cache")
-        assert "choice" in json.loads((tmp_path / "scored.json").read_text())["results"]
+        out = command(f"evaluate lm-eval score {flags} --input answers.jsonl --offload-dir here {named} --json s.json")
+        assert out.code == 0 and out.out.startswith("8 items in the cache"), out.err
+        assert "choice" in json.loads((tmp_path / "s.json").read_text())["results"]
 
 
 def test_nothing_is_said_of_a_repository(
