@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
@@ -20,7 +21,7 @@ from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, P
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, UNIFORM, EvictionSettings, SamplingParams
+from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, SIZES, UNIFORM, EvictionSettings, SamplingParams
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
@@ -48,6 +49,7 @@ SHOWN_AS = {
     "--attn-sparsity": "--kv-read",
     "--gen-len": "--max-tokens",
 }
+SCRIPTS_RATIO = 0.1  # of heavy and of recent KV entries, in h2o_hf's scripts
 # Further names of a flag.
 ALSO = {"--gpu-batch-size": "--micro-batch", "--num-gpu-batches": "--micro-batches"}
 # Sections of settings that are not in their dataclass's.
@@ -214,13 +216,21 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
     """The model and tiers that the flags ask for. policy, is_auto: of `policy_of`. With --dry-run the command ends
     where the engine would be opened for the first time."""
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.models import check_family
 
-    return LLM(
+    llm = LLM(
         model_of(args), AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
         max_model_len=args.max_model_len,
     )  # fmt: skip
+    if vars(args).get("model_family") is not None:
+        try:
+            check_family(llm.model.spec, args.model_family, args.given["model_family"])
+        except UsageError:
+            llm.close()
+            raise
+    return llm
 
 
 def _end_with(answer: Answer) -> NoReturn:
@@ -287,6 +297,7 @@ def check_positions(args: argparse.Namespace, model: str, positions: int) -> Non
 
 def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
+    _choose_small_cache(args)
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
     asked_for = [field for field, value in given.items() if value not in (UNIFORM, "none")]  # no defaults, typed out
@@ -308,6 +319,41 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     own = (item.partition("=")[0] for item in name.partition(":")[2].split(","))
     with naming_flags(**EVICTION_FLAGS | {key: f"--eviction {name}: {key}" for key in own}):
         return make_eviction(name, **given)
+
+
+def add_h2o_hf_flags(parser: OneLineParser) -> None:
+    """Add the flags of h2o_hf's run_lm_eval_harness.py and run_helm.py to a command that has the engine's flags.
+
+    Help does not show them. `--model_name`, `--recent_ratio` and the like are read without this.
+    """
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    table = parser._option_string_actions
+    parser.also(table["--hh-ratio"], "--heavy-ratio")
+    parser.add_argument("--enable-small-cache", action="store_true", **hidden)
+    parser.also(parser.add_argument("--model-type", dest="model_family", **hidden), "--model-arch")
+    # The scripts make the folder, which is a hub cache; `say_idle_flags` tells that it is not there.
+    parser.add_argument(
+        "--cache-dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **hidden
+    )
+    parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", **hidden)
+    parser.add_argument("--fp16", dest="dtype", action="store_const", const="float16", **hidden)
+
+
+def _choose_small_cache(args: argparse.Namespace) -> None:
+    """Fill in what h2o_hf's flags mean: `--enable_small_cache` is H2O, and a heavy ratio of 0 is "local".
+
+    The scripts' ratios are 0.1 each if they are not given.
+    """
+    sizes = [value_of(args, EVICTION_FLAGS[name]) for name in (*SIZES, "kv_budget", "kv_bytes")]
+    if vars(args).get("enable_small_cache") and sizes[2:] == [None] * 4:
+        args.hh_ratio = SCRIPTS_RATIO if args.hh_ratio is None else args.hh_ratio
+        args.recent_ratio = SCRIPTS_RATIO if args.recent_ratio is None else args.recent_ratio
+    if args.hh_ratio == 0 and (args.recent_ratio or args.recent_size):
+        args.hh_ratio = None
+        if args.eviction is None:
+            args.eviction = "local:sinks=0"
+        else:
+            args.hh_size = 0
 
 
 def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:

@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from flexgen_h2o.core.errors import UsageError
@@ -104,6 +104,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.examples = tuple(examples)
         self._sections: dict[str, argparse._ArgumentGroup] = {}
         self._model_is_positional = False
+        # Set by a command whose sub-commands may be left out: its words, as they are to be parsed.
+        self.reword: Callable[[list[str]], list[str]] = list
         self._given: dict[str, str] = {}
         self._words: set[str] = set()  # of the command line, too long to be quoted whole
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -5GiB is a wrong value, not a flag
@@ -166,7 +168,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
-        words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
+        words = [self._known_spelling(word) for word in self.reword(sys.argv[1:] if args is None else args)]
         given = [part for word in words for part in (word, word.partition("=")[2])]
         self._words = {part for part in given if len(part) > _MOST_QUOTED}
         self._note_spellings(words)

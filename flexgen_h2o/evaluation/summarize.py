@@ -81,25 +81,7 @@ def add_flags(parser: OneLineParser) -> None:
     add(
         "--output", type=file_name, metavar="FILE", help="instead, for a single setting: the .jsonl that its job writes"
     )
-    add(
-        "--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} (full local h2o); also h2o-norm:decay=0.9"
-    )
-    add(
-        "--hh-size",
-        type=count,
-        nargs="+",
-        metavar="N",
-        help="heavy-hitter KV entries per sequence, one setting each (32 ... 512)",
-    )
-    add(
-        "--recent-size",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="recent KV entries per sequence, one for each (as many)",
-    )
-    add("--kv-budget", type=float, nargs="+", metavar="R", help="shares of prompt + max_tokens, one setting each")
-    add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
+    add_grid_flags(parser, "full local h2o", "prompt + max_tokens", "(32 ... 512)")
     add("--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only")
     add("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0: records say 0.3")
     add("--gen-len", type=positive, help=f"most new tokens of all articles (the records' max_tokens, else {GEN_LEN})")
@@ -113,6 +95,29 @@ def add_flags(parser: OneLineParser) -> None:
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
     add_press_flag(parser)
     _add_aliases(parser)
+
+
+def add_grid_flags(parser: OneLineParser, usual: str, budget_of: str, usual_sizes: str = "") -> None:
+    """Add which policies are compared, at which sizes. usual, usual_sizes: the defaults. budget_of: what --kv-budget is
+    a share of."""
+    add = parser.add_argument
+    add("--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} ({usual}); also h2o-norm:decay=0.9")
+    add(
+        "--hh-size",
+        type=count,
+        nargs="+",
+        metavar="N",
+        help=f"heavy-hitter KV entries per sequence, one setting each {usual_sizes}".rstrip(),
+    )
+    add(
+        "--recent-size",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="recent KV entries per sequence, one for each (as many)",
+    )
+    add("--kv-budget", type=float, nargs="+", metavar="R", help=f"shares of {budget_of}, one setting each")
+    add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
 
 
 def _add_aliases(parser: OneLineParser) -> None:
@@ -196,7 +201,7 @@ def _run_cells(
             reference = scores
         found[cell.title] = figures
         summary.say_means(figures)
-        _write_summary(_summary_of(args), {**facts, "cells": list((before | found).values())})
+        write_summary(_summary_of(args), {**facts, "cells": list((before | found).values())})
         if args.kvpress_dir is not None and answers:
             summary.write_press(args.kvpress_dir, cell, answers, figures, facts)
     summary.show(args, {**facts, "cells": list(found.values())})
@@ -221,7 +226,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     if args.plot is not None:
         check_picture(args.plot)
     check_press_folder(args)
-    cells = _cells(args)
+    cells = cells_of(args)
     if args.output is not None and len(cells) > 1:
         raise UsageError(
             f"--output {args.output}: holds one setting, and there are {len(cells)}; give --output-dir DIR"
@@ -229,7 +234,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     if args.output is None:
         args.output_dir = usable_path(args.output_dir, "--output-dir")
     if not args.dry_run:
-        _make_folders(args, cells)
+        make_folders(args, cells)
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
     if missing:
         raise UsageError(f"summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone")
@@ -237,7 +242,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-def _make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
     folder = args.output_dir
     try:
         if folder is not None:
@@ -248,7 +253,7 @@ def _make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
         check_output_path(cell.output)
 
 
-def _cells(args: argparse.Namespace) -> list[Cell]:
+def cells_of(args: argparse.Namespace) -> list[Cell]:
     """The full cache first, then each size with each policy."""
     is_h2o = vars(args).get("script_size") is not None
     usual = ("h2o",) if is_h2o else ("full",) if args.output is not None else ("full", "local", "h2o")
@@ -258,7 +263,7 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
         named += [(case, "") for case in make_cases([name for name in names if name == Full.name], {}, None)]
     others = [name for name in names if name != Full.name]
     own = {} if args.positions is None else {"positions": args.positions}
-    sized, given = [name for name in others if not says_budget(name)], _given_sizes(args)
+    sized, given = [name for name in others if not says_budget(name)], given_sizes(args)
     if not others and (own or given):
         raise UsageError(
             "--policies full: keeps every KV entry, so sizes and positions have no effect; name another too"
@@ -271,7 +276,7 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     return [Cell(case, size, _output_of(args, case.label, size)) for case, size in named]
 
 
-def _given_sizes(args: argparse.Namespace) -> list[str]:
+def given_sizes(args: argparse.Namespace) -> list[str]:
     names = ("hh_size", "recent_size", "kv_budget", "window_size", "heavy_of_window", "script_size")
     return [name for name in names if vars(args).get(name) is not None]
 
@@ -279,7 +284,7 @@ def _given_sizes(args: argparse.Namespace) -> list[str]:
 def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings of an eviction policy by the size as people write it. UsageError naming a flag."""
     window, heavy_of_window = vars(args).get("window_size"), vars(args).get("heavy_of_window")
-    given, heavy, recent = _given_sizes(args), args.hh_size, args.recent_size
+    given, heavy, recent = given_sizes(args), args.hh_size, args.recent_size
     if window is not None or heavy_of_window is not None:
         if heavy is not None or recent is not None:
             raise UsageError("--num_window_length: --hh-size and --recent-size say the same; give one kind of them")
@@ -416,7 +421,7 @@ def _earlier(args: argparse.Namespace) -> dict[str, Figures]:
         return {}
 
 
-def _write_summary(path: Path, result: Figures) -> None:
+def write_summary(path: Path, result: Figures) -> None:
     try:
         write_whole(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:

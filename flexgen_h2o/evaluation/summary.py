@@ -18,7 +18,7 @@ from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.engine.report import column_bytes
 from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, split_instruction
-from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, Figures, number, over_budgets
+from flexgen_h2o.evaluation.figures import Bootstrap, Figures, by_policy, number, over_budgets
 from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, columns_held, write_press_run
 from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.sidecar import read_status
@@ -199,13 +199,11 @@ def draw_summaries(result: Figures, path: Path) -> None:
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     axes = figure.subplots(2, 2).flatten()
     scored = [cell for cell in result["cells"] if cell["scores"] is not None]
-    for i, policy in enumerate(dict.fromkeys(cell["policy"] for cell in scored)):
-        cells = sorted((c for c in scored if c["policy"] == policy), key=lambda c: c["kv_bytes"])
+    for cells, style in by_policy(scored, "kv_bytes"):
         at = [{"budget": cell["kv_bytes"] / 2**20} for cell in cells]
-        style = {"label": policy, "color": f"C{i % 10}", "marker": MARKS[i % len(MARKS)], "markersize": 5}
         for ax, name in zip(axes, _TITLES, strict=False):
             over_budgets(ax, at, [cell["scores"][name] for cell in cells], style)
-            if policy == Full.name:
+            if style["label"] == Full.name:
                 ax.axhline(cells[0]["scores"][name]["value"], color=style["color"], linewidth=0.8, linestyle=":")
         timed = [(one["budget"], cell["tokens_per_s"]) for one, cell in zip(at, cells, strict=True)]
         timed = [(x, y) for x, y in timed if y is not None]

@@ -164,8 +164,10 @@ OTHERS: list[tuple[str, Cases]] = [
               ("--policy in.jsonl --output in.jsonl", "--output in.jsonl: is the file of --policy too"),
               ("--model words --output words/config.json", "is the name of a file of --model words")]),
     ("hardware", ["--offload-dir ''", "--machine ''", "--show ''"]),
-    ("batch", ["--ray ''", ("--enable_small_cache", "--eviction h2o"),
+    ("batch", ["--ray ''", ("--model_arch llama", "--model-arch llama: ids is opt"),
+               ("--heavy_ratio 0", "--heavy-ratio"),
                ("--model words --output words/hard.jsonl", "is the name of a file of --model words")]),
+    ("chat", [("--enable_small_cache", "--eviction h2o")]),
     ("evaluate", [("perplexity", "perplexity"), ("", "fidelity")]),
 ]  # fmt: skip
 LAYERS: Cases = [

@@ -187,19 +187,19 @@ def test_the_flags_of_the_scripts(run: Door, records: list[dict[str, Any]], tmp_
 )
 def test_cells(flags: str, titles: list[str], tmp_path: Path) -> None:
     args = parsed(flags, tmp_path)
-    assert [cell.title for cell in summarize._cells(args)] == titles
-    outputs = [cell.output.name for cell in summarize._cells(args)]
+    assert [cell.title for cell in summarize.cells_of(args)] == titles
+    outputs = [cell.output.name for cell in summarize.cells_of(args)]
     assert len(set(outputs)) == len(outputs) and all(re.fullmatch(r"[\w.+=,-]+\.jsonl", name) for name in outputs)
 
 
 def test_shares_of_the_whole_sequence(tmp_path: Path) -> None:
     args = parsed("--policies full h2o --kv-budget 0.5 0.2", tmp_path)
-    cells = summarize._cells(args)
+    cells = summarize.cells_of(args)
     assert [cell.title for cell in cells] == ["full", "h2o 0.5", "h2o 0.2"]
     assert cells[1].case.eviction.to_json()["kv_budget"] == 0.5 and cells[1].output.name == "h2o-0.5.jsonl"
-    both = summarize._cells(parsed("--policies h2o --kv-budget 0.5 --hh-size 4", tmp_path))
+    both = summarize.cells_of(parsed("--policies h2o --kv-budget 0.5 --hh-size 4", tmp_path))
     assert [cell.title for cell in both] == ["h2o 4+4", "h2o 0.5"]
-    own = summarize._cells(parsed("--policies h2o h2o:kv_budget=0.3 --hh-size 4 8", tmp_path))  # a size of its own
+    own = summarize.cells_of(parsed("--policies h2o h2o:kv_budget=0.3 --hh-size 4 8", tmp_path))  # a size of its own
     assert [cell.title for cell in own] == ["h2o:kv_budget=0.3", "h2o 4+4", "h2o 8+8"]
 
 
