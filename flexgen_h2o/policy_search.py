@@ -46,6 +46,7 @@ from flexgen_h2o.flags import (
     given_flags,
     is_folder,
     model_of,
+    note_whole_ram,
     policy_of,
     say_idle_flags,
     value_of,
@@ -252,6 +253,7 @@ def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budg
 
     folder, asked = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir"), budget_of(args)
     device = open_device(args.device, separate_budget=asked.device is not None)
+    note_whole_ram(args)
     budgets = resolve_budgets(asked, device, folder)
     return profile_of_this_machine(args.device, folder, _say, measure_missing=True), device.is_host, budgets
 
