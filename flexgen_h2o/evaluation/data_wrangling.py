@@ -236,7 +236,8 @@ def _labels_line(args: argparse.Namespace, model: Model, items: Sequence[Item]) 
     longer = too_long_labels(model, items, args.gen_len)
     if not longer:
         return ""
-    which = f"{longer} of {len(items)} labels {'have' if longer > 1 else 'has'} more than the {counted(args.gen_len, 'token')}"
+    verb = "have" if longer > 1 else "has"
+    which = f"{longer} of {len(items)} labels {verb} more than the {counted(args.gen_len, 'token')}"
     return f"{which} of an answer, which cannot be right then; raise --gen-len"
 
 
