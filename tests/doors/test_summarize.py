@@ -260,7 +260,10 @@ def test_gaps_are_to_the_first_cell_alone(run: Door, tmp_path: Path, monkeypatch
 
 
 def test_a_dry_run_plans_the_largest_cell(run: Door) -> None:
-    assert "h2o, 25 KV slots a row" in run("--output-dir d --policies h2o --hh-size 3 20 --recent-size 4 --dry-run").out
+    assert (
+        "h2o, 25 KV slots per prompt"
+        in run("--output-dir d --policies h2o --hh-size 3 20 --recent-size 4 --dry-run").out
+    )
 
 
 def parsed(flags: str, tmp_path: Path) -> Any:
