@@ -22,6 +22,7 @@ from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, SIZES, UNIFORM, EvictionSettings, SamplingParams
+from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
@@ -205,6 +206,19 @@ def budget_of(args: argparse.Namespace) -> MemoryBudget:
     return MemoryBudget(args.device_mem, args.host_mem, args.disk_mem)
 
 
+def note_whole_ram(args: argparse.Namespace) -> None:
+    """Note once if a limit of RAM is above what this machine has."""
+    from flexgen_h2o.tiers.device import whole_host_bytes
+
+    asked = budget_of(args).host
+    if asked is None or vars(args).get("has_noted_ram"):
+        return
+    args.has_noted_ram = True
+    whole = whole_host_bytes()
+    if asked > whole:
+        note("flexgen-h2o", f"--host-mem {args.host_mem}: this machine has {format_bytes(whole)}, which is the limit")
+
+
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """How the flags want tokens chosen; UsageError names the flag."""
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.metadata["help"]}
@@ -218,6 +232,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.models import check_family
 
+    note_whole_ram(args)
     llm = LLM(
         model_of(args), AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
@@ -545,7 +560,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         **_ENGINE,
         **_SAMPLING,
         "prompt_len": _if("each prompt of --prompts keeps its own length", lambda args: args.prompts),
-        "ignore_eos": _if("no row of the benchmark ends early", lambda args: not args.prompts),
+        "ignore_eos": _if("no prompt of the benchmark ends early", lambda args: not args.prompts),
         "log_file": _if("--no-log writes none", lambda args: args.no_log and args.log_file != "auto"),
         "overlap": _if(
             "--debug-mode breakdown is serial", lambda args: args.overlap and args.debug_mode == "breakdown"
@@ -562,7 +577,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     "policy_search": {**_ENGINE, "revision": _built_in},
     "evaluate fidelity": {
         **_ENGINE,
-        "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
+        "depths": _if("there are no recall prompts", lambda args: not args.recall_prompts),
     },
     "evaluate layers": _ENGINE,
     "evaluate frontier": _ENGINE,

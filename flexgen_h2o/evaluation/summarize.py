@@ -29,7 +29,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, TooLongError, UsageError
 from flexgen_h2o.core.files import read_json, replacing, usable_path, write_whole
 from flexgen_h2o.engine.prompts import check_output_path
-from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, read_records, shortened
+from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, as_message, prompt_of, read_records, shortened
 from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder, columns_held, file_label
 from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
 from flexgen_h2o.flags import add_engine_flags, add_sampling_flags, compression_flags, open_llm, policy_of, sampling_of
@@ -71,7 +71,7 @@ def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser)
     add_sampling_flags(parser)
     add = parser.add_argument
-    add("--input", type=file_name, help='.jsonl, a record an article: {"article", "summary_gt", "max_tokens", ...}')
+    add("--input", type=file_name, help='.jsonl, one article per line: {"article", "summary_gt", "max_tokens", ...}')
     add(
         "--output-dir",
         type=file_name,
@@ -84,6 +84,12 @@ def add_flags(parser: OneLineParser) -> None:
     add_grid_flags(parser, "full local h2o", "prompt + max_tokens", "(32 ... 512)")
     add("--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only")
     add("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0: records say 0.3")
+    add(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="each article with its instruction is a user's message, put into the model's chat template",
+    )
     add("--gen-len", type=positive, help=f"most new tokens of all articles (the records' max_tokens, else {GEN_LEN})")
     add(
         "--too-long", choices=("cut", "skip"), default="cut",
@@ -152,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
     if policy.attn_sparsity != 1:
         raise UsageError("--attn-sparsity: works with the full cache alone, and others are compared here; leave it out")
     with open_llm(args, policy, is_auto, Full()) as llm:
+        if args.chat:
+            llm.model.check_chat()
         for cell in cells:  # what is refused, a dtype too, is refused before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
@@ -172,8 +180,8 @@ def _plan(
 
     lines = [*_request_lines(args, llm.model, fields, {"articles": 0, "cut": 0, "skipped": 0})]
     none: dict[str, Any] = {"article": "", "max_tokens": 1}
-    longest = max(map(json.loads, lines), key=lambda one: len(one["article"]), default=none)
-    row = len(llm.model.encode(longest["article"])), longest["max_tokens"]
+    longest = max(map(json.loads, lines), key=lambda one: len(prompt_of(one)), default=none)
+    row = len(_encoded(args, llm.model, prompt_of(longest))), longest["max_tokens"]
     most = max(cells, key=lambda cell: columns_held(cell.case.eviction, llm.model.spec, policy, [row]))
     llm.eviction = most.case.eviction
     requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))
@@ -192,7 +200,7 @@ def _run_cells(
     for cell in cells:
         print(f"# {cell.title}", flush=True)
         codes.append(_job(args, cell, policy, is_auto))
-        answers = summary.read_answers(cell.output)
+        answers = summary.read_answers(cell.output, _requests_of(args, cell.output))
         scores = {one.number: scorer(one.text, one.reference) for one in answers}
         figures = summary.kept(cell, answers, spec, policy, facts["dtype"])
         figures |= summary.speed(cell.output, before.get(cell.title, {}))
@@ -373,7 +381,12 @@ def _prepare(args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], outp
     return {
         "measure": "summarize", "schema": SCHEMA, "model": model.name, "dtype": llm.dtype, "input": str(args.input),
         **counts, "too_long": args.too_long, "fields": dict(fields), "seed": args.seed, "resamples": args.resamples,
+        "chat": bool(args.chat),
     }  # fmt: skip
+
+
+def _encoded(args: argparse.Namespace, model: Model, text: str) -> list[int]:
+    return model.encode_message(text) if args.chat else model.encode(text)
 
 
 def _request_lines(
@@ -382,10 +395,12 @@ def _request_lines(
     """Records as lines, none longer with its new tokens than the model has positions. Counts them."""
     for number, record in enumerate(read_records(args.input, args.sample_num, fields, GEN_LEN), start=1):
         room = model.spec.max_positions - record["max_tokens"]
+        if args.chat:
+            record["article"] = as_message(record["article"])
 
         def fits(text: str, room: int = room) -> bool:
             try:
-                return len(model.encode(text)) <= room
+                return len(_encoded(args, model, text)) <= room
             except TooLongError:
                 return False
 
@@ -402,6 +417,9 @@ def _request_lines(
                 continue
             record["article"] = shorter
         counts["articles"] += 1
+        if args.chat:  # a line of a chat is answered as one everywhere; log-probabilities are not scored
+            message = {"role": "user", "content": record.pop("article")}
+            record = {"messages": [message], **record, "logprobs": None}
         yield json.dumps(record) + "\n"
 
 
