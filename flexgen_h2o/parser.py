@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -106,8 +106,6 @@ class OneLineParser(argparse.ArgumentParser):
         self.examples = tuple(examples)
         self._sections: dict[str, argparse._ArgumentGroup] = {}
         self._model_is_positional = False
-        # Set by a command whose sub-commands may be left out: its words, as they are to be parsed.
-        self.reword: Callable[[list[str]], list[str]] = list
         self._given: dict[str, str] = {}
         self._words: set[str] = set()  # of the command line, too long to be quoted whole
         self._line: list[str] = []  # all words of the command line
@@ -185,8 +183,12 @@ class OneLineParser(argparse.ArgumentParser):
         return ""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
-        words = [self._known_spelling(word) for word in self.reword(sys.argv[1:] if args is None else args)]
+        words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
+        if self._begins_with_model(words):
+            words.insert(0, "--model")
         self._line = words
+        self._given = {}
+        self._model = None
         given = [part for word in words for part in (word, word.partition("=")[2])]
         self._words = {part for part in given if len(part) > _MOST_QUOTED}
         self._note_spellings(words)
@@ -201,6 +203,12 @@ class OneLineParser(argparse.ArgumentParser):
             self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
         found.given = {**getattr(found, "given", {}), **self._given}
         return found, unknown
+
+    def _begins_with_model(self, words: Sequence[str]) -> bool:
+        """Whether the first word is MODEL where argparse would look for a sub-command, which may be left out."""
+        if self._subparsers is None or not self._model_is_positional or not words or words[0].startswith("-"):
+            return False
+        return all(words[0] not in (action.choices or ()) for action in self._subparsers._group_actions)
 
     def _known_spelling(self, word: str) -> str:
         """Return the word with the underscores of an unknown flag as hyphens, and another program's name of a flag as

@@ -67,6 +67,10 @@ def _no_batch(text: str) -> str:
     raise argparse.ArgumentTypeError("is not a flag here, the engine plans batches; --gpu-batch-size sets one")
 
 
+def _of_grid(text: str) -> str:
+    raise argparse.ArgumentTypeError("is a flag of `evaluate lm-eval grid`")
+
+
 _MANY: dict[str, Any] = {"nargs": "+", "metavar": "KEY=VALUE"}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
 # lm-eval's own flags, which it gets as they are; each is also taken as lm-eval spells it, with `_`.
@@ -110,6 +114,7 @@ def add_flags(parser: OneLineParser) -> None:
     )  # fmt: skip
     add_press_flag(parser)
     parser.add_argument("--batch-size", "--batch_size", type=_no_batch, help=argparse.SUPPRESS)
+    parser.add_argument("--policies", nargs="+", type=_of_grid, help=argparse.SUPPRESS)
     steps = parser.add_subparsers(dest="step", metavar="STEP", help="of h2o_hf's way, over files:")
     generate = steps.add_parser("generate", help="write the requests of tasks, a JSON line each")
     generate.set_defaults(run=_generate)
@@ -140,18 +145,6 @@ def add_flags(parser: OneLineParser) -> None:
     _add_loglikelihood_flag(score)
     score.add_argument("--json", type=file_name, help="write the results too")
     _add_grid(steps.add_parser("grid", help="the three steps for each policy and KV budget: a table and a picture"))
-    parser.reword = lambda words: _with_step(words, tuple(steps.choices))
-
-
-def _with_step(words: list[str], steps: tuple[str, ...]) -> list[str]:
-    """Return the words with what may be left out: --model before MODEL, and `grid` before --policies."""
-    if words and words[0] in steps:
-        return words
-    if words and not words[0].startswith("-"):
-        words = ["--model", *words]
-    has_step = any(step in words for step in steps)
-    asks_for_grid = any(word.partition("=")[0] == "--policies" for word in words)
-    return ["grid", *words] if asks_for_grid and not has_step else words
 
 
 def _add_grid(grid: OneLineParser) -> None:

@@ -177,10 +177,10 @@ def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: P
 def test_a_helm_request_comes_back_with_its_result(
     job: Callable[..., Answer], tmp_path: Path, words_model: Path
 ) -> None:
-    record = {"prompt": "import os", "max_tokens": 3, "temperature": 0.3, "stop": ["###"], "logprobs": 1, "model": "x"}
+    record = {"prompt": "import os", "max_tokens": 3, "temperature": 0.3, "stop": ["###"], "logprobs": 1, "model": "m"}
     lines(tmp_path / "in.jsonl", {"scenario": "s", "request": record}, {"prompt": "def f("})
     ended = job(model=words_model)
-    assert ended.code == 0 and "1 requests name another model (the first: x in line 1)" in ended.err
+    assert ended.code == 0 and "1 requests name another model (the first: m in line 1)" in ended.err
     row = rows(tmp_path / "out.jsonl")["line-1"]
     choice, want = row["result"]["choices"][0], row["response"]["body"]["choices"][0]
     assert row["request"] == record and choice["text"] == want["text"] is not None

@@ -213,13 +213,12 @@ def test_choices_of_one_token_are_warned_of_once_per_task(lm_eval: Door, tasks: 
 GRID = "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
 
 
-@pytest.mark.parametrize("step", ["grid ", ""])  # --policies without a step is the grid
-def test_a_grid_of_policies_and_budgets(lm_eval: Door, tasks: Path, tmp_path: Path, step: str) -> None:
+def test_a_grid_of_policies_and_budgets(lm_eval: Door, tasks: Path, tmp_path: Path) -> None:
     """It evicts inside the context: choices of one token change too. A second run has nothing to do."""
     pytest.importorskip("matplotlib", reason=why_not("plot"))
     (tasks / "single.yaml").write_text(SINGLE.replace("FOLDER", str(tasks)))
-    flags = f"{GRID} --tasks single,choice --limit 4 --policies full local:sinks=0 h2o --kv-budget 0.5 0.2"
-    first = lm_eval(f"{step}{flags} --output-dir grid --json grid.json --markdown grid.md --plot grid.png")
+    flags = f"grid {GRID} --tasks single,choice --limit 4 --policies full local:sinks=0 h2o --kv-budget 0.5 0.2"
+    first = lm_eval(f"{flags} --output-dir grid --json grid.json --markdown grid.md --plot grid.png")
     found = json.loads((tmp_path / "grid.json").read_text())
     assert [cell["title"] for cell in found["cells"]] == [
         "full", "local:sinks=0 0.5", "h2o 0.5", "local:sinks=0 0.2", "h2o 0.2",
@@ -229,10 +228,10 @@ def test_a_grid_of_policies_and_budgets(lm_eval: Door, tasks: Path, tmp_path: Pa
     assert _last_logprobs(tmp_path / full) != pytest.approx(_last_logprobs(tmp_path / evicted), abs=0.01)
     assert "| `full` |" in first.out and "single acc" in first.out and (tmp_path / "grid.png").stat().st_size > 1000
     assert (tmp_path / "grid.md").read_text().strip() in first.out
-    lm_eval(f"{step}{flags} --output-dir grid --json again.json")
+    lm_eval(f"{flags} --output-dir grid --json again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == found
     assert len(answers := (tmp_path / full).read_text().splitlines()) == 24 and len(set(answers)) == 24
-    other = lm_eval(f"{step}{flags} --num-fewshot 1 --output-dir grid", code=2)
+    other = lm_eval(f"{flags} --num-fewshot 1 --output-dir grid", code=2)
     assert "has requests of other tasks, or was made with other flags" in other.err
 
 
@@ -336,7 +335,7 @@ def test_the_papers_tasks_by_include(lm_eval: Door, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for name, line in PAPERS_LINES.items():
         for split in ("train", "validation", "test"):
-            (tmp_path / "data" / f"{name}.{split}.jsonl").write_text(3 * (json.dumps(line) + "\n"))
+            (tmp_path / "data" / f"{name}.{split}.jsonl").write_text(9 * (json.dumps(line) + "\n"))
     exec(script, {})
     names = ",".join(f"my_{name}" for name in H2O_PAPER)
     out = lm_eval(f"generate --include-path papers --tasks {names} --num-fewshot 1 --limit 1 --output six.jsonl")
@@ -415,6 +414,7 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
         ("--tasks text --gen_kwargs num_beams=3", "--gen-kwargs num_beams=3: is not supported"),
         ("--tasks choice --eviction nothing", "--eviction nothing"),
         ("--tasks choice --batch_size 3", "--batch_size: is not a flag here"),
+        ("--tasks choice --policies full h2o", "--policies: is a flag of `evaluate lm-eval grid`"),
         ("generate --tasks choice", "--output: is missing"),
         ("generate --tasks text --output x.jsonl", "a task generates text"),
         ("generate --tasks choice --output x.txt", "must end in .jsonl"),
