@@ -173,8 +173,10 @@ class OneLineParser(argparse.ArgumentParser):
     def _remedy(self, message: str) -> str:
         """Return how a value is given that was taken for a flag; empty for other errors."""
         found = _NO_VALUE.fullmatch(message)
+        if found is None:
+            return ""
         table = self._option_string_actions
-        for word, value in pairwise(self._line) if found else ():
+        for word, value in pairwise(self._line):
             action = table.get(word)
             if action is None or "/".join(action.option_strings) != found[1] or value.partition("=")[0] in table:
                 continue

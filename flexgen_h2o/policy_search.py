@@ -195,7 +195,7 @@ def nearest_machine(found: Mapping[str, HardwareProfile]) -> str:
 
     if THIS_MACHINE in found:
         return THIS_MACHINE
-    device = open_device("auto")
+    device = open_device("auto", separate_budget=False)
     here = {"host": whole_host_bytes(), "device": 0 if device.is_host else device.free_bytes() or 0}
 
     def distance(name: str) -> tuple[bool, bool, float]:

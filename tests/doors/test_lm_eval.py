@@ -334,8 +334,10 @@ def test_the_papers_tasks_by_include(lm_eval: Door, tmp_path: Path) -> None:
     script = page.partition("<!-- six tasks -->\n```python\n")[2].partition("```")[0]
     (tmp_path / "data").mkdir()
     for name, line in PAPERS_LINES.items():
+        field = next(iter(line))  # lines differ: lm-eval takes no example that equals the question
+        lines = [json.dumps(line | {field: f"{line[field]} {i}"}) + "\n" for i in range(3)]
         for split in ("train", "validation", "test"):
-            (tmp_path / "data" / f"{name}.{split}.jsonl").write_text(9 * (json.dumps(line) + "\n"))
+            (tmp_path / "data" / f"{name}.{split}.jsonl").write_text("".join(lines))
     exec(script, {})
     names = ",".join(f"my_{name}" for name in H2O_PAPER)
     out = lm_eval(f"generate --include-path papers --tasks {names} --num-fewshot 1 --limit 1 --output six.jsonl")
