@@ -16,7 +16,7 @@ from flexgen_h2o.planner.profile import NOMINAL
 from tests.doors.conftest import Answer
 
 Door = Callable[..., Answer]
-PLANNED = ("policy, ", "memory ", "disk ", "bound: ", "throughput: ", "time for all prompts: ")
+PLANNED = ("plan, ", "memory ", "disk ", "bound: ", "throughput: ", "time for all prompts: ")
 COMMANDS = {
     "flex-opt": "flex-opt --prompt-len 8 --gen-len 4",
     "complete": "complete import",

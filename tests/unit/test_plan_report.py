@@ -65,7 +65,7 @@ def test_words_are_those_of_users() -> None:
         lines = lines_of(asked, plan, **more)
         text = "\n".join(lines)
         assert not re.search(r"\b(block|sweep|row|device|host|policy|tier)s?\b", text), text
-        assert "what makes it faster: --int8-compute, predicted 90 s; it multiplies in lower precision" in lines
+        assert "what makes it faster: --int8-compute, predicted 1 min 30 s; it multiplies in lower precision" in lines
         assert "not downloaded yet: this disk space is needed besides" in lines[2]
         assert any(line.startswith("CPU compute") for line in lines) is device_is_host
 
