@@ -130,8 +130,8 @@ def _parser() -> OneLineParser:
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    _take_workload(args)
     _check(args)
+    _take_workload(args)
     if not args.json:
         results_are_in(args.output)
     answer = _fastest(args)

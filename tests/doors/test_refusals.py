@@ -225,7 +225,10 @@ def refuse(place: Path, call: Callable[..., Answer], monkeypatch: pytest.MonkeyP
 
     def run(command: str, flags: str, *says: str) -> None:
         before = everything(place)
-        answer = call(cli.main, *command.split(), *BASE.get(command.split()[-1], "").split(), *shlex.split(flags))
+        usual, words = BASE.get(command.split()[-1], "").split(), shlex.split(flags)
+        if "--model" in words and usual[:1] == ["--model"]:
+            del usual[:2]
+        answer = call(cli.main, *command.split(), *usual, *words)
         assert answer.code == 2 and answer.out == "", answer
         [line] = answer.err.splitlines()
         assert line.startswith(f"{command.split()[0]}: "), line
