@@ -21,8 +21,13 @@ Door = Callable[..., Answer]
 def wrangle(command: Door, tmp_path: Path) -> Door:
     for name, files in (("Beer", BEER), ("Hospital", HOSPITAL), ("Restaurant", RESTAURANT)):
         write_folder(tmp_path / name, files)
-    model = "--model opt-tiny --offload-dir o --gpu-batch-size 4 --dtype float32"
-    return lambda flags: command(f"evaluate data-wrangling {model} {flags}")
+    usual = "--offload-dir o --gpu-batch-size 4 --dtype float32"
+
+    def run(flags: str) -> Answer:
+        model = "" if "--model" in flags else "--model opt-tiny"
+        return command(f"evaluate data-wrangling {model} {usual} {flags}")
+
+    return run
 
 
 def results(tmp_path: Path, *parts: str) -> tuple[Path, dict[str, object], list[dict[str, object]]]:
