@@ -79,9 +79,9 @@ def test_the_machine_that_is_most_like_this_one_comes_first(monkeypatch: pytest.
     known = policy_search.machines(None)
     known = {name: one for name, one in known.items() if name != "this machine"}
     monkeypatch.setattr(device, "whole_host_bytes", lambda: 200 * GIB)
-    monkeypatch.setattr(device, "open_device", lambda name: Card())
+    monkeypatch.setattr(device, "open_device", lambda name, separate_budget: Card())
     assert policy_search.nearest_machine(known) == "t4"
-    monkeypatch.setattr(device, "open_device", lambda name: device.HostDevice())
+    monkeypatch.setattr(device, "open_device", lambda name, separate_budget: device.HostDevice())
     nearest = policy_search.nearest_machine(known)
     assert known[nearest].device_is_host and nearest != "some CPU"
     assert policy_search.nearest_machine({**known, "this machine": MACHINES["t4"]}) == "this machine"
