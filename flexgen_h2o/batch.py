@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
-from flexgen_h2o.cli_common import own_name, run_cli
+from flexgen_h2o.cli_common import own_name, positive, run_cli
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.flags import add_h2o_hf_flags
 from flexgen_h2o.generate import answer, job_parser
 from flexgen_h2o.parser import OneLineParser
 
@@ -17,11 +21,40 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    return job_parser(f"flexgen-h2o {own_name('batch')}", __doc__, MAX_TOKENS)
+    parser = job_parser(f"flexgen-h2o {own_name('batch')}", __doc__, MAX_TOKENS)
+    _add_run_helm_flags(parser)
+    return parser
+
+
+def _add_run_helm_flags(parser: OneLineParser) -> None:
+    """Add the flags of h2o_hf's run_helm.py, which help does not show."""
+    add_h2o_hf_flags(parser)
+    table = parser._option_string_actions
+    parser.also(table["--input"], "--input-path")
+    parser.also(table["--output"], "--output-path")
+    parser.also(table["--top-k"], "--k")
+    parser.add_argument("--sample-num", type=positive, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def _run(argv: list[str] | None) -> int:
-    return answer(_parser().parse_args(argv), needs_output=True)
+    args = _parser().parse_args(argv)
+    if "sample_num" in args and args.input is not None:
+        _check_sample_num(args)
+    return answer(args, needs_output=True)
+
+
+def _check_sample_num(args: argparse.Namespace) -> None:
+    """UsageError if --sample_num asks for fewer requests than the file has: all of them are answered here."""
+    path = usable_path(args.input, "--input")
+    if not path.is_file():
+        return  # `answer` says so
+    with path.open("rb") as file:
+        requests = sum(1 for line in file if line.strip())
+    if args.sample_num < requests:
+        raise UsageError(
+            f"--sample-num {args.sample_num}: {path} has {requests} requests, and all are answered; write the first "
+            f"{args.sample_num} to a file: head -n {args.sample_num} {path}"
+        )
 
 
 if __name__ == "__main__":

@@ -74,10 +74,13 @@ def _run(argv: list[str] | None) -> int:
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.check_plan()
         prompts = prompts_of(args, llm.model, texts)
+        if args.chat:
+            params = llm.model.for_chat(params)
         say_notes("complete", args, llm)
         titles = [f"prompt {one.index}" for one in prompts]
         with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):  # longer than the positions
-            done = print_completions(llm, prompts, [params] * len(prompts), titles, echo=True)
+            n = len(prompts)
+            done = print_completions(llm, prompts, [params] * n, titles, [args.chat] * n, echo=True)
         facts: dict[str, Any] = {"model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json()}
     if args.json is not None:
         write_result(args.json, {**facts, "rows": [output_row(one) for one in done]}, "--json")

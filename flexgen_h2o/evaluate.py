@@ -43,7 +43,7 @@ WORKFLOWS: dict[str, tuple[str, str]] = {
     "summarize": ("summarize", "summaries of articles by size of the KV cache: ROUGE, bytes, tokens/s"),
     "helm": ("helm", "HELM's requests for batch jobs, and their answers for HELM's cache"),
     "attention": ("attention", "sparsity, heavy hitters and what removing them does: the H2O paper's observations"),
-    "layers": ("layers", "what each layer loses by dropped columns, and how a budget is best shared out"),
+    "layers": ("layers", "what each layer loses by dropped KV entries, and how a budget is best shared out"),
     "lm-eval": ("lm_eval", "tasks of lm-eval, with the engine as its model"),
 }
 BUDGETS = (0.5, 0.2, 0.1)
@@ -69,7 +69,11 @@ def _parser() -> OneLineParser:
     names = "|".join(("fidelity", "text", "streaming", *WORKFLOWS))
     measures = parser.add_subparsers(dest="measure", required=True, metavar=names)
     for name, add_flags, text in (
-        ("fidelity", _add_fidelity_flags, "KL, flips, NLL, recall and evicted attention against the full cache"),
+        (
+            "fidelity",
+            _add_fidelity_flags,
+            "KL, changed tokens, NLL, recall and evicted attention against the full cache",
+        ),
         ("text", _add_text_flags, "one's own prompts, full cache and eviction side by side"),
         ("streaming", _add_streaming_flags, "conversations and texts longer than the cache"),
     ):
@@ -118,6 +122,7 @@ def _add_text_flags(parser: OneLineParser) -> None:
     add_sampling_flags(parser)
     add_prompt_flags(parser, "default: a few lines of Python")
     add = parser.add_argument
+    add("--chat", action="store_true", help="each prompt is a user's message, put into the model's chat template")
     add("--gen-len", type=positive, default=TEXT_GEN_LEN, help=f"most new tokens ({TEXT_GEN_LEN})")
     add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
     add("--model_name", dest="model", **ALIAS)

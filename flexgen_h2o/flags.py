@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
@@ -20,7 +21,8 @@ from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, P
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, UNIFORM, EvictionSettings, SamplingParams
+from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, SIZES, UNIFORM, EvictionSettings, SamplingParams
+from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
@@ -49,6 +51,7 @@ SHOWN_AS = {
     "--attn-sparsity": "--kv-read",
     "--gen-len": "--max-tokens",
 }
+SCRIPTS_RATIO = 0.1  # of heavy and of recent KV entries, in h2o_hf's scripts
 # Further names of a flag.
 ALSO = {"--gpu-batch-size": "--micro-batch", "--num-gpu-batches": "--micro-batches"}
 # Sections of settings that are not in their dataclass's.
@@ -205,6 +208,19 @@ def budget_of(args: argparse.Namespace) -> MemoryBudget:
     return MemoryBudget(args.device_mem, args.host_mem, args.disk_mem)
 
 
+def note_whole_ram(args: argparse.Namespace) -> None:
+    """Note once if a limit of RAM is above what this machine has."""
+    from flexgen_h2o.tiers.device import whole_host_bytes
+
+    asked = budget_of(args).host
+    if asked is None or vars(args).get("has_noted_ram"):
+        return
+    args.has_noted_ram = True
+    whole = whole_host_bytes()
+    if asked > whole:
+        note("flexgen-h2o", f"--host-mem {args.host_mem}: this machine has {format_bytes(whole)}, which is the limit")
+
+
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """How the flags want tokens chosen; UsageError names the flag."""
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.metadata["help"]}
@@ -216,13 +232,22 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
     """The model and tiers that the flags ask for. policy, is_auto: of `policy_of`. With --dry-run the command ends
     where the engine would be opened for the first time."""
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.models import check_family
 
-    return LLM(
+    note_whole_ram(args)
+    llm = LLM(
         model_of(args), AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
         max_model_len=args.max_model_len,
     )  # fmt: skip
+    if vars(args).get("model_family") is not None:
+        try:
+            check_family(llm.model.spec, args.model_family, args.given["model_family"])
+        except UsageError:
+            llm.close()
+            raise
+    return llm
 
 
 def _end_with(answer: Answer) -> NoReturn:
@@ -289,6 +314,7 @@ def check_positions(args: argparse.Namespace, model: str, positions: int) -> Non
 
 def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
+    _choose_small_cache(args)
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
     asked_for = [field for field, value in given.items() if value not in (UNIFORM, "none")]  # no defaults, typed out
@@ -310,6 +336,41 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     own = (item.partition("=")[0] for item in name.partition(":")[2].split(","))
     with naming_flags(**EVICTION_FLAGS | {key: f"--eviction {name}: {key}" for key in own}):
         return make_eviction(name, **given)
+
+
+def add_h2o_hf_flags(parser: OneLineParser) -> None:
+    """Add the flags of h2o_hf's run_lm_eval_harness.py and run_helm.py to a command that has the engine's flags.
+
+    Help does not show them. `--model_name`, `--recent_ratio` and the like are read without this.
+    """
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    table = parser._option_string_actions
+    parser.also(table["--hh-ratio"], "--heavy-ratio")
+    parser.add_argument("--enable-small-cache", action="store_true", **hidden)
+    parser.also(parser.add_argument("--model-type", dest="model_family", **hidden), "--model-arch")
+    # The scripts make the folder, which is a hub cache; `say_idle_flags` tells that it is not there.
+    parser.add_argument(
+        "--cache-dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **hidden
+    )
+    parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", **hidden)
+    parser.add_argument("--fp16", dest="dtype", action="store_const", const="float16", **hidden)
+
+
+def _choose_small_cache(args: argparse.Namespace) -> None:
+    """Fill in what h2o_hf's flags mean: `--enable_small_cache` is H2O, and a heavy ratio of 0 is "local".
+
+    The scripts' ratios are 0.1 each if they are not given.
+    """
+    sizes = [value_of(args, EVICTION_FLAGS[name]) for name in (*SIZES, "kv_budget", "kv_bytes")]
+    if vars(args).get("enable_small_cache") and sizes[2:] == [None] * 4:
+        args.hh_ratio = SCRIPTS_RATIO if args.hh_ratio is None else args.hh_ratio
+        args.recent_ratio = SCRIPTS_RATIO if args.recent_ratio is None else args.recent_ratio
+    if args.hh_ratio == 0 and (args.recent_ratio or args.recent_size):
+        args.hh_ratio = None
+        if args.eviction is None:
+            args.eviction = "local:sinks=0"
+        else:
+            args.hh_size = 0
 
 
 def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
@@ -504,7 +565,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         **_ENGINE,
         **_SAMPLING,
         "prompt_len": _if("each prompt of --prompts keeps its own length", lambda args: args.prompts),
-        "ignore_eos": _if("no row of the benchmark ends early", lambda args: not args.prompts),
+        "ignore_eos": _if("no prompt of the benchmark ends early", lambda args: not args.prompts),
         "log_file": _if("--no-log writes none", lambda args: args.no_log and args.log_file != "auto"),
         "overlap": _if(
             "--debug-mode breakdown is serial", lambda args: args.overlap and args.debug_mode == "breakdown"
@@ -521,7 +582,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     "policy_search": {**_ENGINE, "revision": _built_in},
     "evaluate fidelity": {
         **_ENGINE,
-        "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
+        "depths": _if("there are no recall prompts", lambda args: not args.recall_prompts),
     },
     "evaluate layers": _ENGINE,
     "evaluate frontier": _ENGINE,

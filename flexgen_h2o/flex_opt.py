@@ -164,6 +164,8 @@ def _run(argv: list[str] | None) -> int:
         llm.share_prefix = args.share_prefix or ("off" if args.prompts is None else "auto")
         llm.timeline.keep_spans = args.trace is not None
         llm.check_plan()
+        if args.chat:
+            params = llm.model.for_chat(params)
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
         with naming_flags():  # a prompt longer than the model's positions
             sizes = llm.sizes(prompts, params)
@@ -246,8 +248,16 @@ def _generate(
     args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, done: list[Completion]
 ) -> RunReport:
     """Run, and project what was cut short. Finished rows are written also when the run fails."""
+    from flexgen_h2o.engine.channels import with_content
+
+    def keep(found: list[Completion]) -> None:
+        if args.chat:
+            tokenizer = llm.model.tokenizer
+            found = [with_content(one, tokenizer, params, prompts[one.index].token_ids) for one in found]
+        done.extend(found)
+
     try:
-        report = llm.run(prompts, params, done.extend, order=_order(args))
+        report = llm.run(prompts, params, keep, order=_order(args))
     finally:
         if args.output is not None and done:  # a run that is refused leaves an older file as it is
             write_outputs(args.output, done)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.core.settings import SamplingParams
+    from flexgen_h2o.engine.channels import TerminalText
     from flexgen_h2o.engine.conversation import AnswerText
     from flexgen_h2o.jobs.requests import Request
     from flexgen_h2o.llm import LLM
@@ -239,7 +240,8 @@ def print_answers(args: argparse.Namespace) -> int:
         titles, requests = zip(*_titles_and_requests(args, llm, texts, defaults), strict=True)
         say_notes("generate", args, llm)
         prompts = [replace(one.prompt, index=i) for i, one in enumerate(requests)]
-        print_completions(llm, prompts, [one.params for one in requests], titles)
+        chats = [one.kind == "chat" for one in requests]
+        print_completions(llm, prompts, [one.params for one in requests], titles, chats)
     return EXIT_DONE
 
 
@@ -302,19 +304,26 @@ def _title_of(value: Any, number: int) -> str:
 
 
 def print_completions(
-    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], titles: Sequence[str], echo: bool = False
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    titles: Sequence[str],
+    chats: Sequence[bool],
+    echo: bool = False,
 ) -> list[Completion]:
     """Say what will happen, then print the answers in the order of the prompts, and return them.
 
-    A single answer is streamed; of several each has its title above it. echo: each stands behind its prompt.
+    A single answer is streamed; of several each has its title above it. chats: of each prompt whether it is a chat's.
+    An answer in a chat is printed as `chat` prints it, and returned without its reasoning. echo: each stands behind
+    its prompt, in a chat with a blank line between them.
     """
     from flexgen_h2o.opening import opening_line
 
     llm.prepare(prompts, params)
     print(f"# {opening_line(llm, prompts, params, len(prompts))}", file=sys.stderr, flush=True)
     if len(prompts) == 1:
-        return [_print_streamed(llm, prompts[0], params[0], echo)]
-    return _print_in_order(llm, prompts, params, titles, echo)
+        return [_print_streamed(llm, prompts[0], params[0], chats[0], echo)]
+    return _print_in_order(llm, prompts, params, titles, chats, echo)
 
 
 class _Printed:
@@ -323,7 +332,7 @@ class _Printed:
     token_ids: of the answer, up to now. reason: why it ended; None before that.
     """
 
-    def __init__(self, text: AnswerText) -> None:
+    def __init__(self, text: AnswerText | TerminalText) -> None:
         self.token_ids: list[int] = []
         self.reason: str | None = None
         self._text = text
@@ -337,8 +346,9 @@ class _Printed:
         print(self._text.more(self.token_ids, reason is not None), end="", flush=True)
 
 
-def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, echo: bool) -> Completion:
+def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, is_chat: bool, echo: bool) -> Completion:
     """Print the answer to the one prompt as it comes: a conversation of one turn."""
+    from flexgen_h2o.engine.channels import TerminalText, with_content
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
     from flexgen_h2o.engine.decoding import stop_criteria
     from flexgen_h2o.engine.generation import Callbacks, Silent
@@ -346,7 +356,12 @@ def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, echo: bool
 
     model = llm.model
     ends = stop_criteria(model, params)
-    printed = _Printed(AnswerText(model.tokenizer, params.stop, prompt.token_ids, params.stop_token_ids))
+    text: AnswerText | TerminalText
+    if is_chat:
+        text = TerminalText(model.tokenizer, params, prompt.token_ids)
+    else:
+        text = AnswerText(model.tokenizer, params.stop, prompt.token_ids, params.stop_token_ids)
+    printed = _Printed(text)
     room = most_new_tokens(llm.eviction, model.spec, len(prompt.token_ids), params.max_tokens)
     asked = replace(params, max_tokens=room)
     penalties = penalties_maker(model, params)
@@ -354,34 +369,54 @@ def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, echo: bool
         prompt.token_ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1, penalties=penalties
     )
     if echo:
-        print(_text_of(prompt.text, prompt.token_ids), end="", flush=True)
+        print(_echoed(prompt, is_chat), end="", flush=True)
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     print()
-    return Completion(
+    done = Completion(
         0, prompt.text, ends.text(printed.token_ids, prompt.token_ids), printed.token_ids, printed.reason or "length"
     )
+    return with_content(done, model.tokenizer, params, prompt.token_ids) if is_chat else done
 
 
 def _print_in_order(
-    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], titles: Sequence[str], echo: bool
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    titles: Sequence[str],
+    chats: Sequence[bool],
+    echo: bool,
 ) -> list[Completion]:
     """Print each answer below its title as soon as those before it are printed."""
+    from flexgen_h2o.engine.channels import TerminalText, with_content
+
+    tokenizer = llm.model.tokenizer
     done: dict[int, Completion] = {}
     shown: list[Completion] = []
 
     def show(found: list[Completion]) -> None:
         done.update({one.index: one for one in found})
         while len(shown) in done:
-            one = done[len(shown)]
-            prompt = prompts[len(shown)]
+            i = len(shown)
+            one = done[i]
+            prompt = prompts[i]
             sizes = f"{len(prompt.token_ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
-            before = _text_of(prompt.text, prompt.token_ids) if echo else ""
-            print(f"{RULE}\n{titles[len(shown)]}: {sizes}\n{RULE}", flush=True)
-            print(before + _text_of(one.text, one.token_ids), flush=True)
+            before = _echoed(prompt, chats[i]) if echo else ""
+            text = _text_of(one.text, one.token_ids)
+            if chats[i]:
+                text = TerminalText(tokenizer, params[i], prompt.token_ids).more(one.token_ids, True)
+                one = with_content(one, tokenizer, params[i], prompt.token_ids)
+            print(f"{RULE}\n{titles[i]}: {sizes}\n{RULE}", flush=True)
+            print(before + text, flush=True)
             shown.append(one)
 
     llm.run(prompts, params, show, refill=True)
     return shown
+
+
+def _echoed(prompt: Prompt, is_chat: bool) -> str:
+    """Return the prompt as it stands before its answer: a message with a blank line behind it."""
+    text = _text_of(prompt.text, prompt.token_ids)
+    return f"{text}\n\n" if is_chat else text
 
 
 def _text_of(text: str | None, token_ids: Sequence[int]) -> str:

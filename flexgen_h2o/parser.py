@@ -10,6 +10,7 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from flexgen_h2o.core.errors import UsageError
@@ -33,6 +34,7 @@ SECTIONS = (MODEL, *OWN, WORKLOAD, FILES, BENCHMARK, SAMPLING, MEMORY, KV, JOB, 
 _MOST_QUOTED = 60  # characters of a word of the command line
 _HELP_COLUMN = 24  # where the explanations begin
 
+_NO_VALUE = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _spelled: dict[str, str] = {}  # flags of the running command as messages have them -> as the user knows them
 
@@ -106,6 +108,8 @@ class OneLineParser(argparse.ArgumentParser):
         self._model_is_positional = False
         self._given: dict[str, str] = {}
         self._words: set[str] = set()  # of the command line, too long to be quoted whole
+        self._line: list[str] = []  # all words of the command line
+        self._model: str | None = None  # that a flag names
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -5GiB is a wrong value, not a flag
         add = self.section(HELP).add_argument
         add("-h", "--help", action=_ShowHelp, const=False, help="show this help")
@@ -160,13 +164,33 @@ class OneLineParser(argparse.ArgumentParser):
     # ---- Parsing
 
     def error(self, message: str) -> NoReturn:
+        message += self._remedy(message)
         for word in sorted(self._words, key=len, reverse=True):
             for quoted in (word, repr(word)[1:-1]):
                 message = message.replace(quoted, shortened(quoted, _MOST_QUOTED))
         raise UsageError(message)
 
+    def _remedy(self, message: str) -> str:
+        """Return how a value is given that was taken for a flag; empty for other errors."""
+        found = _NO_VALUE.fullmatch(message)
+        if found is None:
+            return ""
+        table = self._option_string_actions
+        for word, value in pairwise(self._line):
+            action = table.get(word)
+            if action is None or "/".join(action.option_strings) != found[1] or value.partition("=")[0] in table:
+                continue
+            if value.startswith("-"):
+                return f"; a value that begins with a hyphen stands behind an equals sign: {_main_name(action)}={value}"
+        return ""
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
         words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
+        if self._begins_with_model(words):
+            words.insert(0, "--model")
+        self._line = words
+        self._given = {}
+        self._model = None
         given = [part for word in words for part in (word, word.partition("=")[2])]
         self._words = {part for part in given if len(part) > _MOST_QUOTED}
         self._note_spellings(words)
@@ -181,6 +205,12 @@ class OneLineParser(argparse.ArgumentParser):
             self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
         found.given = {**getattr(found, "given", {}), **self._given}
         return found, unknown
+
+    def _begins_with_model(self, words: Sequence[str]) -> bool:
+        """Whether the first word is MODEL where argparse would look for a sub-command, which may be left out."""
+        if self._subparsers is None or not self._model_is_positional or not words or words[0].startswith("-"):
+            return False
+        return all(words[0] not in (action.choices or ()) for action in self._subparsers._group_actions)
 
     def _known_spelling(self, word: str) -> str:
         """Return the word with the underscores of an unknown flag as hyphens, and another program's name of a flag as
@@ -222,6 +252,10 @@ class OneLineParser(argparse.ArgumentParser):
         if not action.option_strings:
             return super()._get_values(action, arg_strings)
         self._given[action.dest] = _main_name(action)
+        if action.dest == "model" and arg_strings:
+            if self._model not in (None, arg_strings[0]):
+                self.error(f"{_main_name(action)} {arg_strings[0]}: {self._model} is named before it; name one model")
+            self._model = arg_strings[0]
         if arg_strings == [""] and action.const == "":  # a shell variable that is not set, not a flag without a value
             raise argparse.ArgumentError(action, "'' is empty; leave it out")
         if arg_strings != ["--"]:

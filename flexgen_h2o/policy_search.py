@@ -8,19 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexgen_h2o.checkpoint.resolve import DUMMY
 from flexgen_h2o.cli_common import (
     check_picture,
     check_separate,
     file_name,
     flag_of,
+    note,
     own_name,
     positive,
     results_are_in,
@@ -28,10 +31,11 @@ from flexgen_h2o.cli_common import (
     say,
 )
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, SavedPolicy, without_unused_bits, write_policy
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, SavedPolicy, read_policy, without_unused_bits, write_policy
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
 from flexgen_h2o.core.settings import ORIGINAL
+from flexgen_h2o.core.units import DiskBudget
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     PLACEMENT,
@@ -46,6 +50,7 @@ from flexgen_h2o.flags import (
     given_flags,
     is_folder,
     model_of,
+    note_whole_ram,
     policy_of,
     say_idle_flags,
     value_of,
@@ -80,6 +85,9 @@ REPEATED = (
     "--eviction", *EVICTION_FLAGS.values(),
 )  # fmt: skip
 MOST_PROMPTS = 10**9
+THIS_MACHINE = "this machine"  # the name of its profile
+WORTH_A_FLAG = 0.9  # of the time that a plan takes: a flag that changes precision is named if it saves a tenth
+OF_EVICTION = ("--eviction", *EVICTION_FLAGS.values())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,6 +131,7 @@ def _parser() -> OneLineParser:
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     _check(args)
+    _take_workload(args)
     if not args.json:
         results_are_in(args.output)
     answer = _fastest(args)
@@ -138,6 +147,25 @@ def _run(argv: list[str] | None) -> int:
     words = sys.argv[1:] if argv is None else argv
     _write(args, answer, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
     return EXIT_DONE
+
+
+def _take_workload(args: argparse.Namespace) -> None:
+    """Take the prompts of --plan FILE where no flag says another number or length, and note it."""
+    if args.policy in (None, "auto"):
+        return
+    saved = read_policy(usable_path(args.policy, "--policy")).workload or {}
+    taken = []
+    for field in ("num_prompts", "prompt_len", "gen_len"):
+        value = saved.get(field)
+        if field not in args.given and type(value) is int and value > 0:
+            setattr(args, field, value)
+            taken.append(f"{'--max-tokens' if field == 'gen_len' else flag_of(field)} {value}")
+    if taken:
+        note("policy_search", f"--policy {args.policy}: {', '.join(taken)} are those that it was found for")
+    eviction = saved.get("eviction")
+    name = eviction.get("name") if isinstance(eviction, dict) else None
+    if name not in (None, "full") and all(value_of(args, flag) is None for flag in OF_EVICTION):
+        note("policy_search", f"--policy {args.policy}: was found with {name}, and this is the full cache")
 
 
 def ask(
@@ -159,6 +187,26 @@ def ask(
     return {**to_json(answer), "text": _text(args, answer), "command": command}
 
 
+def nearest_machine(found: Mapping[str, HardwareProfile]) -> str:
+    """Return the name of the profile that is most like this machine: its own or, of those with a GPU if it has one, the
+    one with the most similar memory."""
+    from flexgen_h2o.planner.profile import NOMINAL
+    from flexgen_h2o.tiers.device import open_device, whole_host_bytes
+
+    if THIS_MACHINE in found:
+        return THIS_MACHINE
+    device = open_device("auto", separate_budget=False)
+    here = {"host": whole_host_bytes(), "device": 0 if device.is_host else device.free_bytes() or 0}
+
+    def distance(name: str) -> tuple[bool, bool, float]:
+        one = found[name]
+        there = {"host": one.host_mem_bytes, "device": one.device_mem_bytes}
+        apart = (abs(math.log(max(1, there[tier]) / here[tier])) for tier in here if here[tier])
+        return one.device_is_host is not device.is_host, one.machine == NOMINAL, sum(apart)
+
+    return min(found, key=distance)
+
+
 def machines(offload_dir: str | None) -> dict[str, HardwareProfile]:
     """Profiles by name: of this machine where it was measured, those that are shipped, and round figures."""
     from flexgen_h2o.planner.measure.run import cached_profile
@@ -167,7 +215,7 @@ def machines(offload_dir: str | None) -> dict[str, HardwareProfile]:
     found: dict[str, HardwareProfile] = {}
     with contextlib.suppress(UsageError):  # no such folder: it was never measured
         kept = cached_profile("auto", Path(usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")))
-        found |= {} if kept is None else {"this machine": kept}
+        found |= {} if kept is None else {THIS_MACHINE: kept}
     found |= {path.stem: read_profile(path) for path in sorted(SHIPPED.glob("*.json"))}
     return found | {f"some {kind}": nominal_profile(kind == "CPU") for kind in ("card", "CPU")}
 
@@ -224,8 +272,26 @@ def _question(args: argparse.Namespace) -> Answer:
     rows = args.num_prompts or (SEARCHED_PROMPTS if searched else policy.block_size)
     need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows)
     machine, budgets = _machine(args)
+    download = _download_bytes(args, spec, machine)
+    disk = budgets["disk"]
+    if download and args.disk_mem is None and isinstance(disk, DiskBudget):
+        left = DiskBudget(max(0, disk - download), max(0, disk.free - download))
+        budgets = {**budgets, "disk": left}
     space = SearchSpace(spec, need, policy, machine, budgets, compress, args.check)
-    return Answer(space, eviction.to_json(), searched)
+    return Answer(space, eviction.to_json(), searched, download_bytes=download)
+
+
+def _download_bytes(args: argparse.Namespace, spec: ModelSpec, machine: Machine) -> int:
+    """Return the bytes of a checkpoint that a run on this machine would download first."""
+    from flexgen_h2o.checkpoint.resolve import is_downloaded
+    from flexgen_h2o.engine.memory_plan import checkpoint_bytes
+
+    is_elsewhere = args.profile is not None or args.hardware is not None
+    if is_elsewhere or (args.path is not None and DUMMY in args.path) or is_folder(args):
+        return 0
+    if is_downloaded(args.model, args.revision):
+        return 0
+    return checkpoint_bytes(spec, machine.itemsize)
 
 
 def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
@@ -252,6 +318,7 @@ def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budg
 
     folder, asked = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir"), budget_of(args)
     device = open_device(args.device, separate_budget=asked.device is not None)
+    note_whole_ram(args)
     budgets = resolve_budgets(asked, device, folder)
     return profile_of_this_machine(args.device, folder, _say, measure_missing=True), device.is_host, budgets
 
@@ -314,7 +381,29 @@ def _with_details(answer: Answer) -> Answer:
     return replace(
         answer, s_per_gib=sensitivity(space, policy), disk_read_bytes=reads,
         more=worth_more(space, reads) if answer.searched else None,
+        faster=_faster(answer) if answer.searched else None,
     )  # fmt: skip
+
+
+def _faster(answer: Answer) -> tuple[str, float] | None:
+    """Return the flag that shortens a run that computing binds, with its predicted seconds; None if it does not."""
+    from flexgen_h2o.planner.search import search
+
+    space, plan = answer.space, answer.plan
+    assert plan is not None
+    found = plan.prediction
+    seconds = {"prefill": found.prefill_s, "decode": found.decode_s}
+    longest = max(seconds, key=lambda phase: seconds[phase])
+    if "compute" not in found.binds(longest) or space.base.int8_compute or space.base.compress_weight:
+        return None
+    base = replace(space.base, int8_compute=True)
+    compress = [name for name in space.compress if name != "compress_weight"]
+    try:
+        tried = search(replace(space, base=base, compress=compress))
+    except (DoesNotFitError, UsageError):
+        return None
+    is_faster = tried.prediction.total_s <= WORTH_A_FLAG * found.total_s
+    return ("--int8-compute", tried.prediction.total_s) if is_faster else None
 
 
 def _text(args: argparse.Namespace, answer: Answer) -> str:

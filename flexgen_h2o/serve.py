@@ -176,11 +176,13 @@ def _plan_only(args: argparse.Namespace, bounds: Bounds) -> int:
 
 def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
     from flexgen_h2o.planner.profile import profile_from_json
-    from flexgen_h2o.policy_search import ask, machines
+    from flexgen_h2o.policy_search import ask, machines, nearest_machine
     from flexgen_h2o.serving.pages import Pages
 
     given = [f"--{name}={value}" for name in ("path", "revision") if (value := getattr(args, name)) is not None]
-    return Pages(machines(args.offload_dir), profile_from_json, ask, [args.model or PLANNED, *given], has_engine)
+    known = machines(args.offload_dir)
+    model = [args.model or PLANNED, *given]
+    return Pages(known, profile_from_json, ask, model, has_engine, nearest_machine(known))
 
 
 def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:

@@ -17,8 +17,8 @@ make() {
     mkdir -p "policies/$model"
     local search=("${PYTHON:-python3}" -m flexgen_h2o.policy_search --model "$name" --hardware "$machine"
         --prompt-len 512 --gen-len 32 --num-prompts 1024 "$@")
-    "${search[@]}" --output "policies/$model/$machine.json" | grep -A1 "^policy, found"
-    "${search[@]}" --hh-ratio 0.1 --output "policies/$model/$machine-h2o20.json" | grep -A1 "^policy, found"
+    "${search[@]}" --output "policies/$model/$machine.json" | grep -A1 "^plan, found"
+    "${search[@]}" --hh-ratio 0.1 --output "policies/$model/$machine-h2o20.json" | grep -A1 "^plan, found"
 }
 
 for machine in t4 a100-80; do

@@ -70,9 +70,10 @@ ROWS = (
     Row(
         "tasks", "H2O, section 5.1, Figures 4 and 8",
         "accuracy of six tasks by KV budget: full cache, local, H2O",
-        f"{EVALUATE} lm-eval {TINY} --include-path $WORK/tasks --tasks methods --num-fewshot 2 --kv-budget 0.2 "
-        "--gpu-batch-size 16",
-        f"{EVALUATE} lm-eval {_30B} --tasks h2o-paper --num-fewshot 5 --kv-budget 0.2 --download",
+        f"{EVALUATE} lm-eval grid {TINY} --include-path $WORK/tasks --tasks methods --num-fewshot 2 --policies full "
+        "local:sinks=0 h2o --kv-budget 0.5 0.2 --output-dir $WORK/grid --gpu-batch-size 16",
+        f"{EVALUATE} lm-eval grid {_30B} --tasks h2o-paper --num-fewshot 5 --policies full local:sinks=0 h2o "
+        "--kv-budget 0.8 0.6 0.4 0.2 0.1 0.04 --output-dir grid --plot grid.png --download",
         "OPT-30B, LLaMA-7B or GPT-NeoX-20B; data sets of the six tasks",
         f"{_30B} --prompt-len 384 --gen-len 8 --num-prompts 8000 --hh-ratio 0.1",
         keep=r"^\|",

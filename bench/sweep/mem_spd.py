@@ -32,7 +32,7 @@ from bench.baselines.contract import DTYPES
 from bench.sweep.__main__ import _read_system
 from bench.sweep.grid import Cell, System
 from bench.sweep.runner import Setup, describe, measure
-from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, MEASURED, REFUSED, Key, Line, Store, claimed
+from bench.sweep.store import BF16, DOES_NOT_FIT, FAILED, MEASURED, REFUSED, TIMEOUT, Key, Line, Store, claimed
 from flexgen_h2o.cli_common import check_picture, positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_picture, write_result
@@ -261,42 +261,60 @@ def _policies(args: argparse.Namespace) -> Sequence[str]:
 
 # ---- picture
 
+WHY_NOT = {DOES_NOT_FIT: "does not fit", TIMEOUT: "took too long", FAILED: "failed", REFUSED: "too few positions"}
+
 
 def draw(lines: Sequence[Line], path: Path) -> None:
-    """Peak memory and generated tokens/s over the batch, and over the prompt, of the most measurements that compare."""
+    """Draw peak memory and generated tokens/s of all benchmarks, side by side by policy.
+
+    One that has no figures has a cross and says why.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    measured = [line for line in lines if line["status"] in MEASURED]
-    for axes, (name, others) in zip(
-        figure.subplots(2, 2),
-        (("rows", ("prompt_len", "gen_len")), ("prompt_len", ("rows", "gen_len"))),
-        strict=True,
-    ):
-        chosen = _most_alike(measured, others)
-        what = ", ".join(f"{other} {chosen[0][other]}" for other in others) if chosen else "nothing measured"
-        for ax, value, title in (
-            (axes[0], lambda line: line["peak_rss_bytes"] / GIB, "peak memory beside an empty process, GiB"),
-            (axes[1], lambda line: line["tokens_per_s"], "generated tokens/s, prefill + decode"),
-        ):
-            for system in dict.fromkeys(line["system"] for line in chosen):
-                points = sorted((line[name], value(line)) for line in chosen if line["system"] == system)
-                ax.plot(*zip(*points, strict=True), marker="o", label=system.removeprefix("ours-"))
-            ax.set(title=f"{title}\n{what}", xlabel={"rows": "batch", "prompt_len": "prompt tokens"}[name])
-            ax.set_ylim(bottom=0)
-            ax.grid(alpha=0.3)
-            if chosen:
-                ax.legend(fontsize=8)
+    shapes = list(dict.fromkeys(_shape(line) for line in lines))
+    systems = list(dict.fromkeys(str(line["system"]) for line in lines))
+    figure = Figure(figsize=(max(8.0, 0.6 * len(shapes) * len(systems)), 9), layout="constrained")
+    memory, speed = figure.subplots(2, 1)
+    memory.set(title="peak memory beside an empty process, GiB")
+    speed.set(title="generated tokens/s, prefill + decode")
+    width = 0.8 / len(systems)
+    for s, system in enumerate(systems):
+        for ax, of_line in ((memory, _memory), (speed, _speed)):
+            places = [i + (s - (len(systems) - 1) / 2) * width for i in range(len(shapes))]
+            heights = []
+            for shape, place in zip(shapes, places, strict=True):
+                found = [line for line in lines if line["system"] == system and _shape(line) == shape]
+                values = [of_line(line) for line in found if line["status"] in MEASURED]
+                heights.append(statistics.fmean(values) if values else 0.0)
+                if found and not values:
+                    ax.plot(place, 0, "x", color="black", clip_on=False)
+                    ax.annotate(why_not(found), (place, 0), (0, 6), textcoords="offset points", rotation=90, fontsize=7)
+            ax.bar(places, heights, width, label=system.removeprefix("ours-"))
+    for ax in (memory, speed):
+        ax.set_xticks(range(len(shapes)), [f"{b} x ({p} + {g})" for b, p, g in shapes], rotation=30, ha="right")
+        ax.set_ylim(bottom=0)
+        ax.grid(axis="y", alpha=0.3)
+        ax.legend(fontsize=8)
+    speed.set_xlabel("batch x (prompt + output tokens)")
     figure.suptitle(str(lines[0]["model"]))
     write_picture(path, figure)
 
 
-def _most_alike(lines: Sequence[Line], names: Sequence[str]) -> list[Line]:
-    """Of the lines that agree in these fields, the largest group."""
-    groups: dict[tuple[Any, ...], list[Line]] = {}
-    for line in lines:
-        groups.setdefault(tuple(line[name] for name in names), []).append(line)
-    return max(groups.values(), key=len, default=[])
+def why_not(lines: Sequence[Line]) -> str:
+    """Return why a benchmark has no figures, of all its repeats."""
+    return WHY_NOT[str(lines[-1]["status"])]
+
+
+def _shape(line: Line) -> Shape:
+    return line["rows"], line["prompt_len"], line["gen_len"]
+
+
+def _memory(line: Line) -> float:
+    return float(line["peak_rss_bytes"]) / GIB
+
+
+def _speed(line: Line) -> float:
+    return float(line["tokens_per_s"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -151,6 +152,13 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
     folder = Path(found)
     complete = (folder / CONFIG_NAME).is_file() and (not weights or has_weights(folder))
     return folder if complete else None
+
+
+def is_downloaded(model: str, revision: str | None) -> bool:
+    """Return whether the hub's cache here has all of a model."""
+    with contextlib.suppress(ValueError, OSError):  # a name that no hub has, a cache that cannot be read
+        return _cached(model, revision, True) is not None
+    return False
 
 
 def has_weights(folder: Path) -> bool:

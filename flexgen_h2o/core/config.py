@@ -216,6 +216,9 @@ def write_policy(path: Path, saved: SavedPolicy) -> None:
 
 def read_policy(path: Path) -> SavedPolicy:
     """Read and validate a policy file; UsageError names the file and the unknown, missing or bad field."""
+    if not path.exists():
+        way = "name one that `flexgen-h2o plan --save-plan FILE` wrote, or auto"
+        raise UsageError(f"--policy {path}: No such file; {way}")
     body = read_object(path, f"--policy {path}")
     schema = body.get("schema")
     if type(schema) is not int or not 1 <= schema <= POLICY_SCHEMA:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.conversation import AnswerText
 from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
+from flexgen_h2o.engine.prompts import Completion
 
 FINAL = "final"
 ROLE = "assistant"  # whose messages an answer has
@@ -156,6 +157,16 @@ class ChatText:
                     found[is_final] += "\n"
             found[is_final] += self._texts[i].more(ids, is_over or i < len(messages) - 1)
         return found[True], found[False]
+
+
+def with_content(
+    done: Completion, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]
+) -> Completion:
+    """Return an answer of a chat with its content as its text: without its reasoning, if the model writes channels."""
+    if marks_of(tokenizer) is None or done.error is not None:
+        return done
+    content, _ = ChatText(tokenizer, params, prompt).more(done.token_ids, True)
+    return replace(done, text=content)
 
 
 class TerminalText:

@@ -26,6 +26,7 @@ LAYOUT = (
 ROUGE_SCORE, ROUGE = ("rouge1", "rouge2", "rougeL"), ("rouge-1", "rouge-2", "rouge-l")
 METRICS = (*ROUGE_SCORE, *ROUGE)
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "ignore_eos", "logprobs")
+INSTRUCTION = "Summarize the article in one sentence."  # of a message, if its record has none
 _EXAMPLE = re.compile(r"(?m)^(?=###$)")
 _FREE_FRAMES = 1000  # of Python's stack, beside those of the package rouge
 
@@ -59,6 +60,18 @@ def split_instruction(prompt: str) -> tuple[str, str, str]:
     """
     article, gap, instruction = prompt.rpartition("\n\n")
     return (article, gap, instruction) if gap else (prompt, "", "")
+
+
+def as_message(prompt: str) -> str:
+    """Return a record's prompt as a user's message: with an instruction behind it, if it has none."""
+    text = prompt.strip()
+    return text if split_instruction(text)[2] else f"{text}\n\n{INSTRUCTION}"
+
+
+def prompt_of(request: Mapping[str, Any]) -> str:
+    """Return the text of a request that was made of a record: its article, or its only message."""
+    text: str = request["messages"][0]["content"] if "messages" in request else request["article"]
+    return text
 
 
 def shortened(prompt: str, fits: Callable[[str], bool]) -> str | None:

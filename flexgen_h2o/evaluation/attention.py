@@ -21,7 +21,7 @@ def add_flags(parser: OneLineParser) -> None:
     parser.set_defaults(dtype="float32", run=run)
     add = parser.add_argument
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
-    add("--num-prompts", type=positive, help=f"rows ({PROMPTS}; of a file all)")
+    add("--num-prompts", type=positive, help=f"prompts ({PROMPTS}; of a file all)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt, whose attention is measured (256)")
     add("--gen-len", type=positive, default=64, help="tokens of the text that are followed after a removal (64)")
     add(

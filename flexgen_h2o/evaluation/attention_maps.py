@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, ClassVar
 
 import numpy as np
@@ -227,7 +228,7 @@ def summarise(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: 
     """Sparsity and power law of each transformer block, and what tokens that occur with many others receive."""
     bootstrap, length = Bootstrap(len(rows), settings.resamples, settings.seed), len(rows[0].prompt)
     last = max(2, length // 2)
-    blocks = []
+    blocks: list[Figures] = []
     for block, curve in enumerate(maps.by_rank):
         (power, r2), (rate, exponential_r2) = (fit(curve, 1, last, is_power) for is_power in (True, False))
         blocks.append(
@@ -246,7 +247,14 @@ def summarise(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: 
             }
         )
     fitted = {"method": "least squares of ln(score) on ln(rank)", "first_rank": 1, "last_rank": last}
-    return {"fit": fitted, "blocks": blocks, "tokens": _tokens(maps, rows, llm, settings.window)}
+    plain = ("exponent", "r2", "exponential_rate", "exponential_r2")
+    mean: Figures = {
+        "columns_needed": bootstrap.mean(maps.needed.mean(axis=(1, 2))),
+        "near_zero": bootstrap.mean(maps.near_zero.mean(axis=(1, 2))),
+        **{name: fmean(float(block[name]) for block in blocks) for name in plain},
+        "held_by_top": {f"{s:g}": fmean(block["held_by_top"][f"{s:g}"] for block in blocks) for s in TOP_SHARES},
+    }
+    return {"fit": fitted, "blocks": blocks, "mean": mean, "tokens": _tokens(maps, rows, llm, settings.window)}
 
 
 def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int) -> Figures:

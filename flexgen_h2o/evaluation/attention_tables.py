@@ -45,7 +45,7 @@ def _block_table(result: Figures) -> list[str]:
     )  # fmt: skip
     rows = [
         [
-            str(found["block"]),
+            str(found.get("block", "mean")),
             percent(found["columns_needed"]),
             percent(found["near_zero"]),
             f"{found['exponent']:.2f}",
@@ -53,7 +53,7 @@ def _block_table(result: Figures) -> list[str]:
             f"{found['exponential_r2']:.3f}",
             *(f"{share:.1%}" for share in found["held_by_top"].values()),
         ]
-        for found in result["blocks"]
+        for found in (*result["blocks"], result["mean"])
     ]
     return markdown_table(heads, rows)
 

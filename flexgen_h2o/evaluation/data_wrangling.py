@@ -17,7 +17,7 @@ from flexgen_h2o.cli_common import check_files, count, file_name, not_empty, pos
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError, json_reason
 from flexgen_h2o.core.files import json_line, read_bounded, usable_path, write_result
 from flexgen_h2o.core.settings import SamplingParams
-from flexgen_h2o.core.units import markdown_table
+from flexgen_h2o.core.units import counted, markdown_table
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
 from flexgen_h2o.evaluation.kvpress import (
     RATIO_OF,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
     from flexgen_h2o.evaluation.wrangling_data import Item, Task
     from flexgen_h2o.kvcache.eviction import Eviction
+    from flexgen_h2o.models.load import Model
 
 METHODS = ("random", "manual", "validation_clusters")
 MOST_TRIALS = 1000  # the prompts of all are in memory
@@ -51,15 +52,11 @@ Counts = dict[str, float | int | None]
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The flags of the workflow, with fm_data_tasks' spellings."""
+    """Add the flags of the workflow; underscores, as fm_data_tasks writes them, are taken for hyphens."""
     parser.set_defaults(run=run)
     add_engine_flags(parser, dry_run=False)  # the script that this follows has a --dry-run of its own
     add_eviction_flags(parser)
-
-    def add(flag: str, *more: str, **how: Any) -> None:
-        theirs = "--" + flag.removeprefix("--").replace("-", "_")
-        parser.add_argument(*dict.fromkeys([flag, theirs, *more]), **how)
-
+    add = parser.add_argument
     add("--data-dir", type=file_name, help="folder of a data set: train.csv, valid.csv, test.csv, tables")
     add("--output-dir", type=file_name, default=Path("outputs"), help="predictions and metrics (outputs)")
     add("--run-tag", type=not_empty, default="default", help="a name of the run, in the path of its folder (default)")
@@ -81,8 +78,8 @@ def add_flags(parser: OneLineParser) -> None:
     add("--do-test", action="store_true", help="test.csv, not valid.csv")
     add("--dry-run", action="store_true", help="show prompts and count their tokens; no weights are loaded")
     add("--column", type=not_empty, metavar="NAME", help="to be imputed, in a folder that is not one of fm_data_tasks'")
-    add("--gen-len", "--max-tokens", "--max_tokens", type=positive, default=3, help="most tokens of an answer (3)")
-    add("--stop", "--stop-token", "--stop_token", metavar="TEXT", default=r"\n", help=r"ends an answer (\n, a newline)")
+    add("--gen-len", "--max-tokens", type=positive, default=3, help="most tokens of an answer (3)")
+    add("--stop", "--stop-token", metavar="TEXT", default=r"\n", help=r"ends an answer (\n, a newline)")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--batch-run", action="store_true", help=argparse.SUPPRESS)  # all rows are one run in any case
     add("--force", action="store_true", help="go on with a run that was begun with other settings")
@@ -106,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     task = find_task(usable_path(args.data_dir, "--data-dir"), args.column)
     items, trials = _trials(args, task)
     if args.dry_run:
-        return _show_prompts(args, [prompt for prompts in trials for prompt in prompts])
+        return _show_prompts(args, [prompt for prompts in trials for prompt in prompts], items)
     folder = _folder(args, task)
     answers = folder / "answers.jsonl"
     requests = folder / "requests.jsonl"
@@ -118,7 +115,12 @@ def run(args: argparse.Namespace) -> int:
         code = run_job(args, requests, answers, policy, is_auto, eviction, params)
     except UsageError as error:
         raise UsageError(str(error).replace("give another name", "give another --run-tag")) from error
-    whole = _score(args, task, folder, items, trials, {"eviction": eviction.to_json()})
+    model = _model(args)
+    longer = too_long_labels(model, items, args.gen_len)
+    whole = _score(args, task, folder, items, trials, {"eviction": eviction.to_json(), "too_long_labels": longer})
+    labels = _labels_line(args, model, items)
+    if labels:
+        print(labels)
     if args.kvpress_dir is not None:
         _write_press(args, folder, whole, eviction, policy)
     return code
@@ -214,13 +216,34 @@ def _validated(path: Path, task: Task) -> tuple[list[Item], list[bool]]:
     return items, wrong
 
 
-def _show_prompts(args: argparse.Namespace, prompts: Sequence[str]) -> int:
-    """For --dry-run: prompts with their tokens, and how long all are."""
+def _model(args: argparse.Namespace) -> Model:
     from flexgen_h2o.models.load import find_model
 
-    model = find_model(
+    return find_model(
         model_of(args), args.path, args.revision, max_model_len=args.max_model_len, offload_dir=args.offload_dir
     )
+
+
+def too_long_labels(model: Model, items: Sequence[Item], most: int) -> int:
+    """Return how many labels have more than `most` tokens, as an answer begins: behind a space."""
+    if model.tokenizer is None:
+        return 0
+    return sum(len(model.encode_more(f" {item.label.strip()}")) > most for item in items)
+
+
+def _labels_line(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> str:
+    """Say how many answers cannot be right; empty if all can."""
+    longer = too_long_labels(model, items, args.gen_len)
+    if not longer:
+        return ""
+    verb = "have" if longer > 1 else "has"
+    which = f"{longer} of {len(items)} labels {verb} more than the {counted(args.gen_len, 'token')}"
+    return f"{which} of an answer, which cannot be right then; raise --gen-len"
+
+
+def _show_prompts(args: argparse.Namespace, prompts: Sequence[str], items: Sequence[Item]) -> int:
+    """Print prompts with their tokens, and how long all are: for --dry-run."""
+    model = _model(args)
     if model.tokenizer is None:
         raise UsageError(f"--model {model.name}: has no tokenizer to count tokens with; give a folder with one")
     sizes = [len(model.encode(prompt)) for prompt in prompts]
@@ -232,6 +255,9 @@ def _show_prompts(args: argparse.Namespace, prompts: Sequence[str]) -> int:
         f"{RULE}\n{len(sizes)} prompts of {min(sizes)} to {max(sizes)} tokens, {sum(sizes)} in all; {model.name} has "
         f"{most} positions, " + (f"too few for {too_long} of them" if too_long else "enough for all")
     )
+    labels = _labels_line(args, model, items)
+    if labels:
+        print(labels)
     return EXIT_DONE
 
 
@@ -348,8 +374,6 @@ def _write_press(
     args: argparse.Namespace, folder: Path, whole: dict[str, Any], eviction: Eviction, policy: Policy
 ) -> None:  # fmt: skip
     """The rows of all trials in kvpress's layout: the examples are the context, the row is the question."""
-    from flexgen_h2o.models.load import find_model
-
     prompts = [
         int(row["response"]["body"]["usage"]["prompt_tokens"])
         for row in (json.loads(line) for _, line in lines_of(folder / "answers.jsonl", "--output-dir"))
@@ -360,9 +384,7 @@ def _write_press(
         "compression": compression_flags(policy) or None, "seed": args.seed, "k": args.k,
         "sample_method": args.sample_method, "run_tag": args.run_tag, "results": str(folder),
     }  # fmt: skip
-    spec = find_model(
-        model_of(args), args.path, args.revision, max_model_len=args.max_model_len, offload_dir=args.offload_dir
-    ).spec
+    spec = _model(args).spec
     ratio = dropped_share(eviction, spec, policy, [(n, args.gen_len) for n in prompts])
     run = PressRun(whole["data"], args.model, eviction.name, ratio, whole["split"], whole["fraction"], settings)
     rows = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -361,9 +361,7 @@ def draw(result: Figures, path: Path) -> None:
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     axes = figure.subplots(2, 2).flatten()
     smallest = min(cell["budget"] for cell in result["cells"])
-    for i, policy in enumerate(dict.fromkeys(cell["policy"] for cell in result["cells"])):
-        cells = sorted((c for c in result["cells"] if c["policy"] == policy), key=lambda c: c["budget"])
-        style = {"label": policy, "color": f"C{i % 10}", "marker": MARKS[i % len(MARKS)], "markersize": 5}
+    for cells, style in by_policy(result["cells"], "budget"):
         over_budgets(axes[0], cells, [c["kl"] for c in cells], style)
         over_budgets(axes[1], cells, [c["flips"] for c in cells], style)
         steps = cells[0]["by_step"]
@@ -388,6 +386,13 @@ def draw(result: Figures, path: Path) -> None:
         "prompts, 95% bootstrap intervals"
     )
     write_picture(path, figure)
+
+
+def by_policy(cells: Sequence[Figures], size: str) -> Iterator[tuple[list[Figures], Figures]]:
+    """Yield the cells of one policy after another, ordered by the figure `size`, and the style of its line."""
+    for i, policy in enumerate(dict.fromkeys(cell["policy"] for cell in cells)):
+        own = sorted((cell for cell in cells if cell["policy"] == policy), key=lambda cell: cell[size])
+        yield own, {"label": policy, "color": f"C{i % 10}", "marker": MARKS[i % len(MARKS)], "markersize": 5}
 
 
 def over_budgets(ax: Any, cells: list[Figures], intervals: list[Figures], style: Figures) -> None:

@@ -45,7 +45,7 @@ def add_flags(parser: OneLineParser) -> None:
     export.set_defaults(run=run_export)
     add = export.add_argument
     add("--runs", type=file_name, metavar="DIR", help="a suite: benchmark_output/runs/SUITE after helm-run --dry-run")
-    add("--output", type=file_name, metavar="FILE", help='.jsonl, a line a request: {"scenario", "request"}')
+    add("--output", type=file_name, metavar="FILE", help='.jsonl, one request per line: {"scenario", "request"}')
     add("--organization", default=TOGETHER, help="of the models whose runs count: what stands before the / (together)")
     add(
         "--client", choices=tuple(_CLIENTS), default="h2o_hf",
@@ -57,7 +57,7 @@ def add_flags(parser: OneLineParser) -> None:
     back.set_defaults(run=run_import)
     add = back.add_argument
     add("--input", type=file_name, metavar="FILE", help="the output of batch, or of h2o_hf's run_helm.py")
-    add("--output", type=file_name, metavar="FILE", help='.jsonl, a line an answer: {"request", "result"}')
+    add("--output", type=file_name, metavar="FILE", help='.jsonl, one answer per line: {"request", "result"}')
     add("--requests", type=file_name, metavar="FILE", help="what was exported, to count what has no answer")
 
 

@@ -1,7 +1,8 @@
 """`evaluate lm-eval`: lm-eval's own command line with the engine as its model, and h2o_hf's three steps.
 
 Without a step it runs tasks to their table. `generate` writes the requests of a task, `run` is the durable batch job
-over them, `score` makes results of its answers (formats: docs/reference/lm-eval.md).
+over them, `score` makes results of its answers (formats: docs/reference/lm-eval.md). `grid` does the three for each of
+many policies and KV budgets.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder
 from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, INSTALL, kept_results, lm_eval_here, writing_is_checked
+from flexgen_h2o.evaluation.summarize import add_grid_flags
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
+    add_h2o_hf_flags,
     compression_flags,
     eviction_of,
     open_llm,
@@ -62,6 +65,10 @@ def _seeds(text: str) -> str:
 
 def _no_batch(text: str) -> str:
     raise argparse.ArgumentTypeError("is not a flag here, the engine plans batches; --gpu-batch-size sets one")
+
+
+def _of_grid(text: str) -> str:
+    raise argparse.ArgumentTypeError("is a flag of `evaluate lm-eval grid`")
 
 
 _MANY: dict[str, Any] = {"nargs": "+", "metavar": "KEY=VALUE"}
@@ -107,6 +114,7 @@ def add_flags(parser: OneLineParser) -> None:
     )  # fmt: skip
     add_press_flag(parser)
     parser.add_argument("--batch-size", "--batch_size", type=_no_batch, help=argparse.SUPPRESS)
+    parser.add_argument("--policies", nargs="+", type=_of_grid, help=argparse.SUPPRESS)
     steps = parser.add_subparsers(dest="step", metavar="STEP", help="of h2o_hf's way, over files:")
     generate = steps.add_parser("generate", help="write the requests of tasks, a JSON line each")
     generate.set_defaults(run=_generate)
@@ -119,24 +127,42 @@ def add_flags(parser: OneLineParser) -> None:
     answer.add_argument("--force", action="store_true", help="go on with an output that was begun with other settings")
     answer.add_argument("--max-errors", type=count, metavar="N", help="end when more than N rows are errors (no limit)")
     answer.add_argument("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024)")
-    _alias(answer, "--model-name", "model")
-    _alias(answer, "--cache-dir", "path")
-    _alias(answer, "--heavy_ratio", "hh_ratio", type=float)
-    _alias(answer, "--recent_ratio", "recent_ratio", type=float)
     add_engine_flags(answer)
     add_eviction_flags(answer)
+    add_h2o_hf_flags(answer)
     score = steps.add_parser("score", help="results of the answers")
     score.set_defaults(run=_results)
     _add_task_flags(score, OF_TASKS)
     _file(score, "--input", "--result-file", help="what `run`, or h2o_hf, wrote")
-    score.add_argument("--model", default="opt-tiny", help="whose tokenizer finds the continuation's tokens (opt-tiny)")
+    whose = "whose tokenizer finds the continuation's tokens (the model that the answers name)"
+    score.add_argument("-m", "--model", metavar="MODEL", help=whose)
+    score.take_positional_model()
     score.add_argument("--path", type=not_empty, help="folder with checkpoints")
     score.add_argument("--revision", type=not_empty, help="branch, tag or commit of a hub id")
-    score.add_argument(
-        "--loglikelihood", choices=("sum", "mean"), default="sum",
-        help="sum over a continuation's tokens, as lm-eval has it, or their mean, as h2o_hf has it (sum)",
-    )  # fmt: skip
+    where = "where named models are, as of `run` (~/flexgen_h2o_offload_dir)"
+    score.add_argument("--offload-dir", type=not_empty, metavar="DIR", help=where)
+    score.add_argument("--model-type", dest="model_family", help=argparse.SUPPRESS)
+    _add_loglikelihood_flag(score)
     score.add_argument("--json", type=file_name, help="write the results too")
+    _add_grid(steps.add_parser("grid", help="the three steps for each policy and KV budget: a table and a picture"))
+
+
+def _add_grid(grid: OneLineParser) -> None:
+    grid.set_defaults(run=_grid)
+    add_engine_flags(grid)
+    _add_task_flags(grid, OF_TASKS)
+    folder = "folder of the jobs: the requests, one output per setting, and summary.json"
+    grid.add_argument("--output-dir", type=file_name, metavar="DIR", help=folder)
+    add_grid_flags(grid, "full local:sinks=0 h2o", "context and choice (0.5 0.2 0.1)")
+    _add_loglikelihood_flag(grid)
+    grid.add_argument("--json", type=file_name, help="write all figures")
+    grid.add_argument("--markdown", type=file_name, help="write the table that is printed")
+    grid.add_argument("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+
+
+def _add_loglikelihood_flag(parser: OneLineParser) -> None:
+    which = "sum over a continuation's tokens, as lm-eval has it, or their mean, as h2o_hf has it (sum)"
+    parser.add_argument("--loglikelihood", choices=("sum", "mean"), default="sum", help=which)
 
 
 def _add_task_flags(parser: OneLineParser, flags: dict[str, tuple[dict[str, Any], str]]) -> None:
@@ -152,10 +178,6 @@ def _add_task_flags(parser: OneLineParser, flags: dict[str, tuple[dict[str, Any]
 
 def _file(parser: OneLineParser, flag: str, alias: str, help: str) -> None:
     parser.add_argument(flag, alias, alias.replace("-", "_").replace("__", "--", 1), type=file_name, help=help)
-
-
-def _alias(parser: OneLineParser, flag: str, field: str, **more: Any) -> None:
-    parser.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **more)
 
 
 # ---- What can be wrong, before torch is imported
@@ -352,6 +374,13 @@ def _answer(args: argparse.Namespace) -> int:
     from flexgen_h2o.jobs.job import run_job
 
     return run_job(args, args.input, args.output, policy, is_auto, eviction, SamplingParams())
+
+
+def _grid(args: argparse.Namespace) -> int:
+    names = check_tasks(args)
+    from flexgen_h2o.evaluation.lm_eval_grid import run
+
+    return run(args, names)
 
 
 def _results(args: argparse.Namespace) -> int:

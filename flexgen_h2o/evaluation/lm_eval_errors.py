@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import logging
+import subprocess
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -29,10 +31,12 @@ HUB = "https://huggingface.co/datasets"
 def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
     """Around all that lm-eval does: nothing is fetched without --download, and its errors become one line."""
     try:
-        with _offline(args.download), _checked_lines(names):
+        with _offline(args.download), _quiet_git(), _checked_lines(names):
             from lm_eval.utils import setup_logging
 
             setup_logging("ERROR")  # LMEVAL_LOG_LEVEL=INFO shows more
+            if not args.download:
+                _import_quietly(names)
             yield
     except FlexgenError:
         raise
@@ -49,7 +53,7 @@ def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
 def _is_of_tasks(error: Exception) -> bool:
     """Does it come of lm-eval, its tasks and their data? What the engine raises below them does not."""
     folder = Path(__file__).parent
-    callers = {folder / name for name in ("lm_eval.py", "lm_eval_errors.py", "lm_eval_records.py")}
+    callers = {folder / name for name in ("lm_eval.py", "lm_eval_errors.py", "lm_eval_grid.py", "lm_eval_records.py")}
     files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [file for file in files if folder.parent in file.parents]
     return files[-1] not in callers and own[-1] in callers and not isinstance(error, MemoryError)
@@ -166,6 +170,35 @@ def check_lines(file: Path, flag: str) -> None:
             raise UsageError(
                 f"{place}: has no {missing[0]!r}, as other lines have{has}; name it so, with null if there is none"
             )
+
+
+@contextlib.contextmanager
+def _quiet_git() -> Iterator[None]:
+    """In here lm-eval finds the commit of the current folder without git's complaint if there is none."""
+    from lm_eval import evaluator
+
+    before = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = _commit_here
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = before
+
+
+def _commit_here() -> str | None:
+    """Return what lm-eval records as the commit: that of the current folder; None outside of a repository."""
+    try:
+        found = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def _import_quietly(names: list[str]) -> None:
+    """Import the module of RULER's tasks, which prints that it has fetched nltk's files whether it has or not."""
+    if any(name.startswith(("niah", "ruler", "longcxt")) or "*" in name for name in names):
+        with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):
+            importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
 
 
 @contextlib.contextmanager

@@ -42,6 +42,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,), "min_p": (0,), "no_repeat_ngram_size": (0,), "use_cache": (True,), "early_stopping": (False,),
 }  # fmt: skip
 
+# What is said of a task, behind its name.
+ONE_TOKEN = (
+    "each choice is one token long, so eviction and a compressed KV cache cannot change its scores; `evaluate lm-eval "
+    "grid`, or `generate`, `run` and `score`, evict inside the context"
+)
+
 Tokens = tuple[int, ...]
 Answer = tuple[float, bool]  # log-likelihood of a continuation; is each of its tokens the likeliest one?
 
@@ -59,7 +65,10 @@ class EngineLM(TemplateLM):
         super().__init__()
         if llm.model.tokenizer is None:
             raise UsageError(f"--model {llm.model.name}: has no tokenizer, which tasks need; give a folder with one")
-        self.llm, self._seed = llm, seed
+        self.llm = llm
+        self._seed = seed
+        self._task_of: list[str | None] = []  # of each request of `_loglikelihood_tokens`, set by `loglikelihood`
+        self._warned: set[str | None] = set()  # tasks that `_warn_of_single_tokens` has named
         self.tokenizer: Any = llm.model.tokenizer
         self.max_length = llm.model.spec.max_positions
 
@@ -115,10 +124,19 @@ class EngineLM(TemplateLM):
 
     # Log-likelihoods
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        """Return lm-eval's answers; `_loglikelihood_tokens` gets the requests in this order, without their tasks."""
+        self._task_of = [request.task_name for request in requests]
+        try:
+            return list(super().loglikelihood(requests, disable_tqdm))
+        finally:
+            self._task_of = []
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: object
     ) -> list[Answer]:  # fmt: skip
         """requests: (what the cache knows it by, context, continuation)."""
+        self._warn_of_single_tokens([len(continuation) for _, _, continuation in requests])
         answers: list[Answer] = [(0.0, False)] * len(requests)
 
         def done(i: int, answer: Answer) -> None:
@@ -127,6 +145,21 @@ class EngineLM(TemplateLM):
 
         self._score([(context, continuation) for _, context, continuation in requests], done)
         return answers
+
+    def _warn_of_single_tokens(self, lengths: Sequence[int]) -> None:
+        """Warn once per task if all of its continuations have one token. lengths: tokens of each continuation.
+
+        Such a token is scored by the pass that reads the context, in which every KV entry is still there.
+        """
+        if self.score_mode == PREFILL:  # nothing is dropped or rounded
+            return
+        longest: dict[str | None, int] = {}
+        for task, length in zip(self._task_of, lengths, strict=bool(self._task_of)):
+            longest[task] = max(length, longest.get(task, 0))
+        for task in longest:
+            if longest[task] == 1 and task not in self._warned:
+                self._warned.add(task)
+                note("evaluate", f"{task or 'requests'}: {ONE_TOKEN}")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, in windows of as many tokens as the model has positions."""

@@ -25,11 +25,13 @@ from flexgen_h2o.core.files import replacing, usable_path, write_result
 from flexgen_h2o.engine.prompts import check_output_path, lines_of, object_of_json
 from flexgen_h2o.evaluation.lm_eval_errors import lm_eval_here
 from flexgen_h2o.flags import model_of
+from flexgen_h2o.models import check_family
 from flexgen_h2o.models.load import find_model
 
 # As h2o_hf writes it, in its order; `prompt` stands between `n` and `request_type`.
 BEFORE_PROMPT = {"best_of": 1, "echo": True, "logprobs": 1, "max_tokens": 0, "model": "x", "n": 1}
 BEHIND_PROMPT = {"request_type": "language-model-inference", "stop": None, "temperature": 0, "top_p": 1}
+RESAMPLES = 100_000  # bootstrap resamples of lm-eval's own command line
 Loglikelihood = Callable[[str, str], tuple[float, bool]]  # of context and continuation
 
 
@@ -65,10 +67,24 @@ class FileLM(LM):
         raise UsageError("--tasks: a task generates text; h2o_hf's files hold choices only; run it without a step")
 
 
-def _evaluated(args: argparse.Namespace, names: list[str], answer: Loglikelihood, resamples: int) -> dict[str, Any]:
-    metadata = _metadata(args.metadata)
+def task_manager(args: argparse.Namespace, names: list[str]) -> TaskManager:
+    """Read lm-eval's task files and those of --include-path, which takes seconds."""
     with lm_eval_here(args, names):
-        manager = TaskManager(include_path=args.include_path and str(args.include_path), metadata=metadata)
+        folder = args.include_path and str(args.include_path)
+        return TaskManager(include_path=folder, metadata=_metadata(args.metadata))
+
+
+def results_of(
+    args: argparse.Namespace,
+    names: list[str],
+    answer: Loglikelihood,
+    resamples: int,
+    manager: TaskManager | None = None,
+) -> dict[str, Any]:
+    """Return lm-eval's results of tasks whose log-likelihoods come from `answer`."""
+    metadata = _metadata(args.metadata)
+    manager = manager or task_manager(args, names)
+    with lm_eval_here(args, names):
         found = simple_evaluate(
             FileLM(answer), tasks=names, num_fewshot=args.num_fewshot, limit=args.limit, task_manager=manager,
             bootstrap_iters=resamples, log_samples=False, metadata=metadata,
@@ -100,15 +116,7 @@ def generate(args: argparse.Namespace, names: list[str]) -> int:
     args.output = usable_path(args.output, "--output")
     check_output_path(args.output)
     results_are_in(args.output)
-    prompts: list[str] = []
-
-    def write(context: str, continuation: str) -> tuple[float, bool]:
-        prompts.append(context + continuation)
-        return -1.0, True
-
-    _evaluated(args, names, write, resamples=0)
-    if find_spec("ftfy") is None and not all(map(str.isascii, prompts)):
-        note("evaluate", "ftfy is not installed: texts are normalised to NFKC, where h2o_hf also mends quotes")
+    prompts = prompts_of_tasks(args, names)
     try:
         with replacing(args.output) as file:
             file.writelines(json.dumps(request_of(prompt)) + "\n" for prompt in prompts)
@@ -118,19 +126,39 @@ def generate(args: argparse.Namespace, names: list[str]) -> int:
     return EXIT_DONE
 
 
+def prompts_of_tasks(args: argparse.Namespace, names: list[str], manager: TaskManager | None = None) -> list[str]:
+    """Return context and continuation of each of the tasks' requests, as one text."""
+    prompts: list[str] = []
+
+    def write(context: str, continuation: str) -> tuple[float, bool]:
+        prompts.append(context + continuation)
+        return -1.0, True
+
+    results_of(args, names, write, 0, manager)
+    if find_spec("ftfy") is None and not all(map(str.isascii, prompts)):
+        note("evaluate", "ftfy is not installed: texts are normalised to NFKC, where h2o_hf also mends quotes")
+    return prompts
+
+
 def score(args: argparse.Namespace, names: list[str]) -> int:
     """Print the results of tasks from the answers in --input; returns the exit code."""
     if args.input is None:
         raise UsageError("--input: is missing; name the file that `evaluate lm-eval run` wrote")
     check_files(args, ("input",), ("json",))
     results_are_in(args.json)
-    model = find_model(model_of(args), args.path, args.revision, max_model_len=args.max_model_len)
+    if args.model is None:
+        args.model = model_in(args.input)
+    model = find_model(
+        model_of(args), args.path, args.revision, offload_dir=args.offload_dir, max_model_len=args.max_model_len
+    )
+    if args.model_family is not None:
+        check_family(model.spec, args.model_family, args.given["model_family"])
     if model.tokenizer is None:
         raise UsageError(f"--model {model.name}: has no tokenizer; name the model that answered")
     answers = read_answers(args.input)
     print(f"{len(answers)} items in the cache", flush=True)
     found = Answers(args.input, answers, model.encode_more, mean=args.loglikelihood == "mean")
-    all_found = _evaluated(args, names, found.loglikelihood, resamples=100_000)
+    all_found = results_of(args, names, found.loglikelihood, RESAMPLES)
     results = {"results": all_found.get("results", {}), "versions": all_found.get("versions", {})}
     if args.json is not None:
         write_result(args.json, results, "--json")
@@ -138,13 +166,24 @@ def score(args: argparse.Namespace, names: list[str]) -> int:
     return EXIT_DONE
 
 
-def read_answers(path: Path) -> dict[str, dict[str, Any]]:
+def model_in(path: Path) -> str | None:
+    """Return the model that a job's answers name; None if they are h2o_hf's, which name none."""
+    for _, line in lines_of(path, "--input"):
+        try:
+            name = object_of_json(line)["response"]["body"]["model"]
+        except (UsageError, KeyError, TypeError):  # `read_answers` says what is wrong with it
+            return None
+        return name if isinstance(name, str) else None
+    return None
+
+
+def read_answers(path: Path, flag: str = "--input") -> dict[str, dict[str, Any]]:
     """The log-probabilities (`tokens`, `token_logprobs`, `top_logprobs`) of each prompt of a file of answers.
 
-    Rows of h2o_hf's script or of `batch`. UsageError for a row that is neither, or an error.
+    flag: what names the file. Rows of h2o_hf's script or of `batch`. UsageError for a row that is neither, or an error.
     """
     answers: dict[str, dict[str, Any]] = {}
-    for place, line in lines_of(path, "--input"):
+    for place, line in lines_of(path, flag):
         try:
             row = object_of_json(line)
         except UsageError as error:
@@ -165,7 +204,7 @@ def read_answers(path: Path) -> dict[str, dict[str, Any]]:
             raise UsageError(f"{place}: the logprobs are not those of an echoed prompt (echo, logprobs of 1 or more)")
         answers[prompt] = logprobs
     if not answers:
-        raise UsageError(f"--input {path}: no answer in it, only blank lines or nothing")
+        raise UsageError(f"{flag} {path}: no answer in it, only blank lines or nothing")
     return answers
 
 

@@ -373,8 +373,8 @@ def add_row_flags(parser: OneLineParser, texts: int, recalls: int, purpose: str 
     """Which rows, and where figures of them go. texts, recalls: how many rows without a flag; purpose: of the rows."""
     add = parser.add_argument
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
-    add("--num-prompts", type=positive, help=f"text rows{purpose} ({texts}; of a file all)")
-    add("--recall-prompts", type=count, help=f"recall rows{purpose} ({recalls}; 0 with --prompts)")
+    add("--num-prompts", type=positive, help=f"text prompts{purpose} ({texts}; of a file all)")
+    add("--recall-prompts", type=count, help=f"recall prompts{purpose} ({recalls}; 0 with --prompts)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
     add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
     add(

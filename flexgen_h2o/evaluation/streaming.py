@@ -18,7 +18,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.settings import UNIFORM
-from flexgen_h2o.core.units import format_bytes, markdown_table
+from flexgen_h2o.core.units import counted, format_bytes, markdown_table
 from flexgen_h2o.evaluation.conversation import converse, encoded, read_turns
 from flexgen_h2o.evaluation.figures import (
     Bootstrap,
@@ -78,9 +78,24 @@ def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
         with naming_flags():
             found.append(_result(llm, case, *converse(llm, case, turns, ids, params, _show)))
         _show("\n")
-    print(conversation_table(found, len(turns), compression))
+    compared = min(one["answered"] for one in found)
+    for one in found:
+        one["compared"] = of_turns(one["turns"][:compared])
+    print(conversation_table(found, len(turns), compared, compression))
     settings = {"turns": None if args.turns is None else str(args.turns), "gen_len": args.gen_len, "chat": args.chat}
-    return {"settings": {**settings, "num_turns": len(turns)}, "policies": found}
+    return {"settings": {**settings, "num_turns": len(turns), "compared_turns": compared}, "policies": found}
+
+
+def of_turns(turns: Sequence[Figures]) -> Figures:
+    """Return the figures of a conversation up to the last of these turns, the first of which has no perplexity."""
+    nats = [(turn["nll"] * turn["tokens"], turn["tokens"]) for turn in turns if turn["nll"] is not None]
+    measured = sum(tokens for _, tokens in nats)
+    return {
+        "tokens": sum(turn["tokens"] + len(turn["token_ids"]) for turn in turns),
+        "perplexity": perplexity(sum(total for total, _ in nats) / measured) if measured else None,
+        "kv_bytes": max((turn["kv_bytes"] for turn in turns), default=0),
+        "seconds": sum(turn["seconds"] for turn in turns),
+    }
 
 
 def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compression: str) -> Figures:
@@ -172,20 +187,27 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def conversation_table(policies: Sequence[Figures], turns: int, compression: str) -> str:
-    """What conversations took (streaming JSON), a policy a row. compression: flags of all of them."""
+def conversation_table(policies: Sequence[Figures], turns: int, compared: int, compression: str) -> str:
+    """Return a table of conversations (streaming JSON), one row per policy, over the turns that all of them answered.
+
+    turns: that were asked. compared: the first ones, which all policies answered. compression: flags of all of them.
+    """
     names = ["policy", "positions", "turns answered", "tokens", "perplexity", "KV held at most", "seconds"]
     rows = [
         [
-            f"`{found['policy']}`", found["positions"], f"{found['answered']} of {turns}", f"{found['tokens']}",
-            "" if found["perplexity"] is None else f"{found['perplexity']:.2f}", format_bytes(found["kv_bytes"]),
-            f"{found['seconds']:.1f}",
+            f"`{found['policy']}`", found["positions"], f"{found['answered']} of {turns}", f"{one['tokens']}",
+            "" if one["perplexity"] is None else f"{one['perplexity']:.2f}", format_bytes(one["kv_bytes"]),
+            f"{one['seconds']:.1f}",
         ]
         for found in policies
+        for one in [found["compared"]]
     ]  # fmt: skip
-    note = "Perplexity: of the tokens of all turns but the first, as they came." + (
-        f" All with {compression}." if compression else ""
-    )
+    note = "Perplexity: of the tokens of all turns but the first, as they came."
+    if compared < turns:
+        which = f"the first {counted(compared, 'turn')}, which all policies" if compared else "no turn, as none was"
+        note += f" All columns but `turns answered` are over {which} answered{'' if compared else ' by all policies'}."
+    if compression:
+        note += f" All with {compression}."
     return "\n".join([*markdown_table(names, rows), "", note])
 
 

@@ -29,7 +29,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, TooLongError, UsageError
 from flexgen_h2o.core.files import read_json, replacing, usable_path, write_whole
 from flexgen_h2o.engine.prompts import check_output_path
-from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, read_records, shortened
+from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, as_message, prompt_of, read_records, shortened
 from flexgen_h2o.evaluation.kvpress import add_press_flag, check_press_folder, columns_held, file_label
 from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
 from flexgen_h2o.flags import add_engine_flags, add_sampling_flags, compression_flags, open_llm, policy_of, sampling_of
@@ -71,7 +71,7 @@ def add_flags(parser: OneLineParser) -> None:
     add_engine_flags(parser)
     add_sampling_flags(parser)
     add = parser.add_argument
-    add("--input", type=file_name, help='.jsonl, a record an article: {"article", "summary_gt", "max_tokens", ...}')
+    add("--input", type=file_name, help='.jsonl, one article per line: {"article", "summary_gt", "max_tokens", ...}')
     add(
         "--output-dir",
         type=file_name,
@@ -81,27 +81,15 @@ def add_flags(parser: OneLineParser) -> None:
     add(
         "--output", type=file_name, metavar="FILE", help="instead, for a single setting: the .jsonl that its job writes"
     )
-    add(
-        "--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} (full local h2o); also h2o-norm:decay=0.9"
-    )
-    add(
-        "--hh-size",
-        type=count,
-        nargs="+",
-        metavar="N",
-        help="heavy-hitter KV entries per sequence, one setting each (32 ... 512)",
-    )
-    add(
-        "--recent-size",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="recent KV entries per sequence, one for each (as many)",
-    )
-    add("--kv-budget", type=float, nargs="+", metavar="R", help="shares of prompt + max_tokens, one setting each")
-    add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
+    add_grid_flags(parser, "full local h2o", "prompt + max_tokens", "(32 ... 512)")
     add("--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only")
     add("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0: records say 0.3")
+    add(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="each article with its instruction is a user's message, put into the model's chat template",
+    )
     add("--gen-len", type=positive, help=f"most new tokens of all articles (the records' max_tokens, else {GEN_LEN})")
     add(
         "--too-long", choices=("cut", "skip"), default="cut",
@@ -113,6 +101,29 @@ def add_flags(parser: OneLineParser) -> None:
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
     add_press_flag(parser)
     _add_aliases(parser)
+
+
+def add_grid_flags(parser: OneLineParser, usual: str, budget_of: str, usual_sizes: str = "") -> None:
+    """Add which policies are compared, at which sizes. usual, usual_sizes: the defaults. budget_of: what --kv-budget is
+    a share of."""
+    add = parser.add_argument
+    add("--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} ({usual}); also h2o-norm:decay=0.9")
+    add(
+        "--hh-size",
+        type=count,
+        nargs="+",
+        metavar="N",
+        help=f"heavy-hitter KV entries per sequence, one setting each {usual_sizes}".rstrip(),
+    )
+    add(
+        "--recent-size",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="recent KV entries per sequence, one for each (as many)",
+    )
+    add("--kv-budget", type=float, nargs="+", metavar="R", help=f"shares of {budget_of}, one setting each")
+    add("--positions", choices=("original", "rolling"), help="position scheme of every policy except full (original)")
 
 
 def _add_aliases(parser: OneLineParser) -> None:
@@ -147,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
     if policy.attn_sparsity != 1:
         raise UsageError("--attn-sparsity: works with the full cache alone, and others are compared here; leave it out")
     with open_llm(args, policy, is_auto, Full()) as llm:
+        if args.chat:
+            llm.model.check_chat()
         for cell in cells:  # what is refused, a dtype too, is refused before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
@@ -167,8 +180,8 @@ def _plan(
 
     lines = [*_request_lines(args, llm.model, fields, {"articles": 0, "cut": 0, "skipped": 0})]
     none: dict[str, Any] = {"article": "", "max_tokens": 1}
-    longest = max(map(json.loads, lines), key=lambda one: len(one["article"]), default=none)
-    row = len(llm.model.encode(longest["article"])), longest["max_tokens"]
+    longest = max(map(json.loads, lines), key=lambda one: len(prompt_of(one)), default=none)
+    row = len(_encoded(args, llm.model, prompt_of(longest))), longest["max_tokens"]
     most = max(cells, key=lambda cell: columns_held(cell.case.eviction, llm.model.spec, policy, [row]))
     llm.eviction = most.case.eviction
     requests = (Line(i, line.encode(), row=i - 1) for i, line in enumerate(lines, 1))
@@ -187,7 +200,7 @@ def _run_cells(
     for cell in cells:
         print(f"# {cell.title}", flush=True)
         codes.append(_job(args, cell, policy, is_auto))
-        answers = summary.read_answers(cell.output)
+        answers = summary.read_answers(cell.output, _requests_of(args, cell.output))
         scores = {one.number: scorer(one.text, one.reference) for one in answers}
         figures = summary.kept(cell, answers, spec, policy, facts["dtype"])
         figures |= summary.speed(cell.output, before.get(cell.title, {}))
@@ -196,7 +209,7 @@ def _run_cells(
             reference = scores
         found[cell.title] = figures
         summary.say_means(figures)
-        _write_summary(_summary_of(args), {**facts, "cells": list((before | found).values())})
+        write_summary(_summary_of(args), {**facts, "cells": list((before | found).values())})
         if args.kvpress_dir is not None and answers:
             summary.write_press(args.kvpress_dir, cell, answers, figures, facts)
     summary.show(args, {**facts, "cells": list(found.values())})
@@ -221,7 +234,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     if args.plot is not None:
         check_picture(args.plot)
     check_press_folder(args)
-    cells = _cells(args)
+    cells = cells_of(args)
     if args.output is not None and len(cells) > 1:
         raise UsageError(
             f"--output {args.output}: holds one setting, and there are {len(cells)}; give --output-dir DIR"
@@ -229,7 +242,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     if args.output is None:
         args.output_dir = usable_path(args.output_dir, "--output-dir")
     if not args.dry_run:
-        _make_folders(args, cells)
+        make_folders(args, cells)
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
     if missing:
         raise UsageError(f"summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone")
@@ -237,7 +250,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-def _make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
     folder = args.output_dir
     try:
         if folder is not None:
@@ -248,7 +261,7 @@ def _make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
         check_output_path(cell.output)
 
 
-def _cells(args: argparse.Namespace) -> list[Cell]:
+def cells_of(args: argparse.Namespace) -> list[Cell]:
     """The full cache first, then each size with each policy."""
     is_h2o = vars(args).get("script_size") is not None
     usual = ("h2o",) if is_h2o else ("full",) if args.output is not None else ("full", "local", "h2o")
@@ -258,7 +271,7 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
         named += [(case, "") for case in make_cases([name for name in names if name == Full.name], {}, None)]
     others = [name for name in names if name != Full.name]
     own = {} if args.positions is None else {"positions": args.positions}
-    sized, given = [name for name in others if not says_budget(name)], _given_sizes(args)
+    sized, given = [name for name in others if not says_budget(name)], given_sizes(args)
     if not others and (own or given):
         raise UsageError(
             "--policies full: keeps every KV entry, so sizes and positions have no effect; name another too"
@@ -271,7 +284,7 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     return [Cell(case, size, _output_of(args, case.label, size)) for case, size in named]
 
 
-def _given_sizes(args: argparse.Namespace) -> list[str]:
+def given_sizes(args: argparse.Namespace) -> list[str]:
     names = ("hh_size", "recent_size", "kv_budget", "window_size", "heavy_of_window", "script_size")
     return [name for name in names if vars(args).get(name) is not None]
 
@@ -279,7 +292,7 @@ def _given_sizes(args: argparse.Namespace) -> list[str]:
 def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings of an eviction policy by the size as people write it. UsageError naming a flag."""
     window, heavy_of_window = vars(args).get("window_size"), vars(args).get("heavy_of_window")
-    given, heavy, recent = _given_sizes(args), args.hh_size, args.recent_size
+    given, heavy, recent = given_sizes(args), args.hh_size, args.recent_size
     if window is not None or heavy_of_window is not None:
         if heavy is not None or recent is not None:
             raise UsageError("--num_window_length: --hh-size and --recent-size say the same; give one kind of them")
@@ -368,7 +381,12 @@ def _prepare(args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], outp
     return {
         "measure": "summarize", "schema": SCHEMA, "model": model.name, "dtype": llm.dtype, "input": str(args.input),
         **counts, "too_long": args.too_long, "fields": dict(fields), "seed": args.seed, "resamples": args.resamples,
+        "chat": bool(args.chat),
     }  # fmt: skip
+
+
+def _encoded(args: argparse.Namespace, model: Model, text: str) -> list[int]:
+    return model.encode_message(text) if args.chat else model.encode(text)
 
 
 def _request_lines(
@@ -377,10 +395,12 @@ def _request_lines(
     """Records as lines, none longer with its new tokens than the model has positions. Counts them."""
     for number, record in enumerate(read_records(args.input, args.sample_num, fields, GEN_LEN), start=1):
         room = model.spec.max_positions - record["max_tokens"]
+        if args.chat:
+            record["article"] = as_message(record["article"])
 
         def fits(text: str, room: int = room) -> bool:
             try:
-                return len(model.encode(text)) <= room
+                return len(_encoded(args, model, text)) <= room
             except TooLongError:
                 return False
 
@@ -397,6 +417,9 @@ def _request_lines(
                 continue
             record["article"] = shorter
         counts["articles"] += 1
+        if args.chat:  # a line of a chat is answered as one everywhere; log-probabilities are not scored
+            message = {"role": "user", "content": record.pop("article")}
+            record = {"messages": [message], **record, "logprobs": None}
         yield json.dumps(record) + "\n"
 
 
@@ -416,7 +439,7 @@ def _earlier(args: argparse.Namespace) -> dict[str, Figures]:
         return {}
 
 
-def _write_summary(path: Path, result: Figures) -> None:
+def write_summary(path: Path, result: Figures) -> None:
     try:
         write_whole(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:

@@ -17,8 +17,8 @@ from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.engine.report import column_bytes
-from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, split_instruction
-from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, Figures, number, over_budgets
+from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, prompt_of, split_instruction
+from flexgen_h2o.evaluation.figures import Bootstrap, Figures, by_policy, number, over_budgets
 from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, columns_held, write_press_run
 from flexgen_h2o.jobs.output import rows_of
 from flexgen_h2o.jobs.sidecar import read_status
@@ -46,20 +46,36 @@ class Answer:
     new_tokens: int
 
 
-def read_answers(output: Path) -> list[Answer]:
-    """The rows of a job's output that are no errors, in the order of the articles."""
+def read_answers(output: Path, requests: Path) -> list[Answer]:
+    """Return the answers of a job that are no errors, in the order of the articles. requests: the job's input."""
+    records: dict[int, dict[str, Any]] = {}
     found = []
     for _, row in rows_of(output):
         if row["error"] is not None:
             continue
-        record, usage = row["request"], row["response"]["body"]["usage"]
+        number = int(row["custom_id"].removeprefix("line-"))
+        body = row["response"]["body"]
+        choice = body["choices"][0]
+        if "request" in row:
+            record = row["request"]
+            text = choice["text"]
+        else:  # a chat's answer comes without its request
+            if not records:
+                lines = requests.read_text(encoding="utf-8").splitlines()
+                records = {i: json.loads(line) for i, line in enumerate(lines, start=1)}
+            record = records[number]
+            text = choice["message"]["content"]
         found.append(
             Answer(
-                int(row["custom_id"].removeprefix("line-")), row["result"]["choices"][0]["text"],
-                record["summary_gt"], record["article"], usage["prompt_tokens"], record["max_tokens"],
-                usage["completion_tokens"],
+                number=number,
+                text=text,
+                reference=record["summary_gt"],
+                prompt=prompt_of(record),
+                prompt_tokens=body["usage"]["prompt_tokens"],
+                max_tokens=record["max_tokens"],
+                new_tokens=body["usage"]["completion_tokens"],
             )
-        )  # fmt: skip
+        )
     return sorted(found, key=lambda one: one.number)
 
 
@@ -153,7 +169,9 @@ def summary_table(result: Figures) -> str:
         f"Model `{result['model']}` in {result['dtype']}"
         + (f", all with {result['compression']}" if result["compression"] else "")
         + f"; {result['articles']} articles of {Path(result['input']).name}, {result['cut']} cut to the model's "
-        f"positions, {result['skipped']} left out; " + _sampling(result["fields"]),
+        f"positions, {result['skipped']} left out; "
+        + ("as messages of a chat; " if result.get("chat") else "")
+        + _sampling(result["fields"]),
         "",
     ]
     foot = [
@@ -199,13 +217,11 @@ def draw_summaries(result: Figures, path: Path) -> None:
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     axes = figure.subplots(2, 2).flatten()
     scored = [cell for cell in result["cells"] if cell["scores"] is not None]
-    for i, policy in enumerate(dict.fromkeys(cell["policy"] for cell in scored)):
-        cells = sorted((c for c in scored if c["policy"] == policy), key=lambda c: c["kv_bytes"])
+    for cells, style in by_policy(scored, "kv_bytes"):
         at = [{"budget": cell["kv_bytes"] / 2**20} for cell in cells]
-        style = {"label": policy, "color": f"C{i % 10}", "marker": MARKS[i % len(MARKS)], "markersize": 5}
         for ax, name in zip(axes, _TITLES, strict=False):
             over_budgets(ax, at, [cell["scores"][name] for cell in cells], style)
-            if policy == Full.name:
+            if style["label"] == Full.name:
                 ax.axhline(cells[0]["scores"][name]["value"], color=style["color"], linewidth=0.8, linestyle=":")
         timed = [(one["budget"], cell["tokens_per_s"]) for one, cell in zip(at, cells, strict=True)]
         timed = [(x, y) for x, y in timed if y is not None]

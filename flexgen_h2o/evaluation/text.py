@@ -11,6 +11,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import format_bytes
+from flexgen_h2o.engine.channels import TerminalText
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.figures import held_kv
@@ -55,13 +56,15 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         if "model_arch" in args:
             check_family(llm.model.spec, args.model_arch, "--model_arch")
         prompts = prompts_of(args, llm.model, args.prompt or [PROMPT])
+        if args.chat:
+            params = llm.model.for_chat(params)
         say_notes("evaluate text", args, llm)
         with naming_flags():  # a prompt longer than the model's positions
-            full, evicted = (_written(llm, kept, prompts, params) for kept in (Full(), eviction))
+            full, evicted = (_written(llm, kept, prompts, params, args.chat) for kept in (Full(), eviction))
         compression = compression_flags(policy)
         facts: dict[str, Any] = {
             "measure": "text", "model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json(),
-            "compression": compression,
+            "compression": compression, "chat": args.chat,
         }  # fmt: skip
     rows = [
         {
@@ -78,9 +81,9 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
 
 
 def _written(
-    llm: LLM, eviction: Eviction, prompts: Sequence[Prompt], params: SamplingParams
-) -> list[dict[str, Any]]:  # fmt: skip
-    """What a run with `eviction` wrote, in the order of the prompts, for the JSON.
+    llm: LLM, eviction: Eviction, prompts: Sequence[Prompt], params: SamplingParams, is_chat: bool
+) -> list[dict[str, Any]]:
+    """What a run with `eviction` wrote, in the order of the prompts, for the JSON; in a chat as a terminal shows it.
 
     columns: KV columns that a row held at its end, mean over the transformer blocks; bytes: theirs, of all blocks.
     """
@@ -93,9 +96,12 @@ def _written(
         length = len(prompt.token_ids)
         row = length, most_new_tokens(eviction, llm.model.spec, length, params.max_tokens)
         columns, nbytes = held_kv(llm, row, len(out.token_ids))
+        text = out.text
+        if is_chat:
+            text = TerminalText(llm.model.tokenizer, params, prompt.token_ids).more(out.token_ids, True)
         found.append(
             {
-                "text": out.text, "token_ids": out.token_ids, "finish_reason": out.finish_reason,
+                "text": text, "token_ids": out.token_ids, "finish_reason": out.finish_reason,
                 "columns": columns / blocks, "bytes": nbytes,
             }
         )  # fmt: skip

@@ -33,6 +33,7 @@ from flexgen_h2o.kvcache.eviction.policy import most_new_tokens, record_of
 from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
+NO_MODEL = "x"  # in requests of h2o_hf and of `evaluate lm-eval generate`, which name no model
 MOST_SAID = 100  # internal errors of a job that stderr gets: it may have a million rows
 # Lines that cannot be run, at a time: some 60 ms, in which a server does nothing else. Long ones take more time each.
 MOST_BAD_LINES, MOST_BAD_S = 1000, 0.05
@@ -263,7 +264,7 @@ class JobRows:
                     yield None
                     began = time.monotonic()
                 continue
-            if request.asked_model not in (None, model):
+            if request.asked_model not in (None, NO_MODEL, model):
                 notes.other_models += 1
                 notes.first_other = notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
             self.sink.asked(request.params.max_tokens)

@@ -21,11 +21,18 @@ if TYPE_CHECKING:
     from flexgen_h2o.planner.predict import Prediction
     from flexgen_h2o.planner.search import More, Plan
 
-# Names of planner.costs.RESOURCES for people, in the order of the table.
+# Names of planner.costs.RESOURCES for people, in the order of the table. The first one that computes is a CPU too if
+# there is no GPU.
 RESOURCES = {
-    "disk_read": "disk read", "disk_write": "disk write", "h2d": "host to device", "d2h": "device to host",
-    "device_compute": "device compute", "host_compute": "host compute",
-}  # fmt: skip
+    "disk_read": "disk read",
+    "disk_write": "disk write",
+    "h2d": "RAM to GPU",
+    "d2h": "GPU to RAM",
+    "device_compute": "GPU compute",
+    "host_compute": "CPU compute",
+}
+RESOURCES_OF_CPU = {**RESOURCES, "device_compute": "CPU compute"}
+TIER_NAMES = {"device": "GPU", "host": "RAM", "disk": "disk"}
 LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
 BINDS = 0.8  # of a phase that a resource works; where none works so long, they wait for one another
@@ -42,8 +49,9 @@ class Answer:
     eviction: the policy's settings. searched: the policy was looked for, not given, and then `space.base` has its
     switches only. plan: None when nothing fits, and then `problem` says why. seconds: of looking for it. Where there is
     a plan, s_per_gib: seconds that a GiB more on a tier saves (search.sensitivity); disk_read_bytes: during the sweeps;
-    more: budgets a little larger that save most. kv_loss: with --kv-loss small, what the policy costs by its table
-    (kvcache/eviction/mixes.py). is_even: rows are equally long.
+    more: budgets a little larger that save most. faster: a flag that lowers precision, and the seconds that the search
+    predicts with it, where these are fewer. download_bytes: of a checkpoint that is not here yet. kv_loss: with
+    --kv-loss small, what the policy costs by its table (kvcache/eviction/mixes.py). is_even: rows are equally long.
     """
 
     space: SearchSpace
@@ -55,6 +63,8 @@ class Answer:
     s_per_gib: Mapping[str, float] = field(default_factory=dict)
     disk_read_bytes: float = 0.0
     more: More | None = None
+    faster: tuple[str, float] | None = None
+    download_bytes: int = 0
     kv_loss: KeptWhole | None = None
     is_even: bool = True
 
@@ -105,6 +115,7 @@ def _details(answer: Answer) -> dict[str, Any]:
         "search_s": answer.seconds if answer.searched else None,
         "problem": answer.problem,
         "kv_loss_kl": None if answer.kv_loss is None else answer.kv_loss.kl,
+        "download_bytes": answer.download_bytes,
     }
     if plan is None:
         return found
@@ -117,6 +128,7 @@ def _details(answer: Answer) -> dict[str, Any]:
         "dual_s_per_gib": (dict(duals) or None) if answer.searched else None,
         "look_ahead": asdict(plan.memory.depth),
         "disk_read_bytes": answer.disk_read_bytes,
+        "faster": None if answer.faster is None else {"flag": answer.faster[0], "total_s": answer.faster[1]},
         "worth_more": None if answer.more is None else asdict(answer.more),
         "balanced_rows": balanced_rows(space, plan.policy),
         "active_weights": space.spec.num_active,
@@ -133,31 +145,36 @@ def to_text(answer: Answer, flags: str, command: str | None = None, benchmark: s
     plan = answer.plan
     assert plan is not None
     took = f"found in {format_seconds(answer.seconds)}" if answer.seconds else "found"
-    policy = [f"policy, {took if answer.searched else 'as given'}:", f"  {flags}"]
+    policy = [f"plan, {took if answer.searched else 'as given'}:", f"  {flags}"]
     if command is not None:
         policy += ["run it:", f"  {command}", "benchmark it:", f"  {benchmark}"]
     profile = answer.space.machine.profile
     doubt = NOT_MEASURED if profile.machine == NOMINAL else MEASURED_BUSY if profile.was_disturbed else ""
     end = [
         *_gains(answer, plan),
+        *_faster(answer),
         *([f"seconds may be several times off: {doubt}"] if doubt else ()),
         f"throughput: {three_digits(plan.prediction.tokens_per_s)} new tokens a second",
         f"time for all prompts: {format_seconds(plan.prediction.total_s)}",
         *_night(answer, plan),
     ]
-    seconds = [*_seconds(plan), *_experts(answer, plan)]
+    seconds = [*_seconds(answer, plan), *_experts(answer, plan)]
     return "\n".join([*_about(answer), "", *policy, "", *_memory(answer, plan), "", *seconds, "", *end])
 
 
 def _about(answer: Answer) -> Iterator[str]:
     need, machine = answer.space.need, answer.space.machine
     most = "" if answer.is_even else "at most "
-    kept = f"{answer.eviction['name']}, {max(need.slots)} KV slots a row" if need.record else "full KV cache"
+    kept = (
+        f"{answer.eviction['name']}, {counted(max(need.slots), 'KV slot')} per prompt"
+        if need.record
+        else "full KV cache"
+    )
     yield (
         f"{answer.space.spec.name} in {machine.dtype}: {counted(need.rows, 'prompt')} of "
         f"{most}{counted(need.prompt_len, 'token')}, {most}{counted(need.gen_len, 'new token')} each, {kept}"
     )
-    where = "no GPU, so all is in RAM or on disk" if machine.device_is_host else "device, host and disk"
+    where = "no GPU, so all is in RAM or on disk" if machine.device_is_host else "GPU, RAM and disk"
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
@@ -172,11 +189,13 @@ def _checkpoint(answer: Answer) -> str:
     spec, itemsize = answer.space.spec, answer.space.machine.itemsize
     config, nbytes = spec.quantization or {}, format_bytes(checkpoint_bytes(spec, itemsize))
     stored = f"as published ({config['quant_method']})" if config else f"in {8 * itemsize} bits a number"
+    if answer.download_bytes:
+        return f"checkpoint: {nbytes}, {stored}, not downloaded yet: this disk space is needed besides"
     return f"checkpoint: {nbytes}, {stored}, read in place and not in the disk's budget"
 
 
 def _night(answer: Answer, plan: Plan) -> Iterator[str]:
-    """What is done of a pile that takes longer than a night."""
+    """What is done in a night, if all prompts take longer."""
     need, seconds = answer.space.need, plan.prediction.total_s
     if seconds > NIGHT_HOURS * 3600:
         nights = seconds / NIGHT_HOURS / 3600
@@ -191,7 +210,7 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
     for tier in answer.tiers:
         budget = answer.space.budgets.get(tier)
         limit = "-" if budget is None else format_bytes(budget)
-        rows.append([tier, format_bytes(memory.bytes_on(tier)), limit])
+        rows.append([TIER_NAMES[tier], format_bytes(memory.bytes_on(tier)), limit])
         held = sorted((b for b in memory.buffers if b.tier == tier), key=lambda b: -b.nbytes)[:LARGEST]
         largest.append(", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in held))
     yield from (f"{row}  {names}".rstrip() for row, names in zip(aligned(rows, right=True), largest, strict=True))
@@ -206,7 +225,7 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
         blocks = -(-need.rows // plan.policy.block_size)
         each = format_bytes(answer.disk_read_bytes / blocks / need.gen_len)
         passes = f"{need.gen_len:,} {'pass' if need.gen_len == 1 else 'passes'}"
-        walked = f"{each} per pass ({counted(blocks, 'block')}, {passes} each)"
+        walked = f"{each} per pass ({blocks:,} {'batch' if blocks == 1 else 'batches'}, {passes} each)"
         most = "" if answer.is_even else "at most "
         yield f"disk reads in all: {most}{format_bytes(answer.disk_read_bytes)}, {walked}{more}"
 
@@ -218,26 +237,27 @@ def _saving(plan: Plan) -> str:
     return ", which saves no time: computing takes longer than reading" if is_hidden else ""
 
 
-def _seconds(plan: Plan) -> Iterator[str]:
+def _seconds(answer: Answer, plan: Plan) -> Iterator[str]:
     """Seconds by resource and phase, and the resource that works longest in each."""
     found = plan.prediction
+    names = RESOURCES_OF_CPU if answer.space.machine.device_is_host else RESOURCES
     total = {"prefill": found.prefill_s, "decode": found.decode_s}
     rows = [["seconds", *(cell for phase in PHASES for cell in (phase, "share"))]]
-    for name, words in RESOURCES.items():
+    for name, words in names.items():
         if any(found.busy[phase][name] for phase in PHASES):
             cells = [(found.busy[phase][name], total[phase]) for phase in PHASES]
             shares = [(three_digits(busy), f"{busy / whole:.0%}" if whole else "-") for busy, whole in cells]
             rows.append([words, *(cell for pair in shares for cell in pair)])
     rows.append(["phase", *(cell for phase in PHASES for cell in (three_digits(total[phase]), ""))])
     yield from aligned(rows, right=True)
-    yield "bound: " + "; ".join(bound_text(found, phase, seconds) for phase, seconds in total.items() if seconds)
+    yield "bound: " + "; ".join(bound_text(found, phase, seconds, names) for phase, seconds in total.items() if seconds)
 
 
-def bound_text(found: Prediction, phase: str, seconds: float) -> str:
-    """What binds a phase of so many seconds: `decode by disk read`."""
+def bound_text(found: Prediction, phase: str, seconds: float, names: Mapping[str, str] = RESOURCES) -> str:
+    """What binds a phase of so many seconds: `decode by disk read`. names: of the resources."""
     name = found.binds(phase)
     share = found.busy[phase][name] / seconds
-    return f"{phase} by {RESOURCES[name] if share >= BINDS else f'none alone ({RESOURCES[name]} {share:.0%})'}"
+    return f"{phase} by {names[name] if share >= BINDS else f'none alone ({names[name]} {share:.0%})'}"
 
 
 def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
@@ -273,8 +293,8 @@ def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
         return
     beside = sum(plan.memory.size(name) for name in ("hidden", "workspace")) / rows
     held = f"{format_bytes(plan.memory.size('cache') / rows)} of KV and {format_bytes(beside)} for prefill"
-    enough = f"with {balanced:,.0f} rows computing takes as long as loading weights"
-    yield f"blocks have {rows:,} rows, each {held}; {enough}"
+    enough = f"with {balanced:,.0f} prompts computing takes as long as loading weights"
+    yield f"batches have {rows:,} prompts, each {held}; {enough}"
 
 
 def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
@@ -285,5 +305,12 @@ def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
         gain = min(total, answer.s_per_gib.get(tier, 0.0))
         share = gain / total if total else 0.0
         percent = f"{share:.2%}" if share < SMALL_GAIN else f"{share:.1%}"
-        said.append(f"{tier} {'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({percent})'}")
-    yield f"1 GiB more would save: {', '.join(said)} (with these batch sizes, by the linear program)"
+        said.append(f"{TIER_NAMES[tier]} {'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({percent})'}")
+    yield f"1 GiB more would save: {', '.join(said)} (with these batch sizes)"
+
+
+def _faster(answer: Answer) -> Iterator[str]:
+    """Name the flag that is predicted to save time, and what it costs."""
+    if answer.faster is not None:
+        flag, seconds = answer.faster
+        yield f"what makes it faster: {flag}, predicted {format_seconds(seconds)}; it multiplies in lower precision"

@@ -50,14 +50,15 @@ class Pages:
     Of flexgen_h2o.policy_search: machines: profiles by name; read: a profile from an object; ask: an answer's object
     from words of its command line, a profile, what is called between candidates, and a model's shape. model: the one
     that the page begins with, and the words that say where it is. Of other models only shapes that come with the
-    package are known: no folder is read that a client names.
+    package are known: no folder is read that a client names. machine: the name of the one that is chosen at first.
     """
 
     def __init__(
         self, machines: Mapping[str, Any], read: Callable[[object], Any],
         ask: Callable[[Sequence[str], Any, Callable[[], None], Any], dict[str, Any]], model: Sequence[str],
-        has_engine: bool,
+        has_engine: bool, machine: str | None = None,
     ) -> None:  # fmt: skip
+        self._machine = machine
         self._machines, self._read, self._ask, self._model, self._has_engine = machines, read, ask, model, has_engine
         self._files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in KINDS}
         self._searches = ThreadPoolExecutor(MOST_SEARCHES, thread_name_prefix="plan")
@@ -108,7 +109,9 @@ class Pages:
             for name, one in self._machines.items()
         ]  # fmt: skip
         models = list(dict.fromkeys([self._model[0], *built_in_names()]))
-        return Answer({"models": models, "machines": machines, "has_engine": self._has_engine})
+        return Answer(
+            {"models": models, "machines": machines, "machine": self._machine, "has_engine": self._has_engine}
+        )
 
     async def plan(self, request: Request) -> Response:
         """The answer to {model, machine or profile, SWITCHES, VALUES}, as of policy_search.ask."""

@@ -177,10 +177,10 @@ def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: P
 def test_a_helm_request_comes_back_with_its_result(
     job: Callable[..., Answer], tmp_path: Path, words_model: Path
 ) -> None:
-    record = {"prompt": "import os", "max_tokens": 3, "temperature": 0.3, "stop": ["###"], "logprobs": 1, "model": "x"}
+    record = {"prompt": "import os", "max_tokens": 3, "temperature": 0.3, "stop": ["###"], "logprobs": 1, "model": "m"}
     lines(tmp_path / "in.jsonl", {"scenario": "s", "request": record}, {"prompt": "def f("})
     ended = job(model=words_model)
-    assert ended.code == 0 and "1 requests name another model (the first: x in line 1)" in ended.err
+    assert ended.code == 0 and "1 requests name another model (the first: m in line 1)" in ended.err
     row = rows(tmp_path / "out.jsonl")["line-1"]
     choice, want = row["result"]["choices"][0], row["response"]["body"]["choices"][0]
     assert row["request"] == record and choice["text"] == want["text"] is not None
@@ -454,3 +454,23 @@ def test_input_and_output_must_be_named(capfd: pytest.CaptureFixture[str]) -> No
     assert batch.main(["--output", "x.jsonl"]) == 2 and "--input: is missing" in capfd.readouterr().err
     assert batch.main([]) == 2 and "--output: is missing" in capfd.readouterr().err
     assert VERBS["batch"][0] == "flexgen_h2o.batch"
+
+
+def test_the_flags_of_run_helm(command: Callable[[str], Answer], tmp_path: Path) -> None:
+    """h2o_hf's README, step 2: the three caches, with its flags as written."""
+    request = {"prompt": "def read(self, path):\n    with open(path", "max_tokens": 6, "temperature": 0, "top_p": 1}
+    lines(tmp_path / "in.jsonl", *({"scenario": "x", "request": {**request, "stop": [], "n": n}} for n in (1, 1)))
+    base = "batch --input_path in.jsonl --model_name opt-tiny --model_arch opt --cache_dir none --k 0 --offload-dir o"
+    for name, flags, eviction in (
+        ("full", "", {"name": "full"}),
+        ("local", "--enable_small_cache --heavy_ratio 0 --recent_ratio 0.2", {"name": "local", "recent_ratio": 0.2}),
+        ("h2o", "--enable_small_cache --heavy_ratio 0.1 --recent_ratio 0.1", {"name": "h2o", "heavy_ratio": 0.1}),
+        ("usual", "--enable_small_cache --recent_ratio 0.2", {"heavy_ratio": 0.1, "recent_ratio": 0.2}),
+    ):
+        out = command(f"{base} --output_path {name}.jsonl {flags} --sample_num 1000")
+        assert out.code == 0, out.err
+        assert "--cache-dir has no effect: there is no such folder yet" in out.err
+        kept = json.loads((tmp_path / f"{name}.jsonl.job.json").read_text())["settings"]["eviction"]
+        assert eviction.items() <= kept.items(), kept
+    few = command(f"{base} --output_path few.jsonl --sample_num 1")
+    assert few.code == 2 and "--sample-num 1: in.jsonl has 2 requests" in few.err and "head -n 1 in.jsonl" in few.err

@@ -21,8 +21,13 @@ Door = Callable[..., Answer]
 def wrangle(command: Door, tmp_path: Path) -> Door:
     for name, files in (("Beer", BEER), ("Hospital", HOSPITAL), ("Restaurant", RESTAURANT)):
         write_folder(tmp_path / name, files)
-    model = "--model opt-tiny --offload-dir o --gpu-batch-size 4 --dtype float32"
-    return lambda flags: command(f"evaluate data-wrangling {model} {flags}")
+    usual = "--offload-dir o --gpu-batch-size 4 --dtype float32"
+
+    def run(flags: str) -> Answer:
+        model = "" if "--model" in flags else "--model opt-tiny"
+        return command(f"evaluate data-wrangling {model} {usual} {flags}")
+
+    return run
 
 
 def results(tmp_path: Path, *parts: str) -> tuple[Path, dict[str, object], list[dict[str, object]]]:
@@ -49,6 +54,23 @@ def test_predictions_are_what_the_model_writes(wrangle: Door, tmp_path: Path) ->
     assert found == json.loads((tmp_path / "m.json").read_text())
     assert found["rows"] == 2 and found["task"] == "error_detection" and found["errors"] == 0
     assert "| `Hospital` | error detection | test | 2 |" in answer.out and str(folder.name) in answer.out
+
+
+def test_labels_that_are_longer_than_answers_are_counted(wrangle: Door, tmp_path: Path) -> None:
+    """They can never be right; underscores in flags are taken for hyphens."""
+    flags = "--data_dir Restaurant --k 0 --max_tokens 1 --sep_tok ."
+    answer = wrangle(f"{flags} --dry-run")
+    assert answer.code == 0, answer.err
+    line = answer.out.splitlines()[-1]
+    assert wrangle(flags).out.splitlines()[-1] == line
+    _, found, rows = results(tmp_path, "Restaurant", "validation", "default")
+    with LLM("opt-tiny", offload_dir="o", dtype="float32") as llm:
+        longer = sum(len(llm.model.encode_more(f" {row['label']}")) > 1 for row in rows)
+    assert longer and found["too_long_labels"] == longer
+    verb = "have" if longer > 1 else "has"
+    said = f"{longer} of {len(rows)} labels {verb} more than the 1 token of an answer, which cannot be right then"
+    assert line == f"{said}; raise --gen-len"
+    assert "labels" not in wrangle(flags.replace("--max_tokens 1", "--max-tokens 60") + " --dry-run").out
 
 
 def test_a_run_goes_on(wrangle: Door, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from flexgen_h2o.planner.profile import NOMINAL
 from tests.doors.conftest import Answer
 
 Door = Callable[..., Answer]
-PLANNED = ("policy, ", "memory ", "disk ", "bound: ", "throughput: ", "time for all prompts: ")
+PLANNED = ("plan, ", "memory ", "disk ", "bound: ", "throughput: ", "time for all prompts: ")
 COMMANDS = {
     "flex-opt": "flex-opt --prompt-len 8 --gen-len 4",
     "complete": "complete import",
@@ -72,7 +72,7 @@ def test_lengths_of_requests_and_bad_ones_are_told(
     )
     said = command(f"run-batch -i in.jsonl --model {words_model} --offload-dir o --dry-run --percent 0 50 0 100 100 0")
     assert "2 prompts of at most" in said.out and "at most 6 new tokens each" in said.out
-    assert "policy, as given:" in said.out and "--percent 0 50 0 100 100 0" in said.out
+    assert "plan, as given:" in said.out and "--percent 0 50 0 100 100 0" in said.out
     assert "run-batch: 1 of 3 requests would be error rows; the first: line 3: prompt" in said.err
     write_jsonl({"prompt": 7}, name="in.jsonl")
     said = command(f"run-batch -i in.jsonl --model {words_model} --dry-run")

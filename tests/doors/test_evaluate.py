@@ -57,6 +57,15 @@ def streaming(evaluate: Door) -> Door:
     return lambda flags, code=0: evaluate(f"streaming --offload-dir o --gpu-batch-size 4 --dtype float32 {flags}", code)
 
 
+def chat_model(model: Path, folder: Path) -> Path:
+    """A copy of the model with a chat template."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return folder
+
+
 def figures(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
@@ -158,6 +167,10 @@ def test_attention_writes_json_and_tables(evaluate: Door, tmp_path: Path) -> Non
         assert 0 < block["columns_needed"]["low"] <= block["columns_needed"]["value"] <= 1
         assert sum(block["score_by_rank"]) == pytest.approx(1)
         assert len(block["near_zero_by_head"]) == len(block["columns_needed_by_head"])
+    needed = [block["columns_needed"]["value"] for block in result["blocks"]]
+    assert result["mean"]["columns_needed"]["value"] == pytest.approx(sum(needed) / 6)
+    assert result["mean"]["r2"] == pytest.approx(sum(block["r2"] for block in result["blocks"]) / 6)
+    assert f"| mean | {sum(needed) / 6:.1%} [" in out.out
     assert [cell["columns"] for cell in result["removal"]["cells"]] == [24] * 3
     assert len(result["tokens"]["highest"]) == 20 and "|" in out.out
 
@@ -228,6 +241,25 @@ def test_both_texts_are_the_engine_s(text: Door, tmp_path: Path) -> None:
     assert result["eviction"]["name"] == "h2o" and result["rows"][0]["same_tokens"] < 10
     held = [sum(row[side]["bytes"] for row in result["rows"]) for side in ("evicted", "full")]
     assert out.out.splitlines()[-1].startswith(f"h2o: {held[0] / held[1]:.1%} of the full cache's")
+
+
+def test_texts_of_a_chat(text: Door, rotary: Path, tmp_path: Path) -> None:
+    """Prompts are messages, and answers end where turns do."""
+    folder = chat_model(rotary, tmp_path / "chat")
+    text(f"--model {folder} --prompt one --chat --gen-len 6 --dtype float32 --json r.json")
+    with LLM(str(folder), Policy(), dtype="float32", offload_dir="o") as llm:
+        [want] = llm.generate([llm.model.encode_more("<user>one\n<assistant>")], SamplingParams(max_tokens=6))
+    result = figures(tmp_path / "r.json")
+    (row,) = result["rows"]
+    assert (result["chat"], row["prompt"], row["full"]["token_ids"]) == (True, "one", want.token_ids)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    end = next(name for name, i in tokenizer.items() if i == want.token_ids[2])
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": end}))
+    text(f"--model {folder} --prompt one --chat --gen-len 6 --dtype float32 --json s.json")
+    (row,) = figures(tmp_path / "s.json")["rows"]
+    assert row["full"]["finish_reason"] == "stop" and row["full"]["token_ids"] == want.token_ids[:3]
+    assert "llama-words has no chat template" in text(f"--model {rotary} --prompt one --chat", code=2).err
 
 
 @pytest.mark.slow
@@ -324,6 +356,17 @@ def test_rolling_positions_go_on_where_others_end(streaming: Door, rotary: Path,
     assert full["tokens"] == original["tokens"] == POSITIONS + 1 and full["answered"] < 8
     assert rolling["answered"] == 8 and rolling["tokens"] > 2 * POSITIONS
     assert out.out.count(f"the {POSITIONS} positions of") == 2
+    all_of_them = min(full["answered"], original["answered"])
+    assert 0 < all_of_them < 8
+    assert f"over the first {all_of_them} turns, which all policies answered." in out.out
+    for one, name in ((full, "full"), (rolling, "h2o:positions=rolling")):
+        turns = one["turns"][:all_of_them]
+        tokens = sum(turn["tokens"] + len(turn["token_ids"]) for turn in turns)
+        nats = sum(turn["nll"] * turn["tokens"] for turn in turns[1:])
+        expected = math.exp(nats / sum(turn["tokens"] for turn in turns[1:]))
+        assert one["compared"]["perplexity"] == pytest.approx(expected)
+        row = next(line for line in out.out.splitlines() if line.startswith(f"| `{name}` |"))
+        assert f" {one['answered']} of 8 | {tokens} | {expected:.2f} |" in row
     streaming(f"--model {rotary} --gen-len 9 {SMALL} --policies h2o --positions rolling --num-turns 2 --json s.json")
     (two,) = figures(tmp_path / "s.json")["policies"]
     assert [t["token_ids"] for t in two["turns"]] == [t["token_ids"] for t in rolling["turns"][:2]]
@@ -332,10 +375,7 @@ def test_rolling_positions_go_on_where_others_end(streaming: Door, rotary: Path,
 
 def test_chat(streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
     """Each turn is what the template puts between two answers."""
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-    folder = shutil.copytree(rotary, tmp_path / "chat")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    folder = chat_model(rotary, tmp_path / "chat")
     asked = write_jsonl({"turns": ["one", "two"]})
     streaming(f"--model {folder} --turns {asked} --chat --gen-len 4 --policies full --json a.json")
     with LLM(str(folder), Policy(), dtype="float32", offload_dir="o") as llm:

@@ -47,7 +47,7 @@ def test_two_dashes_are_a_value_like_any_other(name: str) -> None:
         except UsageError as refusal:
             assert option in str(refusal)  # noqa: PT017 - a text is taken, a number is not
         else:
-            assert "--" in str(value) or option == "--cache_dir", option  # a folder that is not there yet
+            assert "--" in str(value) or option[-9:] in ("cache_dir", "cache-dir"), option  # no folder yet
 
 
 @pytest.mark.parametrize("name", COMMANDS)

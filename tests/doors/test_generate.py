@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -208,6 +209,9 @@ def test_batch_is_the_same_job(run: Door, call: Door, words_model: Path, tmp_pat
         (["-p", ""], "no tokens"),
         (["-p", "a", "more"], "more; one MODEL is taken"),
         (["-p", "a", "-m", "other"], "--model other names the model already"),
+        (["-m", "a", "-p", "a", "-m", "b"], "--model b: a is named before it; name one model"),
+        (["-p", "-x"], "a value that begins with a hyphen stands behind an equals sign: --prompt=-x"),
+        (["-p", "a", "--plan", "none.json"], "--plan none.json: No such file; name one that `flexgen-h2o plan"),
     ],
 )
 def test_refusals_are_one_line(run: Door, ids_model: Path, words: list[str], says: str) -> None:
@@ -285,6 +289,17 @@ def test_messages_name_a_flag_as_it_was_typed(run: Door, words_model: Path) -> N
         other = "--host-mem" if typed == "--ram" else "--ram"
         assert answer.code == 3 and f"{typed} 1.00 KiB" in answer.err and other not in answer.err
     assert "MODEL nowhere/none" in run("nowhere/none", "-p", "a").err
+
+
+def test_more_ram_than_there_is_is_noted_once(run: Door, words_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("import os\n")
+    for words in (["-p", "a"], ["-i", "p.txt", "-o", "o.jsonl"]):
+        said = run(words_model, *words, "--ram", "900TiB")
+        [line] = [line for line in said.err.splitlines() if "900TiB" in line]
+        assert said.code == EXIT_DONE and re.fullmatch(
+            r"generate: --ram 900TiB: this machine has [\d.]+ [GT]iB, which is the limit", line
+        )
+    assert "which is the limit" not in run(words_model, "-p", "a", "--ram", "50MiB").err
 
 
 def test_flags_cannot_be_abbreviated() -> None:

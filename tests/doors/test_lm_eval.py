@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
+import importlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +26,14 @@ from lm_eval.tasks import TaskManager
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import mark
 from flexgen_h2o.evaluate import _parser
 from flexgen_h2o.evaluation.lm_eval import _own_flags, _parse_own, _settings_digest, check_ruler
-from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER
+from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, lm_eval_here
 from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 from flexgen_h2o.evaluation.lm_eval_records import read_answers
 from flexgen_h2o.models.load import find_model
+from flexgen_h2o.models.named import NAMED, folder_of
 from tests.doors.conftest import Answer
 from tests.forks import Forks
 from tests.parity.reference import random_model
@@ -189,6 +194,156 @@ def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
     assert "has no answer to" in lm_eval("score --input theirs.jsonl --tasks choice --include_path tasks", code=2).err
 
 
+SINGLE = CHOICE.replace("task: choice", "task: single").replace('"{{choices}}"', "[' x', ' y']")
+SINGLE = SINGLE.replace("doc_to_target: answer", 'doc_to_target: "{{answer % 2}}"')
+
+
+def test_choices_of_one_token_are_warned_of_once_per_task(lm_eval: Door, tasks: Path) -> None:
+    """Their scores come from the pass over the context, before any KV entry leaves."""
+    (tasks / "single.yaml").write_text(SINGLE.replace("FOLDER", str(tasks)))
+    evicted = lm_eval(f"{FLAGS} --tasks single,choice --limit 4 --hh-size 2 --recent-size 2")
+    said = [line for line in evicted.err.splitlines() if "each choice is one token long" in line]
+    assert len(said) == 1 and "single: " in said[0] and "`generate`, `run` and `score`" in said[0], evicted.err
+    full = lm_eval(f"{FLAGS} --tasks single,choice --limit 4")
+    assert "one token long" not in full.err
+    table = [[line for line in one.out.splitlines() if line.startswith("|single")] for one in (evicted, full)]
+    assert table[0] == table[1] != []
+
+
+GRID = "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
+
+
+def test_a_grid_of_policies_and_budgets(lm_eval: Door, tasks: Path, tmp_path: Path) -> None:
+    """It evicts inside the context: choices of one token change too. A second run has nothing to do."""
+    pytest.importorskip("matplotlib", reason=why_not("plot"))
+    (tasks / "single.yaml").write_text(SINGLE.replace("FOLDER", str(tasks)))
+    flags = f"grid {GRID} --tasks single,choice --limit 4 --policies full local:sinks=0 h2o --kv-budget 0.5 0.2"
+    first = lm_eval(f"{flags} --output-dir grid --json grid.json --markdown grid.md --plot grid.png")
+    found = json.loads((tmp_path / "grid.json").read_text())
+    assert [cell["title"] for cell in found["cells"]] == [
+        "full", "local:sinks=0 0.5", "h2o 0.5", "local:sinks=0 0.2", "h2o 0.2",
+    ]  # fmt: skip
+    assert found["cells"][0]["kv_share"] == 1 and found["cells"][-1]["kv_share"] < 0.4
+    full, evicted = (found["cells"][i]["output"] for i in (0, -1))
+    assert _last_logprobs(tmp_path / full) != pytest.approx(_last_logprobs(tmp_path / evicted), abs=0.01)
+    assert "| `full` |" in first.out and "single acc" in first.out and (tmp_path / "grid.png").stat().st_size > 1000
+    assert (tmp_path / "grid.md").read_text().strip() in first.out
+    lm_eval(f"{flags} --output-dir grid --json again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == found
+    assert len(answers := (tmp_path / full).read_text().splitlines()) == 24 and len(set(answers)) == 24
+    other = lm_eval(f"{flags} --num-fewshot 1 --output-dir grid", code=2)
+    assert "has requests of other tasks, or was made with other flags" in other.err
+
+
+def _last_logprobs(answers: Path) -> list[float]:
+    return [one["token_logprobs"][-1] for _, one in sorted(read_answers(answers).items())]
+
+
+def test_a_grid_agrees_with_its_three_steps(lm_eval: Door, tmp_path: Path) -> None:
+    flags = "--tasks choice --include_path tasks --limit 5"
+    lm_eval(f"grid {GRID} --tasks choice --limit 5 --policies h2o --kv-budget 0.3 --output-dir grid")
+    lm_eval(f"generate {flags} --output requests.jsonl")
+    lm_eval(f"run {GRID.partition('tasks ')[2]} --input requests.jsonl --output answers.jsonl --kv-budget 0.3")
+    lm_eval(f"score {flags} --input answers.jsonl --json scored.json")
+    found = json.loads((tmp_path / "grid/summary.json").read_text())["cells"]
+    assert [cell["results"] for cell in found] == [json.loads((tmp_path / "scored.json").read_text())["results"]]
+
+
+def test_the_lines_of_h2o_hfs_readme(command: Door, tmp_path: Path) -> None:
+    """Its steps 1 to 3, with their flags as written and another model."""
+    step = "evaluate lm-eval"
+    own, steps = "--include_path tasks --limit 3", "--offload-dir o --dtype float32"
+    task = f"--task-name choice --num-fewshot 1 {own}"
+    assert command(f"{step} generate --output-file choice-1.jsonl {task}").code == 0
+    model = f"--input-path choice-1.jsonl --model-name opt-tiny --model-type opt {steps}"
+    answers = {}
+    for name, more in (
+        ("full", ""),
+        ("local", "--enable_small_cache --heavy_ratio 0 --recent_ratio 0.2"),
+        ("h2o", "--enable_small_cache --heavy_ratio 0.1 --recent_ratio 0.1"),
+        ("usual", "--enable_small_cache"),
+        ("by name", "--eviction local:sinks=0 --recent-ratio 0.2"),
+    ):
+        out = command(f"{step} run --output-path '{name}.jsonl' {model} {more}")
+        assert out.code == 0 and "another model" not in out.err, out.err
+        answers[name] = _last_logprobs(tmp_path / f"{name}.jsonl")
+    assert answers["local"] == answers["by name"] and answers["h2o"] == answers["usual"]
+    assert len({tuple(answers[name]) for name in ("full", "local", "h2o")}) == 3
+    scored = command(f"{step} score --result-file h2o.jsonl {task} --model-type opt")
+    assert scored.code == 0 and '"acc,none"' in scored.out, scored.err
+    wrong = command(f"{step} score --result-file h2o.jsonl {task} --model-type llama")
+    assert wrong.code == 2 and "--model-type llama: opt-tiny is opt; leave the flag out" in wrong.err
+    wrong = command(f"{step} run --output-path x.jsonl {model.replace('opt --off', 'llama --off')}")
+    assert wrong.code == 2 and "--model-type llama: opt-tiny is opt" in wrong.err and not Path("x.jsonl").exists()
+
+
+def test_score_finds_a_named_model_in_the_offload_dir(lm_eval: Door, command: Door, tmp_path: Path) -> None:
+    name, model = next(iter(NAMED.items()))
+    folder = folder_of(model, tmp_path / "here")
+    shutil.copytree(PACKAGED["opt-tiny"], folder)
+    mark(folder, kind="checkpoint", model=name, files=sorted(path.name for path in folder.iterdir()))
+    flags = "--tasks choice --include_path tasks --limit 2"
+    lm_eval(f"generate {flags} --output requests.jsonl")
+    lm_eval(f"run --model {name} --offload-dir here --input requests.jsonl --output answers.jsonl")
+    for named in (f"--model {name}", ""):
+        out = command(f"evaluate lm-eval score {flags} --input answers.jsonl --offload-dir here {named} --json s.json")
+        assert out.code == 0 and out.out.startswith("8 items in the cache"), out.err
+        assert "choice" in json.loads((tmp_path / "s.json").read_text())["results"]
+
+
+def test_nothing_is_said_of_a_repository(
+    lm_eval: Door, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval runs git in the current folder, and git writes on the process's own stderr."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    lm_eval(f"{FLAGS} --tasks choice --limit 1 --output_path out")
+    assert "repository" not in capfd.readouterr().err
+    assert results(tmp_path / "out")["git_hash"] is None
+
+
+def test_nothing_is_said_of_a_download_that_is_not_allowed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nltk = pytest.importorskip("nltk", reason=why_not("eval"))
+
+    def missing(name: str, *more: object) -> None:
+        raise LookupError(name)
+
+    monkeypatch.setattr(nltk.data, "find", missing)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.prepare_niah", raising=False)
+    with lm_eval_here(argparse.Namespace(download=False), ["niah_single_1"]):
+        importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
+    assert capsys.readouterr().out == ""
+
+
+PAPERS_LINES: dict[str, dict[str, Any]] = {  # of the data sets
+    "copa": {"premise": "It rained.", "choice1": "It got wet.", "choice2": "It is.", "question": "effect", "label": 0},
+    "mathqa": {"Problem": "1 + 1 ?", "options": "a ) 1 , b ) 2 , c ) 3 , d ) 4 , e ) 5", "correct": "b"},
+    "openbookqa": {
+        "question_stem": "Rain is", "choices": {"text": ["wet", "dry"], "label": ["A", "B"]}, "answerKey": "A"
+    },
+    "piqa": {"goal": "Dry it", "sol1": "in the sun", "sol2": "in the rain", "label": 0},
+    "rte": {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0},
+    "winogrande": {"sentence": "The _ is wet.", "option1": "sun", "option2": "rain", "answer": "2"},
+}  # fmt: skip
+
+
+def test_the_papers_tasks_by_include(lm_eval: Door, tmp_path: Path) -> None:
+    """The script of docs/reference/lm-eval.md: lm-eval's own files, with data from elsewhere."""
+    page = (Path(__file__).parents[2] / "docs/reference/lm-eval.md").read_text()
+    script = page.partition("<!-- six tasks -->\n```python\n")[2].partition("```")[0]
+    (tmp_path / "data").mkdir()
+    for name, line in PAPERS_LINES.items():
+        field = next(iter(line))  # lines differ: lm-eval takes no example that equals the question
+        lines = [json.dumps(line | {field: f"{line[field]} {i}"}) + "\n" for i in range(3)]
+        for split in ("train", "validation", "test"):
+            (tmp_path / "data" / f"{name}.{split}.jsonl").write_text("".join(lines))
+    exec(script, {})
+    names = ",".join(f"my_{name}" for name in H2O_PAPER)
+    out = lm_eval(f"generate --include-path papers --tasks {names} --num-fewshot 1 --limit 1 --output six.jsonl")
+    assert out.out.startswith("15 requests in six.jsonl")  # five of the tasks have 2 choices, mathqa has 5
+
+
 KILLED = (
     QUICK
     + """
@@ -261,6 +416,7 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
         ("--tasks text --gen_kwargs num_beams=3", "--gen-kwargs num_beams=3: is not supported"),
         ("--tasks choice --eviction nothing", "--eviction nothing"),
         ("--tasks choice --batch_size 3", "--batch_size: is not a flag here"),
+        ("--tasks choice --policies full h2o", "--policies: is a flag of `evaluate lm-eval grid`"),
         ("generate --tasks choice", "--output: is missing"),
         ("generate --tasks text --output x.jsonl", "a task generates text"),
         ("generate --tasks choice --output x.txt", "must end in .jsonl"),

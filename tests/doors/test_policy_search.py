@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -94,13 +95,59 @@ def test_a_given_policy_is_evaluated_for_one_block(plan: Door) -> None:
     assert more["eta_s"] == pytest.approx(10 * found["eta_s"])
 
 
+def test_a_saved_plan_brings_its_workload(plan: Door, tmp_path: Path) -> None:
+    """Flags come first; an eviction policy is not taken, and that is said."""
+    whole = object_of(plan(f"{SMALL} --hh-size 4 --output p.json --json"))
+    same = plan("--model facebook/opt-125m --policy p.json --hh-size 4 --json")
+    assert object_of(same)["details"]["workload"] == whole["details"]["workload"]
+    taken = "--num-prompts 4, --prompt-len 32, --max-tokens 8 are those that it was found for"
+    assert same.err == f"policy_search: --policy p.json: {taken}\n"
+    other = plan("--model facebook/opt-125m --policy p.json --num-prompts 6 --gen-len 2 --json")
+    found = object_of(other)["details"]["workload"]
+    assert (found["num_prompts"], found["prompt_len"], found["gen_len"]) == (6, 32, 2)
+    assert "--policy p.json: was found with h2o, and this is the full cache" in other.err
+
+
+def test_a_flag_that_is_predicted_to_be_faster_is_named(plan: Door) -> None:
+    """If computing binds: the search with it says how long it takes."""
+    asked = "--model facebook/opt-1.3b --num-prompts 8 --prompt-len 512 --gen-len 4 --host-mem 8GiB"
+    usual = object_of(plan(f"{asked} --json", "host"))
+    faster = object_of(plan(f"{asked} --int8-compute --json", "host"))
+    assert usual["details"]["binds"]["prefill"] == "device_compute"
+    assert usual["details"]["faster"] == {"flag": "--int8-compute", "total_s": pytest.approx(faster["eta_s"])}
+    assert faster["details"]["faster"] is None and faster["eta_s"] < 0.9 * usual["eta_s"]
+    assert "what makes it faster: --int8-compute, predicted " in plan(asked, "host").out
+    on_disk = "--model facebook/opt-1.3b --num-prompts 1 --prompt-len 8 --gen-len 8 --host-mem 500MiB"
+    assert object_of(plan(f"{on_disk} --json", "host"))["details"]["faster"] is None
+
+
+def test_a_checkpoint_that_is_not_here_counts_in_the_disk_need(
+    plan: Door, monkeypatch: pytest.MonkeyPatch, profiles: Path
+) -> None:
+    from flexgen_h2o.planner.measure import run
+
+    resolve = importlib.import_module("flexgen_h2o.checkpoint.resolve")  # the room has a function of this name
+    profile = nominal_profile(True)
+    monkeypatch.setattr(run, "profile_of_this_machine", lambda *given, **more: profile)
+    found = {}
+    for is_here in (True, False):
+        monkeypatch.setattr(resolve, "is_downloaded", lambda model, revision, here=is_here: here)
+        found[is_here] = object_of(plan(f"{SMALL} --json", None))["details"]
+    size = found[False]["download_bytes"]
+    assert size > 200e6 and found[True]["download_bytes"] == 0
+    less = found[True]["budget_bytes"]["disk"] - found[False]["budget_bytes"]["disk"]
+    assert abs(less - size) < 64 * 2**20  # others write on that disk meanwhile
+    random_weights = object_of(plan(f"{SMALL} --random-weights --json", None))
+    assert random_weights["details"]["download_bytes"] == 0
+
+
 def test_printed_flags_are_flex_opt_s(plan: Door) -> None:
     flags = f"{GIVEN} --cpu-cache-compute --overlap false --sep-layer 0 --pin-weight no --attn-sparsity 0.5"
     switches = {"cpu_cache_compute": True, "overlap": False, "sep_layer": False, "pin_weight": False}
     policy = Policy(4, 2, (0, 50, 0, 100, 100, 0), **switches, attn_sparsity=0.5)
     out = plan(f"{SMALL} {flags} --host-mem 4GiB --dtype bfloat16").out
     lines = out.splitlines()
-    words = shlex.split(lines[lines.index("policy, as given:") + 1])
+    words = shlex.split(lines[lines.index("plan, as given:") + 1])
     assert policy_of(flex_opt._parser().parse_args(words)) == (policy, False)
     assert " ".join(words) == as_flags(policy)
     command = shlex.split(lines[lines.index("benchmark it:") + 1])
@@ -144,7 +191,7 @@ def test_a_share_of_prompt_and_new_tokens_is_planned_and_run(plan: Door, capfd: 
     """int(0.25 x (20 + 12)) columns and the newcomer's slot, in the plan, the command, and the run that follows it."""
     asked = "--model opt-tiny --prompt-len 20 --gen-len 12"
     lines = plan(f"{asked} --num-prompts 3 --kv-budget 0.25 --output p.json", "host").out.splitlines()
-    assert "h2o, 9 KV slots a row" in lines[0]
+    assert "h2o, 9 KV slots per prompt" in lines[0]
     command = shlex.split(lines[lines.index("benchmark it:") + 1])[2:]
     assert command[command.index("--kv-budget") + 1] == "0.25"
     assert (read_policy(Path("p.json")).workload or {})["eviction"] == {

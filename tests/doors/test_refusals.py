@@ -164,8 +164,10 @@ OTHERS: list[tuple[str, Cases]] = [
               ("--policy in.jsonl --output in.jsonl", "--output in.jsonl: is the file of --policy too"),
               ("--model words --output words/config.json", "is the name of a file of --model words")]),
     ("hardware", ["--offload-dir ''", "--machine ''", "--show ''"]),
-    ("batch", ["--ray ''", ("--enable_small_cache", "--eviction h2o"),
+    ("batch", ["--ray ''", ("--model_arch llama", "--model-arch llama: ids is opt"),
+               ("--heavy_ratio 0", "--heavy-ratio"),
                ("--model words --output words/hard.jsonl", "is the name of a file of --model words")]),
+    ("chat", [("--enable_small_cache", "--eviction h2o")]),
     ("evaluate", [("perplexity", "perplexity"), ("", "fidelity")]),
 ]  # fmt: skip
 LAYERS: Cases = [
@@ -223,7 +225,10 @@ def refuse(place: Path, call: Callable[..., Answer], monkeypatch: pytest.MonkeyP
 
     def run(command: str, flags: str, *says: str) -> None:
         before = everything(place)
-        answer = call(cli.main, *command.split(), *BASE.get(command.split()[-1], "").split(), *shlex.split(flags))
+        usual, words = BASE.get(command.split()[-1], "").split(), shlex.split(flags)
+        if "--model" in words and usual[:1] == ["--model"]:
+            del usual[:2]
+        answer = call(cli.main, *command.split(), *usual, *words)
         assert answer.code == 2 and answer.out == "", answer
         [line] = answer.err.splitlines()
         assert line.startswith(f"{command.split()[0]}: "), line

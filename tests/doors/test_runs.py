@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, OPTForCausalLM
+from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
 from tests.doors.conftest import POSITIONS, Answer
@@ -54,6 +54,34 @@ def test_text_prompts_in_text_completions_out(door: Callable[..., Answer], words
         assert row["token_ids"] == greedy(model, tokenizer(row["prompt"])["input_ids"], 4)
         assert row["text"] == tokenizer.decode(row["token_ids"], skip_special_tokens=True)
         assert row["finish_reason"] == "length"
+
+
+def test_opt_with_more_positions_by_its_config(
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The published models have 2,048. Own weights give transformers' tokens; random ones need a config alone."""
+    config = OPTConfig(
+        vocab_size=120, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=2, ffn_dim=64,
+        num_attention_heads=2, max_position_embeddings=2300, eos_token_id=None, bos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = OPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(0, 0.3)
+    folder = tmp_path / "long"
+    model.save_pretrained(folder)
+    ids = [5 + i * i % 100 for i in range(2200)]
+    prompts = write_jsonl({"prompt_token_ids": ids})
+    assert_done(door("--prompts", prompts, "--output", "out.jsonl", "--dtype", "float32", model=folder))
+    [row] = read_jsonl(Path("out.jsonl"))
+    assert row["token_ids"] == greedy(model, ids, 4)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    flags = ("--random-weights", "--prompt-len", 2200, "--percent", 100, 0, 100, 0, 100, 0, "--gpu-batch-size", 1)
+    assert door(*flags, model=folder).code == 0
+    too_long = door("--random-weights", "--prompt-len", 2300, model=folder)
+    assert too_long.code == 2 and "has 2300 positions" in too_long.err
 
 
 def test_token_ids_need_no_tokenizer(

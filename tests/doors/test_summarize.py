@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def records(write_jsonl: Callable[..., Path]) -> list[dict[str, Any]]:
 @pytest.fixture
 def run(command: Door, words_model: Path, records: object) -> Door:
     def run(flags: str, code: int = 0) -> Answer:
-        engine = f"--model {shlex.quote(str(words_model))} --dtype float32 --offload-dir o --gpu-batch-size 2"
+        named = "" if "--model" in flags else f"--model {shlex.quote(str(words_model))}"
+        engine = f"{named} --dtype float32 --offload-dir o --gpu-batch-size 2"
         source = "" if "--input" in flags else "--input in.jsonl"
         out = command(f"evaluate summarize {source} {engine} --resamples 20 {flags}")
         assert out.code == code, out.err
@@ -111,6 +113,36 @@ def test_a_grid(run: Door, records: list[dict[str, Any]], words_model: Path, tmp
     assert result["cells"][0]["less_first"] is None
     gap = result["cells"][1]["scores"]["rouge1"]["value"] - result["cells"][0]["scores"]["rouge1"]["value"]
     assert result["cells"][1]["less_first"]["rouge1"]["value"] == pytest.approx(gap)
+
+
+def test_articles_as_messages(run: Door, words_model: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    """Each prompt is a message, with an instruction behind it if it has none; scores are of the contents."""
+    folder = shutil.copytree(words_model, tmp_path / "chat")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    (folder / "chat_template.jinja").write_text(template)
+    write_jsonl(
+        {"article": f"import os\n\n{INSTRUCTION}", "summary_gt": "one", "logprobs": 1},
+        {"article": "x = 1", "summary_gt": "two"},
+        {"article": "x = 1\n" * POSITIONS, "summary_gt": "three"},
+        name="in.jsonl",
+    )
+    flags = f"--output-dir d --policies full --gen-len {NEW} --greedy --chat --json r.json"
+    out = run(f"--model {folder} {flags}")
+    result = figures(tmp_path / "r.json")
+    assert (result["chat"], result["articles"], result["cut"]) == (True, 3, 1), out.err
+    asked = [json.loads(line) for line in (tmp_path / "d" / "requests.jsonl").read_text().splitlines()]
+    said = [one["messages"][0]["content"] for one in asked]
+    assert said[:2] == [f"import os\n\n{INSTRUCTION.strip()}", f"x = 1\n\n{articles.INSTRUCTION}"]
+    assert said[2].startswith("x = 1\nx = 1") and said[2].endswith(f"\n\n{articles.INSTRUCTION}")
+    with LLM(folder, Policy(2, 2), dtype="float32", offload_dir=tmp_path / "o") as llm:
+        prompts = [llm.model.encode_more(f"<user>{one}\n<assistant>") for one in said]
+        texts = [one.text for one in llm.generate(prompts, SamplingParams(NEW))]
+    choices = [row["response"]["body"]["choices"][0] for row in rows_of(tmp_path / "d" / "full.jsonl")]
+    assert [choice["message"]["content"] for choice in choices] == texts
+    wanted = ("one", "two", "three")
+    scores = [Unigrams()(text or "", want)[0] for text, want in zip(texts, wanted, strict=True)]
+    assert result["cells"][0]["scores"]["rouge2"]["value"] == pytest.approx(sum(scores) / 3)
+    run(f"--model {folder} {flags.replace('--chat', '')}", code=2)  # other requests are in the folder
 
 
 @needs("plot")
@@ -187,19 +219,19 @@ def test_the_flags_of_the_scripts(run: Door, records: list[dict[str, Any]], tmp_
 )
 def test_cells(flags: str, titles: list[str], tmp_path: Path) -> None:
     args = parsed(flags, tmp_path)
-    assert [cell.title for cell in summarize._cells(args)] == titles
-    outputs = [cell.output.name for cell in summarize._cells(args)]
+    assert [cell.title for cell in summarize.cells_of(args)] == titles
+    outputs = [cell.output.name for cell in summarize.cells_of(args)]
     assert len(set(outputs)) == len(outputs) and all(re.fullmatch(r"[\w.+=,-]+\.jsonl", name) for name in outputs)
 
 
 def test_shares_of_the_whole_sequence(tmp_path: Path) -> None:
     args = parsed("--policies full h2o --kv-budget 0.5 0.2", tmp_path)
-    cells = summarize._cells(args)
+    cells = summarize.cells_of(args)
     assert [cell.title for cell in cells] == ["full", "h2o 0.5", "h2o 0.2"]
     assert cells[1].case.eviction.to_json()["kv_budget"] == 0.5 and cells[1].output.name == "h2o-0.5.jsonl"
-    both = summarize._cells(parsed("--policies h2o --kv-budget 0.5 --hh-size 4", tmp_path))
+    both = summarize.cells_of(parsed("--policies h2o --kv-budget 0.5 --hh-size 4", tmp_path))
     assert [cell.title for cell in both] == ["h2o 4+4", "h2o 0.5"]
-    own = summarize._cells(parsed("--policies h2o h2o:kv_budget=0.3 --hh-size 4 8", tmp_path))  # a size of its own
+    own = summarize.cells_of(parsed("--policies h2o h2o:kv_budget=0.3 --hh-size 4 8", tmp_path))  # a size of its own
     assert [cell.title for cell in own] == ["h2o:kv_budget=0.3", "h2o 4+4", "h2o 8+8"]
 
 
@@ -220,13 +252,18 @@ def test_a_share_of_the_whole_sequence_is_kept(
 def test_gaps_are_to_the_first_cell_alone(run: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of its rows may be errors."""
     read = summary.read_answers
-    monkeypatch.setattr(summary, "read_answers", lambda output: [] if output.name == "full.jsonl" else read(output))
+    monkeypatch.setattr(
+        summary, "read_answers", lambda output, requests: [] if output.name == "full.jsonl" else read(output, requests)
+    )
     run(f"{GRID} --policies full h2o --json r.json")
     assert [cell["less_first"] for cell in figures(tmp_path / "r.json")["cells"]] == [None] * 3
 
 
 def test_a_dry_run_plans_the_largest_cell(run: Door) -> None:
-    assert "h2o, 25 KV slots a row" in run("--output-dir d --policies h2o --hh-size 3 20 --recent-size 4 --dry-run").out
+    assert (
+        "h2o, 25 KV slots per prompt"
+        in run("--output-dir d --policies h2o --hh-size 3 20 --recent-size 4 --dry-run").out
+    )
 
 
 def parsed(flags: str, tmp_path: Path) -> Any:

@@ -212,6 +212,7 @@ def test_save_refuses_what_cannot_be_written(chat: Door, words_model: Path, tmp_
     assert (tmp_path / "a.txt").read_text().startswith("> a\n") and answer.err.count("[KV ") == 2
 
 
+NO_TOKENIZER = "a model without a tokenizer"
 REFUSED = [
     ("--hh-ratio 0.2", "--hh-ratio 0.2: the length of a conversation is not known; give numbers of KV entries"),
     ("--recent-ratio 0.2 --hh-size 3", "--recent-ratio 0.2: the length of a conversation is not known"),
@@ -219,13 +220,14 @@ REFUSED = [
     ("--eviction nope", "--eviction nope"),
     ("--positions rolling", "--positions rolling: needs rotary embeddings"),
     ("--max-len 0", "--max-len"),
-    ("--model {ids}", "has no tokenizer, which a conversation needs; give a folder with one"),
+    (NO_TOKENIZER, "has no tokenizer, which a conversation needs; give a folder with one"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "says"), REFUSED, ids=[flags for flags, _ in REFUSED])
 def test_one_line_says_what_is_wrong(flags: str, says: str, chat: Door, words_model: Path, ids_model: Path) -> None:
-    answer = chat(f"--model {words_model} {flags.replace('{ids}', str(ids_model))}", "a")
+    model = ids_model if flags == NO_TOKENIZER else words_model
+    answer = chat(f"--model {model} {flags.replace(NO_TOKENIZER, '')}", "a")
     assert answer.code == 2 and answer.out == ""
     [line] = answer.err.splitlines()
     assert says in line, line

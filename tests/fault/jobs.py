@@ -23,10 +23,13 @@ os._exit(code)
 """
 FILES = ("--input", "in.jsonl", "--output", "out.jsonl")
 FLAGS = (
-    *("--model", "opt-tiny"),
     *("--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
     *("--gpu-batch-size", "4", "--num-gpu-batches", "2", "--window", "16"),
 )
+
+
+def _with_model(flags: tuple[str, ...]) -> tuple[str, ...]:
+    return flags if "--model" in flags else ("--model", "opt-tiny", *flags)
 
 
 @dataclass
@@ -60,12 +63,12 @@ class Jobs:
     forks: Forks
 
     def start(self, folder: Path, *flags: str, file_limit: int = 0) -> Job:
-        return self.forks.start(folder, RUN, *FILES, *FLAGS, *flags, file_limit=file_limit, kind=Job)
+        return self.forks.start(folder, RUN, *FILES, *FLAGS, *_with_model(flags), file_limit=file_limit, kind=Job)
 
 
 def launch(folder: Path, *flags: str) -> Job:
     """The job as a shell starts it: a process that imports everything itself."""
-    argv = [sys.executable, "-m", "flexgen_h2o.batch", *FILES, *FLAGS, *flags]
+    argv = [sys.executable, "-m", "flexgen_h2o.batch", *FILES, *FLAGS, *_with_model(flags)]
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
         process = subprocess.Popen(
             argv, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams, policy_search, serve
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_USAGE
+from flexgen_h2o.core.units import GIB
 from flexgen_h2o.planner.profile import SHIPPED, nominal_profile, profile_from_json
 from flexgen_h2o.serving import pages
 from flexgen_h2o.serving.guard import Bounds, Guard
@@ -63,6 +64,34 @@ def test_choices(web: TestClient) -> None:
     assert [one["name"] for one in found["machines"]] == ["t4", "cpu"]
     assert [one["device_is_host"] for one in found["machines"]] == [False, True]
     assert found["machines"][0]["memory"]["host"] == MACHINES["t4"].host_mem_bytes
+
+
+def test_the_machine_that_is_most_like_this_one_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own profile if it was measured, else one with or without a GPU as it is, of the most similar memory."""
+    from flexgen_h2o.tiers import device
+
+    class Card:
+        is_host = False
+
+        def free_bytes(self) -> int:
+            return 15 * GIB
+
+    known = policy_search.machines(None)
+    known = {name: one for name, one in known.items() if name != "this machine"}
+    monkeypatch.setattr(device, "whole_host_bytes", lambda: 200 * GIB)
+    monkeypatch.setattr(device, "open_device", lambda name, separate_budget: Card())
+    assert policy_search.nearest_machine(known) == "t4"
+    monkeypatch.setattr(device, "open_device", lambda name, separate_budget: device.HostDevice())
+    nearest = policy_search.nearest_machine(known)
+    assert known[nearest].device_is_host and nearest != "some CPU"
+    assert policy_search.nearest_machine({**known, "this machine": MACHINES["t4"]}) == "this machine"
+    found = Pages(MACHINES, profile_from_json, policy_search.ask, ["opt-tiny"], False, "cpu")
+    try:
+        told = TestClient(found.app()).get("/api/plan").json()
+        assert told["machine"] == "cpu"
+    finally:
+        found.close()
+    assert "if (found.machine in machines)" in (STATIC / "plan.js").read_text()
 
 
 def said(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o import batch
+from flexgen_h2o import batch, cli
 from tests.text.tiny import write_bytes_tokenizer, write_llama
 
 
@@ -34,6 +34,30 @@ class Job:
         """Code and message of an error row."""
         error = self.rows[name]["error"]
         return error["code"], error["message"]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
+) -> Callable[..., Said]:
+    """`flexgen-h2o` with these words, in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> Said:
+        capfd.readouterr()
+        code = cli.main([*map(str, words)])
+        return Said(code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,11 @@ from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.serving.answers import Pieces, read_asked
-from tests.text.conftest import Job
+from tests.text.conftest import Job, Said
 from tests.text.tiny import chat_line, edit_json, text_line, write_bytes_tokenizer, write_script
 
 Run = Callable[..., Job]
+Door = Callable[..., Said]
 END, TEXT_END = "<|im_end|>", "<|endoftext|>"
 SCRIPT = (*b">Hi", END, *b"\nuser: wat", TEXT_END, *b"k")
 
@@ -289,6 +290,36 @@ def test_channels_of_a_stream(harmonic: Path) -> None:
     ]  # fmt: skip
     assert [token for choice in choices[1:] for token in choice["token_ids"]] == ids
     assert sum(len(choice["logprobs"]["content"]) for choice in choices[1:]) == len(ids)
+
+
+def test_channels_on_a_terminal(harmonic: Path, call: Door, tmp_path: Path) -> None:
+    """One prompt that is streamed, several, and older names: thoughts in front, no marks; files have the content."""
+    engine = ("--dtype", "float32", "--offload-dir", "offload", "--max-tokens", 40)
+    shown = "(thinking) THINK\n\n42\n"
+    assert call("generate", harmonic, "-p", "6*7", *engine).out == shown
+    assert call("generate", harmonic, "-p", "6*7", "-p", "6*7", *engine).out.count(f"-\n{shown}") == 2
+    one = call("complete", "-m", harmonic, "6*7", "--chat", "--report", "r.json", *engine)
+    assert one.out == f"6*7\n\n{shown}"
+    two = call("complete", "-m", harmonic, "6*7", "6*7", "--chat", *engine)
+    assert two.out.count(f"-\n6*7\n\n{shown}") == 2
+    (tmp_path / "p.txt").write_text("6*7\n")
+    prompts = ("--prompts", "p.txt", "--chat", "--gen-len", 40, *engine[:4])
+    bench = call("flex-opt", "-m", harmonic, *prompts, "--output", "o.jsonl")
+    assert "\n0: 6*742\n" in bench.out
+    call("evaluate", "text", "-m", harmonic, *prompts, "--hh-size", 20, "--json", "t.json")
+    [row] = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert row["full"]["text"] == shown.strip()
+    rows = [json.loads((tmp_path / "r.json").read_text())["rows"][0], json.loads((tmp_path / "o.jsonl").read_text())]
+    assert [row["text"] for row in rows] == ["42", "42"]
+
+
+def test_older_names_end_an_answer_where_the_turn_ends(chatty: Path, call: Door, tmp_path: Path) -> None:
+    engine = ("--dtype", "float32", "--offload-dir", "offload", "--max-tokens", 40)
+    assert call("complete", "-m", chatty, "Say hi", "--chat", *engine).out == "Say hi\n\nHi\n"
+    (tmp_path / "p.txt").write_text("Say hi\n")
+    call("flex-opt", "-m", chatty, "--prompts", "p.txt", "--chat", "--output", "o.jsonl", *engine)
+    row = json.loads((tmp_path / "o.jsonl").read_text())
+    assert (row["text"], row["finish_reason"], len(row["token_ids"])) == ("Hi", "stop", 3)
 
 
 def test_other_models_have_no_reasoning(chatty: Path) -> None:

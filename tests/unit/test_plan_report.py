@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -48,10 +49,25 @@ def test_a_pile_that_takes_longer_than_a_night_says_what_a_night_brings() -> Non
     hours_25 = replace(plan.prediction, prefill_s=40_000.0, decode_s=50_000.0)
     lines = lines_of(asked, replace(plan, prediction=hours_25), disk_read_bytes=8 * GIB)
     assert lines[-1] == "a night of 10 hours: 3 prompts, 12 new tokens; all take 2.5 nights"
-    assert "disk reads in all: 8.00 GiB, 2.00 GiB per pass (1 block, 4 passes each)" in lines
+    assert "disk reads in all: 8.00 GiB, 2.00 GiB per pass (1 batch, 4 passes each)" in lines
     mxfp4 = replace(asked.space.spec, quantization={"quant_method": "mxfp4"})
     quantised = replace(asked, space=replace(asked.space, spec=mxfp4))
     assert ", as published (mxfp4), read in place" in lines_of(quantised, plan)[2]
+
+
+def test_words_are_those_of_users() -> None:
+    """Also of where computing binds, of a download, and of a flag that is faster."""
+    for device_is_host in (True, False):
+        asked = replace(question(H2O(heavy_size=3, recent_size=2), device_is_host=device_is_host), searched=True)
+        plan = plan_of(asked, Policy(4, 2))
+        gains = {"device": 0.01, "host": 0.01, "disk": 0.01}
+        more = {"faster": ("--int8-compute", 90.0), "download_bytes": GIB, "disk_read_bytes": GIB, "s_per_gib": gains}
+        lines = lines_of(asked, plan, **more)
+        text = "\n".join(lines)
+        assert not re.search(r"\b(block|sweep|row|device|host|policy|tier)s?\b", text), text
+        assert "what makes it faster: --int8-compute, predicted 1 min 30 s; it multiplies in lower precision" in lines
+        assert "not downloaded yet: this disk space is needed besides" in lines[2]
+        assert any(line.startswith("CPU compute") for line in lines) is device_is_host
 
 
 def test_tables_say_what_the_plan_says() -> None:
@@ -59,10 +75,10 @@ def test_tables_say_what_the_plan_says() -> None:
     plan = plan_of(asked, STREAMED)
     lines = lines_of(asked, plan)
     assert "8 prompts of 32 tokens, 4 new tokens each, full KV cache" in lines[0]
-    assert "nominal, device, host and disk (profile of no date: nominal)" in lines[1]
+    assert "nominal, GPU, RAM and disk (profile of no date: nominal)" in lines[1]
     assert lines[2].startswith("checkpoint: ") and "in 16 bits a number" in lines[2]
     assert lines[4:10] == [
-        "policy, as given:",
+        "plan, as given:",
         "  --percent ...",
         "run it:",
         "  run ...",
@@ -71,11 +87,11 @@ def test_tables_say_what_the_plan_says() -> None:
     ]
     words = {line.split()[0]: line for line in lines if line}
     device, _, disk = lines[12:15]
-    assert device.startswith("device") and "4.00 GiB" in device and "weight ring" in device
+    assert device.startswith("GPU") and "4.00 GiB" in device and "weight ring" in device
     assert disk.startswith("disk") and "cache" in disk and "50.00 GiB" in disk
     assert any(line.startswith("disk read") for line in lines) and any(line.startswith("disk write") for line in lines)
     assert words["loaded"].startswith("loaded ahead: 6 weight units, 4 KV units")
-    names = {"disk_read": "disk read", "disk_write": "disk write", "h2d": "host to device"}
+    names = {"disk_read": "disk read", "disk_write": "disk write", "h2d": "RAM to GPU"}
     assert words["bound:"].endswith(f"decode by {names[plan.prediction.binds('decode')]}")
     assert words["throughput:"] and words["time"]
     assert not any("would save" in line for line in lines)
@@ -117,11 +133,11 @@ def test_doubt_of_a_profile_stands_beside_how_long_it_takes() -> None:
 def test_one_tier_less_where_the_device_is_the_host() -> None:
     asked = question(H2O(heavy_size=3, recent_size=2), device_is_host=True)
     lines = lines_of(asked, plan_of(asked, Policy(4, 2)), s_per_gib=dict.fromkeys(TIERS, 0.0))
-    assert "h2o, 6 KV slots a row" in lines[0]
+    assert "h2o, 6 KV slots per prompt" in lines[0]
     assert "no GPU" in lines[1]
-    assert not any(line.startswith(("device ", "loaded ahead", "host to device")) for line in lines if "GiB" in line)
+    assert not any(line.startswith(("GPU ", "loaded ahead", "RAM to GPU")) for line in lines if "GiB" in line)
     (line,) = [line for line in lines if "would save" in line]
-    assert "save: host nothing, disk nothing (" in line
+    assert "save: RAM nothing, disk nothing (" in line
 
 
 def test_gains_are_named_where_they_count() -> None:
@@ -130,9 +146,9 @@ def test_gains_are_named_where_they_count() -> None:
     total = plan.prediction.total_s
     lines = lines_of(asked, plan, s_per_gib={"device": total / 4, "host": total * 0.0006, "disk": total / 1e6})
     (line,) = [line for line in lines if "would save" in line]
-    assert "device" in line and "(25.0%)" in line and "(0.06%)" in line
-    assert line.endswith("disk nothing (with these batch sizes, by the linear program)")
-    assert "policy, found in 0.5 s:" in lines
+    assert "GPU" in line and "(25.0%)" in line and "(0.06%)" in line
+    assert line.endswith("disk nothing (with these batch sizes)")
+    assert "plan, found in 0.5 s:" in lines
 
 
 def test_object_has_the_contract_s_keys() -> None:

@@ -3,9 +3,10 @@ import { $, ask, bar, bytes, copies, el, memory, number, post, rate, seconds, sh
 
 const OWN = "a profile file …";
 const RESOURCES = {
-  disk_read: "disk read", disk_write: "disk write", h2d: "host to device", d2h: "device to host",
-  device_compute: "device compute", host_compute: "host compute",
+  disk_read: "disk read", disk_write: "disk write", h2d: "RAM to GPU", d2h: "GPU to RAM",
+  device_compute: "GPU compute", host_compute: "CPU compute",
 };
+const RESOURCES_OF_CPU = { ...RESOURCES, device_compute: "CPU compute" };
 const FIELDS = ["num_prompts", "prompt_len", "gen_len", "device_mem", "host_mem", "disk_mem"];
 const NIGHT_S = 10 * 3600;
 let machines = {};
@@ -18,6 +19,7 @@ async function begin() {
     $("model").value ||= found.has_engine ? found.models[0] : "facebook/opt-30b";
     const labels = found.machines.map(({ name }) => el("option", { value: name }, name));
     show($("machine"), ...labels, el("option", { value: OWN }, OWN));
+    if (found.machine in machines) $("machine").value = found.machine;
     $("status-link").hidden = !found.has_engine;
     choose();
     state("planner", "good");
@@ -55,22 +57,23 @@ async function question() {
 
 function draw(found) {
   const { details, predicted } = found, work = details.workload;
+  const names = details.device_is_host ? RESOURCES_OF_CPU : RESOURCES;
   $("about").textContent = `${details.model} in ${details.dtype} on ${details.profile.machine}`;
   $("answer").hidden = !found.fits;
   if (!found.fits) throw new Error(details.problem ?? "nothing fits");
   $("hours").textContent = seconds(found.eta_s);
   $("pace").textContent = `for ${number(work.num_prompts)} prompts, ${rate(predicted.tokens_per_s)} new tokens a second`;
   const phases = ["prefill", "decode"].filter((phase) => predicted[`${phase}_s`] > 0);
-  show($("bound"), "What binds: ", ...phases.flatMap((phase, i) => [i ? ", " : "", `${phase} by `, el("strong", {}, RESOURCES[details.binds[phase]])]), ".");
+  show($("bound"), "What binds: ", ...phases.flatMap((phase, i) => [i ? ", " : "", `${phase} by `, el("strong", {}, names[details.binds[phase]])]), ".");
   const nights = found.eta_s / NIGHT_S;
   $("night").textContent = nights > 1
     ? `A night of 10 hours does ${number(Math.floor(work.num_prompts / nights))} prompts; all take ${nights.toFixed(1)} nights.` : "";
   show($("busy"), ...phases.flatMap((phase) => {
     const whole = predicted[`${phase}_s`];
-    const rows = Object.keys(RESOURCES).filter((name) => details.busy_s[phase][name] > 0).flatMap((name) => {
+    const rows = Object.keys(names).filter((name) => details.busy_s[phase][name] > 0).flatMap((name) => {
       const share = details.busy_s[phase][name] / whole, binds = details.binds[phase] === name;
       const text = `${seconds(details.busy_s[phase][name])} (${Math.round(100 * share)}%)`;
-      return [el(binds ? "b" : "span", {}, RESOURCES[name]), bar(share, `${phase}, ${RESOURCES[name]}`, binds ? "" : "soft"), el("span", {}, text)];
+      return [el(binds ? "b" : "span", {}, names[name]), bar(share, `${phase}, ${names[name]}`, binds ? "" : "soft"), el("span", {}, text)];
     });
     return [el("span", { className: "head" }, `${phase}: ${seconds(whole)}`), ...rows];
   }));

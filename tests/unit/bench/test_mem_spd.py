@@ -87,6 +87,18 @@ def test_a_failure_is_told_by_the_exit_code(run: Any) -> None:
 
 
 @needs("plot")
+def test_the_picture_has_all_benchmarks(run: Any, tmp_path: Path) -> None:
+    """Those too that did not fit, failed or were refused, with the reason."""
+    for measured, why in ((Measured(), "does not fit"), (Measured(FAILED), "failed")):
+        run(GRID + f" --plot {tmp_path}/m.svg --again", measured)
+        picture = (tmp_path / "m.svg").read_text()
+        for shape in ("1 x (16 + 8)", "4 x (16 + 8)", "1 x (2000 + 8)", "4 x (2000 + 8)"):
+            assert picture.count(f"<!-- {shape} -->") == 2, "below both axes"
+        # two policies, in each of two parts of the picture
+        assert picture.count(f"<!-- {why} -->") == 4 and picture.count("<!-- too few positions -->") == 8
+
+
+@needs("plot")
 def test_the_picture_is_drawn_also_where_nothing_ran(run: Any, tmp_path: Path) -> None:
     for batches, measured in (("1", Measured()), ("4", Measured())):
         run(GRID.replace("1 4", batches) + f" --plot {tmp_path}/m{batches}.png --again", measured)

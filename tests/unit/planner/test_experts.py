@@ -198,6 +198,8 @@ def test_the_tables_say_what_a_token_uses_and_how_many_rows_would_do() -> None:
     plan = evaluate(at, Policy(16, 1, ON_DISK))
     lines = to_text(Answer(at, {"name": "full"}, False, plan), "--percent ...", "run ...", "bench ...")
     assert "a token uses 8 of 128 experts of a layer, 3.35 of 30.5 billion weights\n" in lines
-    found = re.search(r"have 16 rows, each ([\d.]+) MiB of KV and .* for prefill; with ([\d,]+) rows computing", lines)
+    found = re.search(
+        r"have 16 prompts, each ([\d.]+) MiB of KV and .* for prefill; with ([\d,]+) prompts computing", lines
+    )
     assert found is not None and float(found[1]) == pytest.approx(48 * 4 * 2 * 71 * 128 * 2 / 2**20, rel=0.25)
     assert int(found[2].replace(",", "")) > 100

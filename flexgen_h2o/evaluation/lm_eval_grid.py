@@ -1,0 +1,209 @@
+"""`evaluate lm-eval grid`: the three steps of h2o_hf for policies by KV budget, as a table and a picture.
+
+The experiment of the H2O paper's figures 4 and 8. KV entries are dropped inside the context, so choices of one token
+show it too. Each setting is a durable batch job with an output of its own: after a kill the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.cli_common import check_files, check_picture, results_are_in, write_results
+from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import replacing, usable_path, write_picture
+from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.core.units import markdown_table
+from flexgen_h2o.evaluation.figures import Figures, by_policy, over_budgets
+from flexgen_h2o.evaluation.kvpress import columns_held
+from flexgen_h2o.evaluation.lm_eval_records import (
+    RESAMPLES,
+    Answers,
+    prompts_of_tasks,
+    read_answers,
+    request_of,
+    results_of,
+    task_manager,
+)
+from flexgen_h2o.evaluation.summarize import Cell, cells_of, given_sizes, make_folders, write_summary
+from flexgen_h2o.flags import compression_flags, open_llm, policy_of
+from flexgen_h2o.jobs.job import run_job
+from flexgen_h2o.kvcache.eviction import Full, says_budget
+
+if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
+
+SCHEMA = 1
+POLICIES = ("full", "local:sinks=0", "h2o")  # the paper's three
+BUDGETS = (0.5, 0.2, 0.1)
+STDERRS = 1.96  # of a 95% interval, to either side
+
+
+def run(args: argparse.Namespace, names: list[str]) -> int:
+    """Do all settings, one after the other; returns the exit code."""
+    cells = _check(args)
+    policy, is_auto = policy_of(args)
+    if policy.attn_sparsity != 1:
+        raise UsageError("--attn-sparsity: works with the full cache alone, and others are compared here; leave it out")
+    dry_run, args.dry_run = args.dry_run, False
+    with open_llm(args, policy, is_auto, Full()) as llm:
+        model = llm.model
+        if model.tokenizer is None:
+            raise UsageError(f"--model {model.name}: has no tokenizer, which tasks need; give a folder with one")
+        for cell in cells:  # what is refused is refused before anything is run
+            llm.eviction = cell.case.eviction
+            llm.check_plan()
+        facts = {"measure": "lm-eval", "schema": SCHEMA, "model": model.name, "dtype": llm.dtype, "tasks": names}
+    facts |= {
+        "num_fewshot": args.num_fewshot, "limit": args.limit, "loglikelihood": args.loglikelihood,
+        "compression": compression_flags(policy),
+    }  # fmt: skip
+    args.dry_run = dry_run
+    manager = task_manager(args, names)
+    lines = "".join(json.dumps(request_of(prompt)) + "\n" for prompt in prompts_of_tasks(args, names, manager))
+    if dry_run:
+        return _plan(args, lines, cells[0], policy, is_auto)
+    make_folders(args, cells)
+    requests = args.output_dir / "requests.jsonl"
+    _write_requests(requests, lines)
+    found: list[Figures] = []
+    for cell in cells:
+        print(f"# {cell.title}", flush=True)
+        run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, SamplingParams())
+        answers = read_answers(cell.output, "--output-dir")
+        scores = Answers(cell.output, answers, model.encode_more, mean=args.loglikelihood == "mean")
+        results = results_of(args, names, scores.loglikelihood, RESAMPLES, manager)["results"]
+        lengths = [(len(one["token_logprobs"]), 0) for one in answers.values()]
+        held, full = (columns_held(kept, model.spec, policy, lengths) for kept in (cell.case.eviction, Full()))
+        found.append(
+            {
+                "title": cell.title, "policy": cell.case.label, "size": cell.size, "output": str(cell.output),
+                "eviction": cell.case.eviction.to_json(), "requests": len(answers), "kv_share": held / full,
+                "results": results,
+            }
+        )  # fmt: skip
+        write_summary(args.output_dir / "summary.json", {**facts, "cells": found})
+    write_results(args, {**facts, "cells": found}, grid_table({**facts, "cells": found}) + "\n", draw_grid)
+    return EXIT_DONE
+
+
+def _check(args: argparse.Namespace) -> list[Cell]:
+    """Return the settings. UsageError for what can be wrong with flags and files."""
+    if args.output_dir is None:
+        raise UsageError("--output-dir: is missing; name a folder for the answers")
+    check_files(args, (), ("json", "markdown", "plot"))
+    if args.plot is not None:
+        check_picture(args.plot)
+    args.output_dir = usable_path(args.output_dir, "--output-dir")
+    args.output = None
+    args.policies = args.policies or list(POLICIES)
+    if not given_sizes(args) and not all(name == Full.name or says_budget(name) for name in args.policies):
+        args.kv_budget = list(BUDGETS)
+    cells = cells_of(args)
+    results_are_in(*(cell.output for cell in cells), args.json, args.markdown)
+    return cells
+
+
+def _plan(args: argparse.Namespace, lines: str, cell: Cell, policy: Policy, is_auto: bool) -> int:
+    """Print the plan of the first setting's job, which keeps the most; writes nothing beside the output."""
+    with tempfile.TemporaryDirectory() as folder:
+        requests = Path(folder) / "requests.jsonl"
+        requests.write_text(lines)
+        return run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, SamplingParams())
+
+
+def _write_requests(path: Path, lines: str) -> None:
+    """Write the requests of all settings. UsageError if the folder has those of other tasks."""
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") != lines:
+            raise UsageError(
+                f"{path}: has requests of other tasks, or was made with other flags; leave --tasks, --num-fewshot and "
+                "--limit as they were, or give another --output-dir"
+            )
+        with replacing(path) as file:
+            file.write(lines)
+    except OSError as error:
+        raise FlexgenError(f"{path}: {error.strerror or error}") from error
+
+
+def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Figures]:
+    """Return value and standard error of each metric, by task and metric. results: lm-eval's, of one setting."""
+    found: dict[tuple[str, str], Figures] = {}
+    for task, own in results.items():
+        for name, value in own.items():
+            metric, _, filtered = name.partition(",")
+            if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = own.get(f"{metric}_stderr,{filtered}")
+            spread = STDERRS * error if isinstance(error, int | float) else 0.0
+            title = metric if filtered == "none" else name
+            found[task, title] = {"value": value, "low": value - spread, "high": value + spread, "stderr": error}
+    return found
+
+
+def grid_table(result: Figures) -> str:
+    """Return a line per setting of the JSON result, with lm-eval's metrics of each task."""
+    scored = [scores_of(cell["results"]) for cell in result["cells"]]
+    columns = list(dict.fromkeys(key for one in scored for key in one))
+    head = ["policy", "KV size", "KV of full", *(f"{task} {metric}" for task, metric in columns)]
+    rows = [
+        [f"`{cell['policy']}`", cell["size"], f"{cell['kv_share']:.1%}", *(_number(one.get(key)) for key in columns)]
+        for cell, one in zip(result["cells"], scored, strict=True)
+    ]
+    shots = "the tasks' own numbers of" if result["num_fewshot"] is None else result["num_fewshot"]
+    lines = [
+        f"Model `{result['model']}` in {result['dtype']}"
+        + (f", all with {result['compression']}" if result["compression"] else "")
+        + f"; {shots} examples per question; {result['cells'][0]['requests']} different requests.",
+        "",
+        *markdown_table(head, rows),
+        "",
+        "Values with their standard errors, as lm-eval has them. KV of full: KV entries of context and choice.",
+    ]
+    return "\n".join(lines)
+
+
+def _number(score: Figures | None) -> str:
+    if score is None:
+        return ""
+    error = score["stderr"]
+    return f"{score['value']:.4f}" + (f" ± {error:.4f}" if isinstance(error, int | float) else "")
+
+
+def draw_grid(result: Figures, path: Path) -> None:
+    """Draw the first metric of each task over the KV budget, as the paper's figures do. The suffix names the format.
+
+    Raises FlexgenError naming --plot if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    cells = [{**cell, "scores": scores_of(cell["results"])} for cell in result["cells"]]
+    panels: dict[str, str] = {}  # task -> metric
+    for task, metric in (key for cell in cells for key in cell["scores"]):
+        panels.setdefault(task, metric)
+    width = min(3, len(panels))
+    height = -(-len(panels) // width)
+    figure = Figure(figsize=(4.5 * width, 3.8 * height), layout="constrained")
+    axes = figure.subplots(height, width, squeeze=False).flatten()
+    for ax, (task, metric) in zip(axes, panels.items(), strict=False):
+        _draw_task(ax, cells, task, metric)
+        ax.set(title=task, xlabel="KV entries, % of the full cache", ylabel=metric)
+        ax.grid(alpha=0.3)
+    for ax in axes[len(panels) :]:
+        ax.set_visible(False)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"{result['model']}: lm-eval's metrics, 95% intervals")
+    write_picture(path, figure)
+
+
+def _draw_task(ax: Any, cells: Sequence[Figures], task: str, metric: str) -> None:
+    having = [cell for cell in cells if (task, metric) in cell["scores"]]
+    for own, style in by_policy(having, "kv_share"):
+        scores = [cell["scores"][task, metric] for cell in own]
+        over_budgets(ax, [{"budget": 100 * cell["kv_share"]} for cell in own], scores, style)
+        if own[0]["policy"] == Full.name:
+            ax.axhline(scores[0]["value"], color=style["color"], linewidth=0.8, linestyle=":")
