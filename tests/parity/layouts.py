@@ -171,7 +171,7 @@ def save(rng: random.Random, made: Layout, folder: Path) -> None:
         if is_safe:
             save_file(whole, folder / shard, metadata=rng.choice((None, {"format": "pt"})))
         else:
-            torch.save(whole, folder / shard)
+            torch.save(whole, folder / shard, _use_new_zipfile_serialization=rng.random() < 0.7)
 
 
 def lay_out(rng: random.Random, model: PreTrainedModel, folder: Path) -> Layout:
