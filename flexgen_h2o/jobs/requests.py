@@ -663,7 +663,7 @@ def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _short_text(fields: dict[str, Any], name: str, least: int = 0) -> str | None:
+def _short_text(fields: Mapping[str, Any], name: str, least: int = 0) -> str | None:
     """A string of at most MOST_ID_CHARACTERS; None where it is absent."""
     value = fields.get(name)
     if value is not None and (not isinstance(value, str) or len(value) < least):
