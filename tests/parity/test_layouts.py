@@ -175,6 +175,24 @@ def test_a_head_beside_a_tied_table_in_bin_files(
     assert len([line for line in stderr_lines(capfd) if "has a head with other numbers" in line]) == differs
 
 
+@pytest.mark.parametrize("name", ["fp8", "4 bits, groups", "int8", "mxfp4", "gptq", "awq"])
+def test_a_head_of_its_own_beside_quantised_matrices(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The config ties it. Nothing that the format stores is said to be unused, shapes of matrices included."""
+    folder, quantiser = tmp_path / "m", QUANTISERS[name]
+    model = random_model(2, **(dict(quantiser.shape) | {"tie_word_embeddings": False}))
+    save_quantised(model, folder, quantiser)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    want = [greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    capfd.readouterr()
+    got = run(folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS))
+    assert tokens_of(got) == want
+    [line] = stderr_lines(capfd)
+    assert "has a head with other numbers than the embedding that config.json ties it to" in line
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_settings_of_a_quantiser_in_a_file_of_their_own(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
