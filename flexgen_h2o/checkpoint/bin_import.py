@@ -143,18 +143,13 @@ def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
     return entry
 
 
-def load_tensors(path: Path, only_mapped: bool = False) -> tuple[dict[str, torch.Tensor], bool]:
-    """The tensors of a .bin file by name, and whether they are mapped from the file.
-
-    only_mapped: none of a file that would have to be read whole. Raises UsageError that names the file.
-    """
+def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
+    """The tensors of a .bin file by name, and whether they are mapped from the file. UsageError names the file."""
     import torch
 
     try:
         with path.open("rb") as file:
             mapped = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-        if only_mapped and not mapped:
-            return {}, False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

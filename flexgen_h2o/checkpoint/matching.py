@@ -176,11 +176,16 @@ def _listed(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def _say_unused(spec: ModelSpec, names: Names, folder: Path) -> None:
-    """Name the tensors that no layer of the model takes, except buffers and biases that change nothing."""
+    """Name the tensors that no layer of the model takes, except those that change nothing.
+
+    These are buffers, biases of zeros, and shapes of packed matrices, which config.json gives too.
+    """
     unused = [
         name
         for name in names.unused
-        if not _BUFFERS.search(name) and not (name.endswith(".bias") and _is_zero(names.stored[name]))
+        if not _BUFFERS.search(name)
+        and not (name.endswith(".bias") and _is_zero(names.stored[name]))
+        and not (name.endswith(".weight_shape") and name.removesuffix("shape") + "packed" in names.stored)
     ]
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""

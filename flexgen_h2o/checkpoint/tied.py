@@ -56,15 +56,14 @@ def _heads(prefix: str, stored: Mapping[str, object]) -> list[str]:
 
 
 def _has_other_head_in_bin(spec: ModelSpec, folder: Path) -> bool:
-    """The same of .bin files, which are mapped. Older ones, which cannot be mapped, are not looked at."""
+    """The same of .bin files. Those of torch before 1.6 cannot be mapped: one file at a time is read whole."""
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
     for path in shards(folder, BIN):
-        found, mapped = load_tensors(path, only_mapped=True)
-        if not mapped:
-            return False
-        tensors.update(found)
+        found, _ = load_tensors(path)
+        names = {first_of(spec.head[-1].name, spec.prefix, found), *_heads(spec.prefix, found)}
+        tensors.update({name: tensor for name, tensor in found.items() if name in names})
     name = first_of(spec.head[-1].name, spec.prefix, tensors)
     if name is None:
         return False

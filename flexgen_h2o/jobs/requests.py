@@ -33,46 +33,127 @@ MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
 Kind = Literal["completion", "chat", "helm"]
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 
-SAMPLING = frozenset(
-    {"temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "stop_token_ids", "repetition_penalty"}
-)
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-OF_TEMPLATE = ("reasoning_effort", "chat_template_kwargs")  # what a chat template gets besides messages
-LENGTH = ("max_completion_tokens", "max_tokens")
-# Counts, which some clients write as 2.0.
-WHOLE = frozenset({*LENGTH, "top_k", "seed", "logprobs", "top_logprobs"})
-# They change nothing in the answer. `model` is that of --model; the answer's body names it.
-WITHOUT_EFFECT = frozenset(
-    {
-        "model", "user", "metadata", "store", "service_tier", "request_id", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "priority", "stream_options", "request_type", "parallel_tool_calls", "verbosity",
-        "prediction", "return_token_ids", "cache_salt",
-    }
-)  # fmt: skip
-# Fields that must have one of these values, or null: any other would change the answer.
-ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "stream": (False,), "suffix": ("",), "use_beam_search": (False,),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "length_penalty": (1,),
-    "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "bad_words": ([],),
-    "allowed_token_ids": (), "prompt_logprobs": (), "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),
-    "add_special_tokens": (True,), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "modalities": (["text"],), "chat_template": (), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "return_tokens_as_token_ids": (False,), "include_reasoning": (True,), "documents": ([],),
-    "logits_processors": ([],), "mm_processor_kwargs": ({},), "vllm_xargs": ({},),
-}  # fmt: skip
+
+Does = Literal["prompt", "sampling", "length", "logprobs", "answers", "template", "nothing"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a field of a request does, in a line of a batch and in a request to the server. Null is as good as absent.
+
+    does: what its value decides. only: the values that it may have, because any other would change the answer and
+    cannot; None: any, or those that its reader takes. only_in_chat: the same of chat requests, if it differs.
+    is_count: a whole number, which some clients write as 2.0.
+    Types and ranges of "sampling" and "length" are those of `SamplingParams`.
+    """
+
+    does: Does
+    only: tuple[Any, ...] | None = None
+    only_in_chat: tuple[Any, ...] | None = None
+    is_count: bool = False
+
+    def values(self, is_chat: bool) -> tuple[Any, ...] | None:
+        """The only values that are taken; None for any."""
+        return self.only_in_chat if is_chat and self.only_in_chat is not None else self.only
+
+
+FIELDS: dict[str, Field] = {
+    "prompt": Field("prompt"),
+    "prompt_token_ids": Field("prompt"),
+    "messages": Field("prompt"),
+    "temperature": Field("sampling"),
+    "top_p": Field("sampling"),
+    "top_k": Field("sampling", is_count=True),
+    "seed": Field("sampling", is_count=True),
+    "stop": Field("sampling"),
+    "stop_token_ids": Field("sampling"),
+    "ignore_eos": Field("sampling"),
+    "repetition_penalty": Field("sampling"),
+    "max_completion_tokens": Field("length", is_count=True),
+    "max_tokens": Field("length", is_count=True),
+    "logprobs": Field("logprobs", is_count=True),
+    "top_logprobs": Field("logprobs", is_count=True),
+    "echo": Field("logprobs"),
+    "n": Field("answers", is_count=True),
+    "best_of": Field("answers", is_count=True),
+    "stream": Field("answers"),
+    "stream_options": Field("answers"),
+    "reasoning_effort": Field("template"),
+    "chat_template_kwargs": Field("template"),
+    "model": Field("nothing"),  # that of --model answers; the answer's body names it
+    "user": Field("nothing"),
+    "metadata": Field("nothing"),
+    "store": Field("nothing"),
+    "service_tier": Field("nothing"),
+    "request_id": Field("nothing"),
+    "safety_identifier": Field("nothing"),
+    "prompt_cache_key": Field("nothing"),
+    "prompt_cache_retention": Field("nothing"),
+    "prompt_cache_options": Field("nothing"),
+    "priority": Field("nothing"),
+    "request_type": Field("nothing"),
+    "parallel_tool_calls": Field("nothing"),
+    "verbosity": Field("nothing"),
+    "prediction": Field("nothing"),
+    "return_token_ids": Field("nothing"),
+    "cache_salt": Field("nothing"),
+    "suffix": Field("nothing", only=("",)),
+    "use_beam_search": Field("nothing", only=(False,)),
+    "presence_penalty": Field("nothing", only=(0,)),
+    "frequency_penalty": Field("nothing", only=(0,)),
+    "length_penalty": Field("nothing", only=(1,)),
+    "min_p": Field("nothing", only=(0,)),
+    "min_tokens": Field("nothing", only=(0,)),
+    "logit_bias": Field("nothing", only=({},)),
+    "bad_words": Field("nothing", only=([],)),
+    "allowed_token_ids": Field("nothing", only=()),
+    "prompt_logprobs": Field("nothing", only=()),
+    "include_stop_str_in_output": Field("nothing", only=(False,)),
+    "skip_special_tokens": Field("nothing", only=(True,)),
+    "spaces_between_special_tokens": Field("nothing", only=(True,)),
+    "truncate_prompt_tokens": Field("nothing", only=()),
+    "add_special_tokens": Field("nothing", only=(True,), only_in_chat=(False,)),  # the template has them
+    "add_generation_prompt": Field("nothing", only=(True,)),
+    "continue_final_message": Field("nothing", only=(False,)),
+    "response_format": Field("nothing", only=({"type": "text"},)),
+    "tools": Field("nothing", only=([],)),
+    "tool_choice": Field("nothing", only=("none", "auto")),
+    "functions": Field("nothing", only=([],)),
+    "function_call": Field("nothing", only=("none", "auto")),
+    "modalities": Field("nothing", only=(["text"],)),
+    "chat_template": Field("nothing", only=()),
+    "guided_json": Field("nothing", only=()),
+    "guided_regex": Field("nothing", only=()),
+    "guided_choice": Field("nothing", only=()),
+    "guided_grammar": Field("nothing", only=()),
+    "structured_outputs": Field("nothing", only=()),
+    "return_tokens_as_token_ids": Field("nothing", only=(False,)),
+    "include_reasoning": Field("nothing", only=(True,)),
+    "documents": Field("nothing", only=([],)),
+    "logits_processors": Field("nothing", only=([],)),
+    "mm_processor_kwargs": Field("nothing", only=({},)),
+    "vllm_xargs": Field("nothing", only=({},)),
+    "kv_transfer_params": Field("nothing", only=({},)),
+    "max_repetition_pattern_size": Field("nothing", only=(0,)),
+    "min_repetition_pattern_size": Field("nothing", only=(0,)),
+    "repetition_min_count": Field("nothing", only=(0,)),
+}
+
+
+def fields_that(does: Does) -> tuple[str, ...]:
+    return tuple(name for name, field in FIELDS.items() if field.does == does)
+
+
+SAMPLING = fields_that("sampling")
+LENGTH = fields_that("length")
+OF_TEMPLATE = fields_that("template")  # what a chat template gets besides messages
 # Of these fields, what a choice of "none" leaves without effect.
 NOT_CHOSEN = {"tools": "tool_choice", "functions": "function_call"}
 # Parts of a message's content that are text, in OpenAI's two APIs, each with the member that has it.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 MESSAGE_TYPES = ("text", "message")  # of a message as a whole, as some clients write it
 REASONING = ("reasoning_content", "reasoning")  # names of an earlier answer's thoughts
-KNOWN = {
-    *SAMPLING, *LENGTH, *WITHOUT_EFFECT, *OF_TEMPLATE, *ONLY, "logprobs", "top_logprobs", "echo", "prompt",
-    "prompt_token_ids", "messages",
-}  # fmt: skip
 
 
 class RowError(Exception):
@@ -129,6 +210,18 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """How a request wants its answers.
+
+    n: how many to each prompt. stream: in pieces. usage: the last piece has the counts of tokens.
+    """
+
+    n: int = 1
+    stream: bool = False
+    usage: bool = False
+
+
+@dataclass(frozen=True)
 class RequestReader:
     """Makes requests of lines.
 
@@ -162,16 +255,35 @@ class RequestReader:
 
     def request(self, value: Any, number: int, custom_id: str, row: int = 0) -> Request:
         """`read` of a line's value. custom_id: its own, or what stands for it."""
-        with row_errors():
-            try:
-                return self._request(value, number, custom_id, row)
-            except RecursionError as error:  # an error quotes the value: fewer levels are too many than to parse
-                raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
+        _, [request] = self._requests(value, number, custom_id, row, None)
+        return request
 
-    def _request(self, value: Any, number: int, custom_id: str, row: int) -> Request:
-        kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
-        record = _kept_record(fields, given) if kind == "helm" else None
-        _check_fields(fields, is_strict)
+    def served(self, url: str, body: Mapping[str, Any], custom_id: str, most: int) -> tuple[Answers, list[Request]]:
+        """Read a request to the server, of at most so many answers: `n` to each prompt, one after another."""
+        return self._requests({"custom_id": custom_id, "url": url, "body": body}, 0, custom_id, 0, most)
+
+    def _requests(
+        self, value: Any, number: int, custom_id: str, row: int, most: int | None
+    ) -> tuple[Answers, list[Request]]:
+        """most: answers. None: of a line of a file, which has one, and not in pieces."""
+        with _request_errors():
+            kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
+            record = _kept_record(fields, given) if kind == "helm" else None
+            fields = _checked_fields(fields, kind == "chat", is_strict)
+            answers = _answers_of(fields, most is not None)
+            prompts = _prompts_of(fields, given, kind == "chat")
+            _check_count(answers.n, prompts, most)
+            found: list[Request] = []
+            for i, prompt in enumerate(prompts):
+                name = custom_id if len(prompts) == 1 else f"{custom_id}-{i}"
+                with _errors_of_prompt(i, len(prompts)):
+                    request = self._request(kind, fields, prompt, number + i, name)
+                request = replace(request, record=record, row=row)
+                found += [_variant(request, choice) for choice in range(answers.n)]
+            return answers, found
+
+    def _request(self, kind: Kind, fields: Mapping[str, Any], given: Any, number: int, custom_id: str) -> Request:
+        """given: the prompt, or messages."""
         is_chat = kind == "chat"
         echo = _echo(fields, is_chat)
         params = _sampling_of(fields, is_chat, self.defaults, custom_id)
@@ -187,13 +299,14 @@ class RequestReader:
             check_budgets(self.eviction, self.model.spec, len(prompt.token_ids), max(1, params.max_tokens))
         except UsageError as error:
             raise RowError("does_not_fit", str(error)) from error
-        return Request(kind, custom_id, prompt, params, asked_model, record, row, echo)
+        return Request(kind, custom_id, prompt, params, asked_model, echo=echo)
 
     def _with_texts_read(self, value: Any) -> Any:
         """Return the value of a line with its text, if it has one, as a prompt or as messages."""
-        if not isinstance(value, dict) or not value.keys().isdisjoint(("url", "body", "method", "request", "article")):
+        others = ("url", "body", "method", "request", "article")
+        if not isinstance(value, dict) or any(value.get(name) is not None for name in others):
             return value
-        if "text" in value:
+        if value.get("text") is not None:
             name, is_chat = "text", self.model.has_chat_template if self.chat is None else self.chat
         elif isinstance(value.get("prompt"), str):
             name, is_chat = "prompt", bool(self.chat)
@@ -226,7 +339,7 @@ class RequestReader:
     def _template_options(self, fields: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
         """What the chat template gets besides the messages, as in vLLM: `chat_template_kwargs`, and `reasoning_effort`
         under its own name. RowError for names that say how the template is called."""
-        given = {name: fields[name] for name in OF_TEMPLATE if fields.get(name) is not None}
+        given = {name: fields[name] for name in OF_TEMPLATE if name in fields}
         if given and not is_chat:
             raise RowError("unsupported", f"{next(iter(given))}: works in chat requests only; leave it out")
         options = given.pop("chat_template_kwargs", {})
@@ -284,18 +397,106 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
     return "completion", value, _plain_prompt(value), False
 
 
-def _check_fields(fields: Mapping[str, Any], is_strict: bool) -> None:
-    """RowError naming the first field that would change the answer and cannot. Null is as good as absent."""
-    for name, value in fields.items():
-        if value is None:
+def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -> dict[str, Any]:
+    """Return the fields that are not null, counts as whole numbers.
+
+    RowError names the first one that would change the answer and cannot. is_strict: unknown ones are errors.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name, value in given.items():
+        field = FIELDS.get(name)
+        if field is None:
+            if is_strict:
+                raise RowError("unsupported", f"{name}: is not supported")
             continue
-        if name not in KNOWN and is_strict:
-            raise RowError("unsupported", f"{name}: is not supported")
-        if name in NOT_CHOSEN and fields.get(NOT_CHOSEN[name]) == "none" and isinstance(value, list):
+        if field.is_count and isinstance(value, float) and value.is_integer():
+            given[name] = int(value)
+        if name in NOT_CHOSEN and given.get(NOT_CHOSEN[name]) == "none" and isinstance(value, list):
             continue
-        if name in ONLY and not any(_same(value, allowed) for allowed in ONLY[name]):
-            instead = " or ".join(map(repr, ONLY[name])) or "leave it out"
+        only = field.values(is_chat)
+        if only is not None and not any(_same(value, allowed) for allowed in only):
+            instead = " or ".join(map(repr, only)) or "leave it out"
             raise RowError("unsupported", f"{name}: {_quoted(value)} is not supported, only {instead}")
+    return given
+
+
+def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> Answers:
+    n = _count(fields, "n")
+    if _count(fields, "best_of") not in (1, n):
+        raise RowError("unsupported", f"best_of: only 1 and n ({n}) are supported")
+    stream = _flag("stream", fields.get("stream"))
+    if stream and not may_stream:
+        raise RowError("unsupported", "stream: True is not supported, only False")
+    options = fields.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise _invalid(f"stream_options: {_quoted(options)} is not an object")
+    return Answers(n, stream, _flag("stream_options.include_usage", options.get("include_usage")))
+
+
+def _prompts_of(fields: Mapping[str, Any], given: Any, is_chat: bool) -> list[Any]:
+    """Return the prompts of a request: OpenAI's `prompt` may be a list of texts or of lists of token ids."""
+    is_list = not is_chat and isinstance(given, list) and given is fields.get("prompt")
+    if is_list and given and isinstance(given[0], str | list):
+        return list(given)
+    return [given]
+
+
+def _check_count(n: int, prompts: list[Any], most: int | None) -> None:
+    """most: as of `RequestReader._requests`."""
+    count = n * len(prompts)
+    if count <= (1 if most is None else most):
+        return
+    is_list = len(prompts) > 1
+    if most is not None:
+        name = "prompt" if is_list else "n"
+        raise RowError("too_many_rows", f"{name}: {count} answers in one request, at most {most}; ask for fewer")
+    if is_list:
+        raise RowError("unsupported", f"prompt: a single prompt is expected here, not a list of {len(prompts)}")
+    raise RowError("unsupported", f"n: {n} is not supported, only 1")
+
+
+@contextmanager
+def _request_errors() -> Iterator[None]:
+    """As `row_errors`. A value that is nested too deeply to be read is the client's error."""
+    with row_errors():
+        try:
+            yield
+        except RecursionError as error:  # an error quotes the value: fewer levels are too many than to parse
+            raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
+
+
+@contextmanager
+def _errors_of_prompt(i: int, count: int) -> Iterator[None]:
+    """As `_request_errors`. An error of one of several prompts says of which."""
+    try:
+        with _request_errors():
+            yield
+    except RowError as error:
+        if count == 1:
+            raise
+        raise RowError(error.code, f"{error} (prompt {i} of {count})") from error
+
+
+def _variant(request: Request, choice: int) -> Request:
+    """The same with a seed of its own for every choice but the first."""
+    if not choice:
+        return request
+    text = f"{request.params.seed}:{choice}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return replace(request, params=replace(request.params, seed=seed))
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name, 1)
+    if type(value) is not int or value < 1:
+        raise _invalid(f"{name}: {_quoted(value)} is not a whole number of at least 1")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise _invalid(f"{name}: {_quoted(value)} is not true or false")
+    return bool(value)
 
 
 def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingParams, custom_id: str) -> SamplingParams:
@@ -303,8 +504,7 @@ def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingPar
 
     A row without a seed gets one made of the default seed and its id, so that its answer depends on no other row.
     """
-    fields = {name: _whole(value) if name in WHOLE else value for name, value in fields.items()}
-    given = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}
+    given = {name: fields[name] for name in SAMPLING if name in fields}
     if given.get("top_k") == -1:  # off, in vLLM
         given["top_k"] = 0
     seed = given.get("seed")
@@ -315,7 +515,7 @@ def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingPar
     if "seed" not in given:
         name = f"{defaults.seed}:{custom_id}".encode("utf-8", "surrogatepass")
         given["seed"] = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-    lengths = [fields[name] for name in LENGTH if fields.get(name) is not None]
+    lengths = [fields[name] for name in LENGTH if name in fields]
     if len(set(map(repr, lengths))) > 1:
         raise _invalid("max_tokens and max_completion_tokens differ; give one of them")
     if lengths:
@@ -331,12 +531,10 @@ def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingPar
 
 def _echo(fields: Mapping[str, Any], is_chat: bool) -> bool:
     """Is the prompt a part of the answer, with log-probabilities of its own?"""
-    echo = fields.get("echo")
-    if echo is not None and not isinstance(echo, bool):
-        raise _invalid(f"echo: {_quoted(echo)} is not true or false")
+    echo = _flag("echo", fields.get("echo"))
     if echo and is_chat:
         raise RowError("unsupported", "echo: works in text completions only; leave it out")
-    return bool(echo)
+    return echo
 
 
 def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
@@ -351,11 +549,6 @@ def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
     if top and not wanted:
         raise _invalid("top_logprobs: needs logprobs to be true")
     return (0 if top is None else top) if wanted else None
-
-
-def _whole(value: Any) -> Any:
-    """A whole number that is written with a point, as a count; anything else as it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _same(value: Any, allowed: Any) -> bool:
@@ -470,7 +663,7 @@ def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _short_text(fields: dict[str, Any], name: str, least: int = 0) -> str | None:
+def _short_text(fields: Mapping[str, Any], name: str, least: int = 0) -> str | None:
     """A string of at most MOST_ID_CHARACTERS; None where it is absent."""
     value = fields.get(name)
     if value is not None and (not isinstance(value, str) or len(value) < least):

@@ -126,13 +126,14 @@ def text_logprobs(
     tokens: list[str] = []
     top: list[dict[str, float] | None] = []
     for token, one in zip(token_ids, found, strict=True):
-        others = [] if one is None else [other for other, _ in one.top]
+        likeliest = [] if one is None else _likeliest(token, one)
+        others = [other for other, _ in likeliest]
         names = _names([token, *(other for other in others if other != token)], tokenizer)
         tokens.append(names[token])
         if one is None:
             top.append(None)
             continue
-        values = {names[other]: _finite(value) for other, value in one.top}
+        values = {names[other]: _finite(value) for other, value in likeliest}
         if values:
             values.setdefault(names[token], _finite(one.logprob))
         top.append(values)
@@ -142,6 +143,15 @@ def text_logprobs(
         "top_logprobs": top if any(top) else None,
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if starts is None else list(starts),
     }
+
+
+def _likeliest(token: int, found: TokenLogprobs) -> list[tuple[int, float]]:
+    """The likeliest tokens. If the token that was taken is as likely as the last of several, it is the last: otherwise
+    there would be one more than were asked for. The first stays, since clients take it as the greedy choice."""
+    top = list(found.top)
+    if len(top) > 1 and found.logprob == top[-1][1] and token not in (other for other, _ in top):
+        top[-1] = (token, found.logprob)
+    return top
 
 
 def chat_logprobs(

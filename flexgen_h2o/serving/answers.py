@@ -6,12 +6,11 @@ A client's body is a line's body of `batch` (jobs/requests.py) that may also hav
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -103,44 +102,30 @@ def json_of(data: bytes) -> dict[str, Any]:
 def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: int, length: int) -> Asked:
     """The rows that a body asks for, at most `rows` of at most `length` tokens, prompt and answer. Refused, naming the
     field, where they cannot be run."""
-    fields = {name: value for name, value in body.items() if name not in ("n", "best_of", "stream", "stream_options")}
-    n, stream = _count(body, "n", rows), _flag(body, "stream")
-    if body.get("best_of") is not None and _count(body, "best_of", rows) not in (1, n):
-        raise Refused(400, f"best_of: only 1 and n ({n}) are supported", "unsupported")
-    options = body.get("stream_options")
-    if options is not None and (not isinstance(options, dict) or not stream):
-        raise Refused(400, "stream_options: an object is expected, beside stream", "invalid_request")
-    given = fields.get("prompt")
-    prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else None
-    count = n * (1 if prompts is None else len(prompts))
-    if count > rows:
-        raise Refused(400, f"prompt: {count} rows in one request, at most {rows}; send fewer", "too_many_rows")
-    name, found = secrets.token_hex(12), list[Request]()
-    for i, fields_of_one in enumerate([fields] if prompts is None else ({**fields, "prompt": p} for p in prompts)):
-        value = {"custom_id": f"{name}-{i}", "url": url, "body": fields_of_one}
-        try:
-            request = reader.request(value, i, f"{name}-{i}")
-            _check_length(request, length, reader.model.spec.max_positions)
-        except RowError as error:
-            if error.code == CODE_INTERNAL:
-                say_line(f"a request: {error}")
-            where = f"{error}" if prompts is None else f"{error} (prompt {i} of {len(prompts)})"
-            raise Refused(500 if error.is_ours else 400, where, error.code) from error
-        found += (_variant(request, c) for c in range(n))
-    positions = reader.model.spec.max_positions
+    name, positions = secrets.token_hex(12), reader.model.spec.max_positions
+    try:
+        answers, found = reader.served(url, body, name, rows)
+        for i, request in enumerate(found[:: answers.n]):
+            where = f" (prompt {i} of {len(found) // answers.n})" if len(found) > answers.n else ""
+            _check_length(request, length, positions, where)
+    except RowError as error:
+        if error.code == CODE_INTERNAL:
+            say_line(f"a request: {error}")
+        raise Refused(500 if error.is_ours else 400, str(error), error.code) from error
     if sum(_numbers(one, positions) for one in found) > MOST_NUMBERS:
         raise Refused(400, f"logprobs: more than {MOST_NUMBERS} numbers in one answer; ask for fewer", "too_large")
-    return Asked(name, tuple(found), n, stream, _flag(options or {}, "include_usage"), int(time.time()))
+    return Asked(name, tuple(found), answers.n, answers.stream, answers.usage, int(time.time()))
 
 
-def _check_length(request: Request, most: int, positions: int) -> None:
-    """positions: of the model, up to which a row may ask for more tokens than there is room for."""
+def _check_length(request: Request, most: int, positions: int, where: str) -> None:
+    """positions: of the model, up to which a row may ask for more tokens than there is room for. where: which prompt
+    of several it is, for the error."""
     length, new = len(request.prompt.token_ids), request.params.max_tokens
     asked = length + (max(0, new - 1) if most < positions else 0)  # the newest needs no position
     if asked > most:
         raise RowError(
             "context_length_exceeded",
-            f"prompt: {length} tokens, and max_tokens {new}, but this server takes {most} together",
+            f"prompt: {length} tokens, and max_tokens {new}, but this server takes {most} together{where}",
         )
 
 
@@ -148,31 +133,6 @@ def _numbers(request: Request, positions: int) -> int:
     """Of tokens and log-probabilities in the answer to a row, at most: it ends at the model's positions."""
     params, echoed = request.params, len(request.prompt.token_ids) if request.echo else 0
     return (min(params.max_tokens, positions) + echoed) * (1 if params.logprobs is None else 2 + params.logprobs)
-
-
-def _variant(request: Request, choice: int) -> Request:
-    """The same with a seed of its own for every choice but the first."""
-    if not choice:
-        return request
-    text = f"{request.params.seed}:{choice}".encode()
-    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-    return replace(request, params=replace(request.params, seed=seed))
-
-
-def _count(body: Mapping[str, Any], name: str, most: int) -> int:
-    value = body.get(name)
-    if value is None:
-        return 1
-    if type(value) is not int or not 1 <= value <= most:
-        raise Refused(400, f"{name}: {value!r:.60} is not a whole number from 1 to {most}", "invalid_request")
-    return value
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise Refused(400, f"{name}: {value!r:.60} is not true or false", "invalid_request")
-    return bool(value)
 
 
 def body_of(asked: Asked, done: Sequence[Completion], model: Model) -> dict[str, Any]:

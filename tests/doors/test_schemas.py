@@ -15,7 +15,7 @@ from flexgen_h2o.core.config import ABOUT, POLICY_SCHEMA, Policy, SavedPolicy, r
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Line
-from flexgen_h2o.jobs.requests import RequestReader, RowError
+from flexgen_h2o.jobs.requests import FIELDS, NOT_CHOSEN, OF_TEMPLATE, URLS, RequestReader, RowError
 from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.planner.profile import ComputeRates, HardwareProfile, nominal_profile, profile_from_json
@@ -36,6 +36,14 @@ INPUT = (  # lines, and does the engine take them?
     ({"prompt": [5, 9], "temperature": 0.5, "top_k": -1, "seed": None}, True),
     ({"scenario": {}, "request": {"prompt": "x", "max_tokens": 2, "more": 1}}, True),
     ({"article": "x", "max_tokens": 2, "summary_gt": "y"}, True),
+    ({"custom_id": "l", "url": "/v1/completions", "body": {"prompt": ["x"]}}, True),
+    ({"prompt": [[5, 6]], "stream_options": {"include_usage": True}}, True),
+    ({"text": "x", "max_tokens": 2}, True),
+    ({"text": 3}, False),
+    ({"messages": []}, False),
+    ({"custom_id": "m", "url": "/v1/completions", "body": {"prompt": ["x", "y"]}}, False),
+    ({"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "x", "stream_options": 3}}, False),
+    ({"custom_id": "p", "url": "/v1/completions", "body": {"prompt": "x", "add_special_tokens": False}}, False),
     ({"custom_id": "u", "url": "/v1/completions", "body": {"prompt": "x", "tools": [{}]}}, False),
     ({"custom_id": "v", "url": "/v1/completions", "body": {"prompt": "x", "stop_token_ids": [-3]}}, False),
     ({"custom_id": "w", "url": "/v1/completions", "body": {"prompt": "x", "reasoning_effort": "low"}}, False),
@@ -69,6 +77,25 @@ def test_fields_are_those_of_the_code() -> None:
     assert names("profile") == {"schema", *(f.name for f in fields(HardwareProfile))}
     assert names("profile", "properties", "compute", "additionalProperties") == {f.name for f in fields(ComputeRates)}
     assert names("batch-status") == {f.name for f in fields(Status)}
+
+
+def test_fields_of_a_line_are_those_of_the_reader() -> None:
+    """And so are their only values."""
+    for url in URLS:
+        schema = json.loads((SCHEMAS / "batch-input.schema.json").read_text())
+        [body] = [
+            one["properties"]["body"]["properties"]
+            for one in schema["anyOf"]
+            if one.get("properties", {}).get("url") == {"const": url}
+        ]
+        shown = schema["$defs"]["common"]["properties"] | body
+        is_chat = URLS[url] == "chat"
+        others = {"prompt", "prompt_token_ids", "echo"} if is_chat else {"messages", "top_logprobs", *OF_TEMPLATE}
+        assert shown.keys() == FIELDS.keys() - others
+        for name in shown:
+            only = FIELDS[name].values(is_chat)
+            if only is not None and name not in NOT_CHOSEN:
+                assert shown[name] == {"enum": [*only, None]}, name
 
 
 def test_policies_and_profiles_are_valid(tmp_path: Path) -> None:

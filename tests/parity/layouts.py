@@ -134,6 +134,11 @@ def add_unused(rng: random.Random, made: Layout) -> None:
         made.tensors[f"{made.prefix}.layers.99.self_attn.q_proj.weight"] = torch.ones(4, dtype=torch.int32)
 
 
+def _is_named_twice(weight_map: dict[str, str], name: str) -> bool:
+    """Does the index list the file of `name` once more? transformers opens no file that it does not list."""
+    return list(weight_map.values()).count(weight_map[name]) > 1
+
+
 def save(rng: random.Random, made: Layout, folder: Path) -> None:
     """In one file or in several, as safetensors or .bin, with an index that is right, or wrong in parts."""
     folder.mkdir(parents=True)
@@ -155,12 +160,17 @@ def save(rng: random.Random, made: Layout, folder: Path) -> None:
     weight_map = {name: shard for shard, one in zip(shards, files, strict=True) for name in one}
     for name in names:
         way = rng.random() if rng.random() < 0.5 else 1.0
+        if not _is_named_twice(weight_map, name):
+            continue
         if way < 0.1:
             weight_map[name] = rng.choice(shards)  # wrong
-        elif way < 0.2 and list(weight_map.values()).count(weight_map[name]) > 1:
+        elif way < 0.2:
             del weight_map[name]  # not listed
     if rng.random() < 0.3:
-        weight_map |= dict.fromkeys((*made.heads, "listed.and.nowhere"), rng.choice(shards))
+        shard = rng.choice(shards)
+        for name in (*made.heads, "listed.and.nowhere"):
+            if name not in weight_map or _is_named_twice(weight_map, name):
+                weight_map[name] = shard
     if len(shards) == 1 and rng.random() < 0.7:
         shards = [f"{base}{end}"]
     else:
@@ -171,7 +181,7 @@ def save(rng: random.Random, made: Layout, folder: Path) -> None:
         if is_safe:
             save_file(whole, folder / shard, metadata=rng.choice((None, {"format": "pt"})))
         else:
-            torch.save(whole, folder / shard)
+            torch.save(whole, folder / shard, _use_new_zipfile_serialization=rng.random() < 0.7)
 
 
 def lay_out(rng: random.Random, model: PreTrainedModel, folder: Path) -> Layout:

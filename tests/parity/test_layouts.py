@@ -147,6 +147,52 @@ def test_a_head_that_the_config_ties_and_that_differs(
     assert "has a head with other numbers than the embedding that config.json ties it to" in line
 
 
+@pytest.mark.parametrize("is_zipped", [True, False], ids=["zip", "before torch 1.6"])
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "one file"])
+@pytest.mark.parametrize("differs", [True, False], ids=["another head", "a copy"])
+def test_a_head_beside_a_tied_table_in_bin_files(
+    differs: bool,
+    is_sharded: bool,
+    is_zipped: bool,
+    copy_of: Callable[[str], Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Older files cannot be mapped, and count all the same."""
+    folder = copy_of("llama, a kv-head for each query head, tied")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    table = tensors["model.embed_tokens.weight"]
+    head = {"lm_head.weight": table.flip(0).contiguous() if differs else table.clone()}
+    parts = [tensors, head] if is_sharded else [tensors | head]
+    shards = [f"pytorch_model-{i}.bin" for i in range(len(parts))] if is_sharded else ["pytorch_model.bin"]
+    for shard, part in zip(shards, parts, strict=True):
+        torch.save(part, folder / shard, _use_new_zipfile_serialization=is_zipped)
+    if is_sharded:
+        weight_map = {name: shard for shard, part in zip(shards, parts, strict=True) for name in part}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert_tokens(folder, tmp_path)
+    assert len([line for line in stderr_lines(capfd) if "has a head with other numbers" in line]) == differs
+
+
+@pytest.mark.parametrize("name", ["fp8", "4 bits, groups", "int8", "mxfp4", "gptq", "awq"])
+def test_a_head_of_its_own_beside_quantised_matrices(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The config ties it. Nothing that the format stores is said to be unused, shapes of matrices included."""
+    folder, quantiser = tmp_path / "m", QUANTISERS[name]
+    model = random_model(2, **(dict(quantiser.shape) | {"tie_word_embeddings": False}))
+    save_quantised(model, folder, quantiser)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    want = [greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    capfd.readouterr()
+    got = run(folder, PROMPTS, Policy(2, 1), tmp_path / "off", SamplingParams(max_tokens=NEW_TOKENS))
+    assert tokens_of(got) == want
+    [line] = stderr_lines(capfd)
+    assert "has a head with other numbers than the embedding that config.json ties it to" in line
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_settings_of_a_quantiser_in_a_file_of_their_own(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

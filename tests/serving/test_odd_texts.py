@@ -1,15 +1,18 @@
-"""Requests with every oddity of Unicode: an answer or a 400 for each, and the server goes on."""
+"""Requests and batches with every oddity of Unicode: an answer or an error for each, and the server goes on."""
 
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.serving.test_many_batches import batch_of, is_over
 from tests.text.oddities import line_lists
+from tests.text.tiny import chat_line, text_line
 
 SIZE = 10
 UNLIMITED = settings(
@@ -25,6 +28,61 @@ def check(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
         assert answer.status_code in (200, 400), (answer.text, line)
         assert answer.status_code == 200 or answer.json()["error"]["type"] == "invalid_request_error"
     assert web.get("/health").status_code == 200
+
+
+def served(web: httpx2.Client, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a batch of chats makes of lines: error codes of their rows by id, None for an answer."""
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = web.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"}).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = web.post("/v1/batches", json=body).json()
+    while not is_over(web, batch["id"]):
+        time.sleep(0.02)
+    batch = batch_of(web, batch["id"])
+    assert batch["status"] == "completed", batch
+    files = [batch[name] for name in ("output_file_id", "error_file_id") if batch.get(name) is not None]
+    texts = [web.get(f"/v1/files/{one}/content").content.decode() for one in files]
+    rows = [json.loads(line) for text in texts for line in text.splitlines()]
+    found = {row["custom_id"]: row["error"] and row["error"]["code"] for row in rows}
+    assert len(found) == len(rows) == len(lines)
+    return found
+
+
+def test_half_a_character_ends_no_batch_and_no_server(web: httpx2.Client) -> None:
+    half = "cut emoji \ud83e"
+    parts = [{"type": "text", "text": "\ud83e"}, {"type": "text", "text": "\udd84"}]
+    bad = {
+        "content": chat_line("content", half),
+        "parts": chat_line("parts", parts),
+        "role": chat_line("role", "", messages=[{"role": "us\ud83eer", "content": "x"}]),
+        "name": chat_line("name", "", messages=[{"role": "user", "content": "x", "name": half}]),
+        "system": chat_line("system", "", messages=[{"role": "system", "content": half}]),
+        "stop": chat_line("stop", "x", stop=["a", "\udd84"]),
+    }
+    good = [chat_line(name, "hello", max_tokens=1) for name in ("before", "after")]
+    found = served(web, [good[0], *bad.values(), good[1]])
+    assert found == {"before": None, **dict.fromkeys(bad, "invalid_request"), "after": None}
+    assert web.get("/health").status_code == 200
+
+
+def check_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
+    good = chat_line("good", "hello", max_tokens=1)
+    codes = served(web, [*odd, good, text_line("other", "a")])
+    assert codes.pop("good") is None and codes.pop("other") == "unknown_url"
+    assert set(codes.values()) <= {None, "invalid_request", "context_length_exceeded", "unsupported", "unknown_url"}
+
+
+@given(odd=line_lists(SIZE))
+@settings(UNLIMITED, max_examples=3)
+def test_odd_lines_end_no_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
+    check_batch(web, odd)
+
+
+@pytest.mark.slow
+@given(odd=line_lists(SIZE))
+@settings(UNLIMITED)
+def test_two_thousand_odd_lines_end_no_batch(web: httpx2.Client, odd: list[dict[str, Any]]) -> None:
+    check_batch(web, odd)
 
 
 @given(odd=line_lists(SIZE))

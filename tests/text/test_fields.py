@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsNonStreaming as ChatCreateParamsNonStreaming,
+)
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming
 
 from flexgen_h2o.core.files import json_line
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import Completion, write_outputs
-from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.requests import FIELDS, OF_TEMPLATE, URLS, Request, RequestReader, RowError
 from flexgen_h2o.models.load import Model, find_model
-from flexgen_h2o.serving.answers import Refused, read_asked
+from flexgen_h2o.serving.answers import Asked, Refused, read_asked
 from tests.text.conftest import Job
 from tests.text.tiny import chat_line, text_line
 
@@ -31,7 +36,12 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
     "a prediction": {"prediction": {"type": "content", "content": "hi"}},
     "tools that are not chosen": {"tools": [TOOL], "tool_choice": "none"},
     "functions that are not chosen": {"functions": [{"name": "f"}], "function_call": "none"},
-    "empty": {"documents": [], "mm_processor_kwargs": {}, "vllm_xargs": {}, "include_reasoning": True},
+    "empty": {
+        "documents": [], "mm_processor_kwargs": {}, "vllm_xargs": {}, "kv_transfer_params": {},
+        "include_reasoning": True,
+    },
+    "zeros": {"repetition_min_count": 0, "min_repetition_pattern_size": 0, "max_repetition_pattern_size": 0},
+    "options of a cache": {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
 }  # fmt: skip
 
 
@@ -67,6 +77,9 @@ def test_nulls_of_the_line_itself(model: Model) -> None:
     assert read(model, line) == read(model, text_line("a", "hi"))
     nulls = {"prompt": "hi", "url": None, "body": None, "method": None, "request": None, "custom_id": None}
     assert read(model, nulls).prompt == read(model, {"prompt": "hi"}).prompt
+    for line in ({"prompt": "hi"}, {"text": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}):
+        others = dict.fromkeys(("url", "body", "request", "article", "prompt", "text", "messages"))
+        assert read(model, {**others, **line}) == read(model, line)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +95,122 @@ def test_fields_that_would_change_the_answer_are_still_refused(body: dict[str, A
     with pytest.raises(Refused) as error:
         read_asked(RequestReader(model, SamplingParams()), line["url"], line["body"], 8, 200)
     assert error.value.status == 400
+
+
+# ---- One reader for lines of a batch and for requests to the server
+
+ROWS, POSITIONS = 8, 256
+# Of every type, good for some field and bad for others.
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, 2, 3, 21, -1, -2, 1.0, 2.0, 0.5, 2**70, "", "x", "1", "low", "none", "auto", "\ud83e",
+    [], ["x"], ["x", "y"], [""], [5], [5, 6], [[5, 6]], [[5], [6]], [-3], [{}], ["x", 5], {}, {"x": 1},
+    {"include_usage": True}, {"include_usage": 1}, {"5": 1}, {"type": "text"}, {"type": "json_object"}, ["text"],
+    [{"role": "user", "content": "x"}],
+)  # fmt: skip
+APIS: dict[str, tuple[type, dict[str, Any]]] = {
+    "/v1/completions": (CompletionCreateParamsNonStreaming, {"prompt": "hi"}),
+    "/v1/chat/completions": (ChatCreateParamsNonStreaming, {"messages": [{"role": "user", "content": "hi"}]}),
+}
+
+
+def names_of(api: type) -> set[str]:
+    """Fields of OpenAI's schema, with those of the streaming form, and all that the reader knows."""
+    typed: Any = api
+    return {*typed.__required_keys__, *typed.__optional_keys__, *FIELDS, "never heard of"}
+
+
+def shown(request: Request) -> tuple[Any, ...]:
+    """What a request says, without its name and the seed that is made of it."""
+    prompt = (list(request.prompt.token_ids), request.prompt.text)
+    return (request.kind, prompt, replace(request.params, seed=0), request.asked_model, request.echo)
+
+
+def of_batch(model: Model, url: str, body: dict[str, Any]) -> tuple[Any, ...]:
+    try:
+        return (shown(read(model, {"custom_id": "a", "method": "POST", "url": url, "body": body})),)
+    except RowError as error:
+        return 400, error.code, str(error)
+
+
+def of_server(model: Model, url: str, body: dict[str, Any]) -> tuple[tuple[Any, ...], Asked | None]:
+    try:
+        asked = read_asked(RequestReader(model, SamplingParams()), url, body, ROWS, POSITIONS)
+    except Refused as error:
+        return (error.status, error.code, str(error)), None
+    return tuple(shown(one) for one in asked.requests[:: asked.n]), asked
+
+
+@pytest.mark.parametrize("url", APIS)
+def test_every_field_is_read_alike(url: str, model: Model) -> None:
+    """The same verdict with the same message. Only the server gives several answers, and pieces of them."""
+    assert model.spec.max_positions == POSITIONS
+    api, plain = APIS[url]
+    answered = set()
+    for name in sorted(names_of(api)):
+        for value in VALUES:
+            body = {**plain, name: value}
+            line = of_batch(model, url, body)
+            served, asked = of_server(model, url, body)
+            if line != served or (asked is not None and (asked.n > 1 or asked.stream)):
+                assert line[1] == "unsupported" and name in ("n", "stream", "prompt"), (body, line, served)
+                assert line[2].startswith(f"{name}: ")
+                assert asked is not None or served[1] in ("too_many_rows", "invalid_request"), (body, served)
+            if asked is not None and value is not None:
+                answered.add(name)
+            if value is None and name not in plain:
+                assert line == of_batch(model, url, plain), name
+    is_chat = URLS[url] == "chat"
+    of_the_other = set() if is_chat else {"prompt_token_ids", "top_logprobs", *OF_TEMPLATE}
+    taken = {name for name, field in FIELDS.items() if field.values(is_chat) != ()} - of_the_other
+    assert taken <= answered, "each has a value that is taken"
+
+
+@pytest.mark.parametrize(
+    ("body", "n", "prompts"), [({"n": 3}, 3, 1), ({"prompt": ["a", "b"], "n": 2.0, "best_of": 2}, 2, 2)]
+)
+def test_several_answers_of_the_server(body: dict[str, Any], n: int, prompts: int, model: Model) -> None:
+    """`n` to each prompt, one after another, with seeds of their own."""
+    reader = RequestReader(model, SamplingParams())
+    asked = read_asked(reader, "/v1/completions", {"prompt": "a", "seed": 5, **body}, ROWS, POSITIONS)
+    assert asked.n == n and len(asked.requests) == n * prompts
+    assert [bytes(one.prompt.token_ids) for one in asked.requests] == [b"a"] * n + [b"b"] * n * (prompts - 1)
+    assert len({one.params.seed for one in asked.requests[:n]}) == n and asked.requests[0].params.seed == 5
+
+
+def test_an_error_says_of_which_prompt_it_is(model: Model) -> None:
+    reader, url = RequestReader(model, SamplingParams()), "/v1/completions"
+    for body, says in (
+        ({"prompt": ["a", "\ud83e"]}, r"surrogate.*\(prompt 1 of 2\)"),
+        ({"prompt": [[5], [5] * 150], "max_tokens": 9}, r"takes 100 together \(prompt 1 of 2\)"),
+        ({"prompt": ["a"] * 5, "n": 2}, "prompt: 10 answers in one request, at most 8"),
+        ({"prompt": "a", "n": 9}, "n: 9 answers in one request, at most 8"),
+    ):
+        with pytest.raises(Refused, match=says):
+            read_asked(reader, url, body, ROWS, 100)
+
+
+def test_a_list_of_one_prompt_in_a_line(model: Model) -> None:
+    """As the server has it, and OpenAI."""
+    assert read(model, text_line("a", ["hi"])) == read(model, text_line("a", "hi"))
+    assert read(model, text_line("a", [[5, 6]])) == read(model, text_line("a", [5, 6]))
+    assert (
+        refused(model, text_line("a", ["hi", "you"]))[1] == "prompt: a single prompt is expected here, not a list of 2"
+    )
+
+
+def test_stream_options_without_a_stream(model: Model) -> None:
+    """They change nothing then."""
+    assert read(model, text_line("a", "hi", stream_options={"include_usage": True})) == read(
+        model, text_line("a", "hi")
+    )
+
+
+def test_special_tokens_of_chats_are_the_templates(model: Model) -> None:
+    """false is the default of vLLM's chat API, and true that of its completions."""
+    assert read(model, chat_line("a", "hi", add_special_tokens=False)) == read(model, chat_line("a", "hi"))
+    assert read(model, text_line("a", "hi", add_special_tokens=True)) == read(model, text_line("a", "hi"))
+    for line in (chat_line("a", "hi", add_special_tokens=True), text_line("a", "hi", add_special_tokens=False)):
+        assert refused(model, line)[0] == "unsupported"
 
 
 def test_counts_that_are_written_as_floats(model: Model) -> None:

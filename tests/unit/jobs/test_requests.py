@@ -15,7 +15,7 @@ from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
 from flexgen_h2o.jobs.input import Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.jobs.requests import Kind, Request, RequestReader, RowError
-from flexgen_h2o.jobs.responses import error_row, helm_result, success_row
+from flexgen_h2o.jobs.responses import error_row, helm_result, success_row, text_logprobs
 from flexgen_h2o.models.load import Model
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5, seed=4)
@@ -175,7 +175,13 @@ BAD = [
     (openai({"prompt": "a", "model": 3}), "invalid_request", "model: 3 is not a string"),
     (openai({"prompt": "a", "model": "x" * 2000}), "invalid_request", "model: is longer than 1024 characters"),
     (openai({"prompt": "a", "foo": 1}), "unsupported", "foo: is not supported"),
-    (openai({"prompt": "a", "n": True}), "unsupported", "n: True"),
+    (openai({"prompt": "a", "n": True}), "invalid_request", "n: True"),
+    (openai({"prompt": "a", "n": 0}), "invalid_request", "n: 0 is not a whole number of at least 1"),
+    (openai({"prompt": "a", "n": 2}), "unsupported", "n: 2 is not supported, only 1"),
+    (openai({"prompt": "a", "best_of": 2}), "unsupported", "best_of: only 1 and n (1) are supported"),
+    (openai({"prompt": "a", "stream": True}), "unsupported", "stream: True is not supported"),
+    (openai({"prompt": "a", "stream": 0}), "invalid_request", "stream: 0 is not true or false"),
+    (openai({"prompt": "a", "stream_options": 3}), "invalid_request", "stream_options: 3 is not an object"),
     (openai({"prompt": "a", "max_tokens": 0}), "invalid_request", "max_tokens: 0 must be at least 1"),
     (openai({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}), "invalid_request", "differ"),
     (openai({"prompt": "a", "temperature": "hot"}), "invalid_request", "temperature: 'hot'"),
@@ -209,6 +215,21 @@ def test_what_needs_a_tokenizer_says_so(ids_only: Model) -> None:
 
 
 # ---- Finished requests as rows: the bodies of both APIs, log-probabilities, HELM's result
+
+
+def test_a_token_as_likely_as_the_last_is_among_the_likeliest() -> None:
+    """As many as were asked for, then. The likeliest stays the first, and one that is less likely is one more."""
+    tied, single, other = (
+        TokenLogprobs(-2.0, ((1, -1.0), (2, -2.0), (3, -2.0))),
+        TokenLogprobs(-1.0, ((1, -1.0),)),
+        TokenLogprobs(-3.0, ((1, -1.0), (2, -2.0))),
+    )
+    found = text_logprobs([9, 9, 9], [tied, single, other], None, None)["top_logprobs"]
+    assert [list(one.items()) for one in found] == [
+        [("token_id:1", -1.0), ("token_id:2", -2.0), ("token_id:9", -2.0)],
+        [("token_id:1", -1.0), ("token_id:9", -1.0)],
+        [("token_id:1", -1.0), ("token_id:2", -2.0), ("token_id:9", -3.0)],
+    ]
 
 
 STEPS = [TokenLogprobs(-0.5, ((265, -0.25), (7, -2.0))), TokenLogprobs(-1.0, ())]
