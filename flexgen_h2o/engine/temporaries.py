@@ -154,7 +154,8 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     if shape.record.query_numbers:  # queries or keys, their copies in fp32, and the lengths of their pairs
         prefill += QUERY_KEY_BYTES * max(QUERY_CHUNK, tokens * spec.head_dim)
         row = shape.most_slots * spec.head_dim
-        decode += QUERY_KEY_BYTES * min(shape.rows * spec.num_kv_heads * row, max(QUERY_CHUNK, row))
+        each = QUERY_KEY_BYTES + (2 * UNPACK_KV_BYTES if policy.compress_cache else 0)
+        decode += each * min(shape.rows * spec.num_kv_heads * row, max(QUERY_CHUNK, row))
     if shape.sharing:
         columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
         prefill += columns * copies * spec.head_dim * itemsize

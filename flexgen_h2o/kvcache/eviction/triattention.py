@@ -33,20 +33,19 @@ class Heads:
 class TriAttention(Evicting):
     """Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression" (arXiv 2604.04921).
 
-    Before rotary embeddings the queries of a head lie close to their mean. So a key's attention in t steps is about
-    that of the mean query at position t, a sum of cosines of the distance (section 3). A column's score is the mean of
-    this over the next 1, 2, 4, ..., `farthest` steps, plus sum_f (E|q_f| - |E q_f|) |k_f| for what the mean does not
-    say; f are the pairs of numbers that turn together. Each query head's scores are normalised over the columns that
-    may leave (mean 0, deviation 1), and a kv-head takes the largest of its query heads'.
+    Before rotary embeddings the queries of a head lie close to their mean. So the attention that a later query gives a
+    key is about that of the mean query at its position: a sum of cosines of the distance. A column's score is the mean
+    of this over the queries 1, 2, 4, ..., `farthest` steps later, plus sum_f (E|q_f| - |E q_f|) |k_f| for what the mean
+    does not say; f are the pairs of numbers that turn together. Each query head's scores are normalised over the
+    columns that may leave (mean 0, deviation 1), and a kv-head takes the largest of its query heads'.
 
     No attention probabilities are needed. Columns are scored every `interval` steps, if as many recent ones are
     protected.
 
-    What differs from the paper: it measures the mean queries once per model on some text; here they are those of each
-    sequence's own prompt, so that nothing has to be prepared. It lets `interval` columns come and then drops as many;
-    here one column leaves in each step, by the scores of the last time. It always keeps the prompt: set `protect` for
-    that. A model without rotary embeddings has no distances: the score is the product with the mean query, plus the
-    second term.
+    Differences from the paper: it measures the mean queries once per model on some text; here they are those of each
+    sequence's own prompt, so that nothing has to be prepared. It lets 128 columns come and then drops as many; here one
+    column leaves in each step, by the newest scores. It always keeps the prompt; set `protect` for that. A model
+    without rotary embeddings has no distances: the score is the product with the mean query, plus the second term.
     """
 
     name: ClassVar[str] = "triattention"
