@@ -452,7 +452,7 @@ def value_of(args: argparse.Namespace, flag: str) -> Any:
 def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
     """Those of the flags that were given, as a command line; their values are single words."""
     found = ((flag, value_of(args, flag)) for flag in flags)
-    return " ".join(f"{flag} {_as_text(value)}" for flag, value in found if value is not None)
+    return " ".join(f"{SHOWN_AS.get(flag, flag)} {_as_text(value)}" for flag, value in found if value is not None)
 
 
 def _as_text(value: object) -> str:

@@ -183,7 +183,8 @@ def ask(
     answer = _fastest(args)
     if answer.plan is None:
         return to_json(answer)
-    command = _with_policy("flexgen-h2o batch", "--input requests.jsonl --output answers.jsonl", args, answer)
+    more = f"-i requests.jsonl -o answers.jsonl --max-tokens {args.gen_len}"
+    command = _with_policy("generate", more, args, answer)
     return {**to_json(answer), "text": _text(args, answer), "command": command}
 
 
@@ -411,15 +412,17 @@ def _text(args: argparse.Namespace, answer: Answer) -> str:
     assert answer.policy is not None
     of_eviction = given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))
     flags = " ".join(filter(None, [as_flags(answer.policy), of_eviction]))
-    command = _with_policy("flexgen-h2o generate", "-i prompts.jsonl -o answers.jsonl", args, answer)
-    benchmark = _with_policy("flexgen-h2o bench", f"--prompt-len {args.prompt_len}", args, answer)
+    more = f"-i prompts.jsonl -o answers.jsonl --max-tokens {args.gen_len}"
+    command = _with_policy("generate", more, args, answer)
+    lengths = f"--prompt-len {args.prompt_len} --gen-len {args.gen_len}"
+    benchmark = _with_policy("bench", lengths, args, answer)
     return to_text(answer, flags, command, benchmark)
 
 
-def _with_policy(command: str, more: str, args: argparse.Namespace, answer: Answer) -> str:
-    """A command line that runs with the answer's policy. more: its own flags."""
+def _with_policy(verb: str, more: str, args: argparse.Namespace, answer: Answer) -> str:
+    """A command line that runs with the answer's policy. more: the verb's own flags."""
     assert answer.policy is not None
-    words = [command, f"--model {shlex.quote(args.model)}", more, f"--gen-len {args.gen_len}", as_flags(answer.policy)]
+    words = [f"flexgen-h2o {verb}", shlex.quote(args.model), more, as_flags(answer.policy)]
     words.append(given_flags(args, REPEATED))
     if args.device != "auto":
         words.append(f"--device {args.device}")

@@ -119,7 +119,7 @@ def test_a_plan(browser: Browser, server: Running, tmp_path: Path) -> None:
     browser.run("machine.value = 't4'; machine.dispatchEvent(new Event('change'))")
     browser.find("#plan").click()
     browser.wait("!document.querySelector('#answer').hidden")
-    assert "flexgen-h2o batch --model facebook/opt-125m" in browser.find("#command").text
+    assert "flexgen-h2o generate facebook/opt-125m" in browser.find("#command").text
     assert "decode by" in browser.find("#bound").text
     check(browser)
     browser.fill("#host_mem", "lots")

@@ -111,8 +111,8 @@ def test_a_plan_is_that_of_the_command_line(web: TestClient, capsys: pytest.Capt
         one["details"].pop("search_s")
     text, command = found.pop("text"), found.pop("command")
     assert found == wanted and found["fits"] and "time for all prompts" in text
-    assert command.startswith("flexgen-h2o batch --model facebook/opt-125m --input requests.jsonl ")
-    assert "--kv-budget 0.5" in command and "--host-mem 1GiB" in command and "--gen-len 4" in command
+    assert command.startswith("flexgen-h2o generate facebook/opt-125m -i requests.jsonl ")
+    assert "--kv-budget 0.5" in command and "--ram 1GiB" in command and "--max-tokens 4" in command
 
 
 def test_no_folder_is_read_that_a_client_names(
