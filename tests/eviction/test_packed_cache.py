@@ -107,7 +107,7 @@ class Rounded:
 
 
 class Rotated(Rounded):
-    """Columns that are multiplied by the Hadamard matrix, rounded, and multiplied back."""
+    """Columns that are multiplied by the Hadamard matrix, rounded as they are then, and multiplied back."""
 
     def columns(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, prompt_len: int, read: torch.Tensor
@@ -116,6 +116,9 @@ class Rotated(Rounded):
         rotated = ((x.double() @ matrix).float() for x in (k, v))
         keys, values = super().columns(layer, *rotated, prompt_len, read)
         return tuple((x.double() @ matrix.T).float() for x in (keys, values))  # type: ignore[return-value]
+
+    def _keys(self, k: torch.Tensor, off: float, prompt_len: int, read: torch.Tensor) -> torch.Tensor:
+        return self._groups(k, torch.full_like(k, off), torch.ones_like(k), self.key_bits, read)
 
 
 def nearest(x: torch.Tensor) -> torch.Tensor:
