@@ -48,7 +48,8 @@ class Policy:
     gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
     compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (2, 3, 4 or 8; "4/2": keys
     in 4 and values in 2) a value, in groups; of a compressed cache the newest cache_window columns of a row stay whole,
-    at most half of its slots; cache_rotation: keys and values are packed after a Hadamard transform.
+    at most half of its slots; cache_rotation: keys and values are packed after a Hadamard transform,
+    keys without smoothing; the room for centres and ranges stays, unused.
     int8_compute: weights in int8, one scale an output channel, and products computed in int8; with compress_weight in 4
     bits they are held and moved so, and become int8 once a block.
     """
@@ -70,7 +71,9 @@ class Policy:
     cache_window: int = setting(
         16, "newest KV entries that --kv-bits leaves as they are, a multiple of 4", low=0, high=2**20
     )
-    cache_rotation: bool = setting(False, "rotate keys and values by a Hadamard matrix before --kv-bits packs them")
+    cache_rotation: bool = setting(
+        False, "rotate keys and values, instead of smoothing keys, before --kv-bits packs them"
+    )
     int8_compute: bool = setting(False, "multiply matrices in int8; weights are held in 8 bits, or in --weight-bits 4")
     cpu_cache_compute: bool = setting(False, "attend on the CPU to the KV cache that is in RAM")
     overlap: bool = setting(True, "move and compute at the same time")

@@ -40,9 +40,10 @@ class Pages:
 class WholeColumns:
     """What rows have beside packed slots, on the device of the keys, each tensor contiguous.
 
-    A packed key is (key - centre) / range, number by number. centres, ranges: (R, d) bfloat16, ranges above 0. Some
-    slots have their columns whole, too, which are read in place of what is packed: keys, values (R, N, d) in the
-    queries' dtype, finite; slots: (R, N) int32, all different in a row but for -1, of none. N: a multiple of 4, or 0.
+    A packed key is (key - centre) / range, number by number. centres, ranges: (R, d) bfloat16, ranges above 0; 0 and 1
+    where keys are not smoothed, so that their room is unused. Some slots have their columns whole, too, which are read
+    in place of what is packed: keys, values (R, N, d) in the queries' dtype, finite; slots: (R, N) int32, all different
+    in a row but for -1, of none. N: a multiple of 4, or 0.
     """
 
     centres: torch.Tensor

@@ -80,7 +80,8 @@ class PromptSlots:
 
     keys, values: (segments, R, S, d), or packed (segments, R, S, W) as `form` says, with whole columns. first: of the
     prompts' b x kv_heads rows, the one that is row 0 here. window: newest tokens that stay whole beside packed slots.
-    positions, scores: (R, C) int32 and fp32, of slots, written; both or none.
+    positions, scores: (R, C) int32 and fp32, of slots, written; both or none. smooths: packed keys are centred and
+    scaled as their channels are in the prompt (WholeColumns).
     """
 
     keys: torch.Tensor
@@ -90,14 +91,15 @@ class PromptSlots:
     window: int = 0
     positions: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    smooths: bool = True
 
     def of_prompt(self, line: triton.PromptLine, number: int, kv_heads: int) -> PromptSlots:
         """The rows of a prompt, the `number`-th of those that lie one behind the other."""
         start = number * kv_heads - self.first
         here = slice(max(0, start), max(0, start + kv_heads))
         keys, values, form = self.keys[:, here], self.values[:, here], self.form.rows(here)
-        recorded = (None if t is None else t[here] for t in (self.positions, self.scores))
-        return PromptSlots(keys, values, max(0, -start), form, line.window, *recorded)
+        positions, scores = (None if t is None else t[here] for t in (self.positions, self.scores))
+        return PromptSlots(keys, values, max(0, -start), form, line.window, positions, scores, self.smooths)
 
 
 def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
@@ -137,7 +139,7 @@ def put_prompts(
     packing, whole = slots.form.packing, slots.form.whole
     if packing is not None:
         assert whole is not None
-        _begin_whole(whole, k, slots.first, lines)
+        _begin_whole(whole, k, slots.first, lines, slots.smooths)
         name, tensors = "prompts.put_packed", (*tensors, *vars(whole).values())
         sizes = *sizes, segment_step(slots.values), whole.slots.shape[1], *packed_sizes(packing)
         constants |= {"BLOCK": max(1, _NUMBERS // wide), **packing_constants(packing)}
@@ -166,7 +168,7 @@ def put_prompts_reference(
     """`put_prompts` in torch operations, PACKED_CHUNK numbers of keys at a time."""
     (kv_heads, count), rows, packing, whole = kept.shape[1:], slots.keys.shape[1], slots.form.packing, slots.form.whole
     if whole is not None:
-        keep_whole(whole, k, v, kept, slots.first, slots.window)
+        keep_whole(whole, k, v, kept, slots.first, slots.window, slots.smooths)
     step = max(1, PACKED_CHUNK // (count * k.shape[3]))
     for a in range(0, rows, step):
         here = slice(a, min(rows, a + step))
@@ -189,11 +191,15 @@ def put_prompts_reference(
 
 
 def keep_whole(
-    whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, first: int, window: int
-) -> None:
+    whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, first: int, window: int,
+    smooths: bool = True,
+) -> None:  # fmt: skip
     """Fill what some rows have beside packed slots, from their prompts: the middle and the range of each channel of
-    their keys, and those of the `window` newest columns that are kept. k, v, kept, first: as of `put_prompts`."""
-    begin_whole_reference(whole, k, first)
+    their keys, or 0 and 1 where nothing is smoothed, and those of the `window` newest columns that are kept.
+
+    k, v, kept, first: as of `put_prompts`; smooths: as of `PromptSlots`.
+    """
+    begin_whole_reference(whole, k, first, smooths)
     if not window:
         return
     n, rows, count = k.shape[1], slice(first, first + len(whole.slots)), kept.shape[2]
@@ -208,17 +214,23 @@ def keep_whole(
         target[:, :window].copy_(found.masked_fill(~stays.unsqueeze(2), 0))
 
 
-def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.Lines) -> None:
+def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.Lines, smooths: bool) -> None:
     """Its reference is part of `put_prompts_reference`."""
     (*_, kv_heads, width), wide = k.shape, triton.power_of_two(k.shape[3], 16)
     sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], LEAST_RANGE
-    constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide)}
+    constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide), "SMOOTHS": smooths}
     arguments = k, triton.prompt_table(lines, k.device), *vars(whole).values(), *sizes
     triton.launch("prompts.begin_whole", (len(whole.slots),), lambda: None, arguments, **constants)
 
 
-def begin_whole_reference(whole: WholeColumns, k: torch.Tensor, first: int) -> None:
+def begin_whole_reference(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool = True) -> None:
     """The part of `keep_whole` that needs all columns of a prompt; none is whole yet."""
+    for t in (whole.keys, whole.values, whole.centres):
+        t.zero_()
+    whole.slots.fill_(-1)
+    whole.ranges.fill_(1)
+    if not smooths:
+        return
     rows = slice(first, first + len(whole.slots))
     # torch's aminmax takes three times as long
     least, most = (t.flatten(0, 1)[rows].float() for t in (k.amin(dim=1), k.amax(dim=1)))
@@ -227,6 +239,3 @@ def begin_whole_reference(whole: WholeColumns, k: torch.Tensor, first: int) -> N
     ranges = torch.maximum(ranges, ranges.mean(dim=1, keepdim=True) * LEAST_RANGE)
     whole.centres.copy_((most + least) / 2)
     whole.ranges.copy_(torch.where(ranges > 0, ranges, 1.0))  # of one column nothing is known
-    for t in (whole.keys, whole.values):
-        t.zero_()
-    whole.slots.fill_(-1)

@@ -171,7 +171,8 @@ def warm_up_card(
         choose_kept(zeros(1, kv_heads, 2), 0, 2, 1)
     of_prompts = PromptSlots(*areas, 0, form, 0, slots.positions, slots.scores)
     kept, of_token = zeros(1, kv_heads, 1, dtype=torch.int64), zeros(1, kv_heads, 1) if scored else None
-    put_prompts(k.unsqueeze(0), v.unsqueeze(0), kept, of_token, of_prompts)
+    for smooths in (True, False) if packing is not None else (True,):
+        put_prompts(k.unsqueeze(0), v.unsqueeze(0), kept, of_token, replace(of_prompts, smooths=smooths))
     lse, mixed = zeros(kv_heads, heads // kv_heads), q.view(kv_heads, -1, width)
     for kind in before:
         given = (None, (None, lse), (mixed, lse))[kind]

@@ -238,7 +238,7 @@ def write_prompts(
         if view.whole is not None:
             window = window_of(view.whole.slots.shape[1], int(unit.budgets.slots[sequence + i]))
             of_rows = view.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-            keep_whole(of_rows, own[0][None], own[1][None], positions[None], 0, window)
+            keep_whole(of_rows, own[0][None], own[1][None], positions[None], 0, window, not unit.hadamard)
         if kept.positions.shape[-1] == n:
             put_first_columns(view, rows.start, rows.stop, *(t.transpose(0, 1) for t in own))
         else:
@@ -268,16 +268,15 @@ def _write_at_once(
         if a >= b:
             continue
         scores = None if kept.scores is None or view.metadata is None else kept.scores[some]
-        slots = _slots_of_prompts(view, a, b, start, window)
+        slots = _slots_of_prompts(view, a, b, start, unit, window)
         put_prompts(kv[0][some], kv[1][some], kept.positions[some], scores, slots)
 
 
-def _slots_of_prompts(view: PartView, a: int, b: int, start: int, window: int = 0) -> PromptSlots:
+def _slots_of_prompts(view: PartView, a: int, b: int, start: int, unit: KVRows, window: int = 0) -> PromptSlots:
     """Of the rows [a, b) of a unit, where those of the prompts begin at `start`."""
     part = view.part(a - view.start, b - view.start, 0)
-    m = part.metadata
-    recorded = () if m is None else (m.positions, m.scores)
-    return PromptSlots(part.keys, part.values, a - start, part.form, window, *recorded)
+    positions, scores = (None, None) if part.metadata is None else (part.metadata.positions, part.metadata.scores)
+    return PromptSlots(part.keys, part.values, a - start, part.form, window, positions, scores, not unit.hadamard)
 
 
 def _write_packed(
@@ -289,7 +288,7 @@ def _write_packed(
         start, stop = (i * unit.kv_heads for i in (sequence, sequence + len(lines)))
         a, b = max(start, view.start), min(stop, view.end)
         if a < b:
-            slots, scores = _slots_of_prompts(view, a, b, start), None if view.metadata is None else kept.scores
+            slots, scores = _slots_of_prompts(view, a, b, start, unit), None if view.metadata is None else kept.scores
             put_prompts(k, v, kept.positions, scores, slots, lines)
         return
     for i, line in enumerate(lines):

@@ -295,7 +295,8 @@ class KVRows:
     a window: used only while prompts are computed, since each row's slots hold their own copy.
     watch: sees the attention of prompts that the policy scores: (first sequence of those computed together, attention).
     sinks: (heads,), learned logits that join the softmax of each query of their head and have no values.
-    hadamard: slots hold transformed keys and values (kernels/hadamard.py); those of `common` are not.
+    hadamard: slots hold transformed keys and values (kernels/hadamard.py), and keys are not smoothed; those of
+    `common` are not transformed.
     """
 
     policy: Eviction

@@ -218,10 +218,10 @@ def test_rotated_and_other_packed_columns_do_not_mix(job: Callable[..., Answer],
     assert job("--kv-bits", 8).code == 0
     assert "cache_rotation" not in json.loads((tmp_path / "out.jsonl.job.json").read_text())["settings"]["policy"]
     ended = job("--kv-bits", 8, "--kv-rotation")
-    assert ended.code == 2 and "--cache-rotation was null and is true" in ended.err
+    assert ended.code == 2 and "--kv-rotation was null and is true" in ended.err
     assert job("--kv-bits", 8).code == 0
     ended = job("--kv-rotation")
-    assert ended.code == 2 and "--cache-rotation true: goes with --kv-bits; give both" in ended.err
+    assert ended.code == 2 and "-rotation true: goes with --kv-bits; give both" in ended.err
 
 
 def test_a_model_that_was_trained_on_in_its_folder_is_another(

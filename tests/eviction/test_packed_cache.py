@@ -107,7 +107,7 @@ class Rounded:
 
 
 class Rotated(Rounded):
-    """Columns that are multiplied by the Hadamard matrix, rounded, and multiplied back."""
+    """Columns that are multiplied by the Hadamard matrix, rounded as they are then, and multiplied back."""
 
     def columns(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, prompt_len: int, read: torch.Tensor
@@ -116,6 +116,9 @@ class Rotated(Rounded):
         rotated = ((x.double() @ matrix).float() for x in (k, v))
         keys, values = super().columns(layer, *rotated, prompt_len, read)
         return tuple((x.double() @ matrix.T).float() for x in (keys, values))  # type: ignore[return-value]
+
+    def _keys(self, k: torch.Tensor, off: float, prompt_len: int, read: torch.Tensor) -> torch.Tensor:
+        return self._groups(k, torch.full_like(k, off), torch.ones_like(k), self.key_bits, read)
 
 
 def nearest(x: torch.Tensor) -> torch.Tensor:
@@ -221,7 +224,7 @@ def test_windows_and_few_bits(
     [
         ("heads of 64", FULL, 4, 16, (9, 4, 21), "kv split three ways"),
         ("heads of 64", "h2o", 3, 4, (9, 4, 21), "kv on disk"),
-        ("llama, heads of 64", "h2o", 4, 16, (9, 4, 21), "kv on host"),
+        ("llama, heads of 64", "h2o", 4, 16, (30, 9, 25), "kv on host"),
         ("llama, heads of 128", FULL, 8, 0, (9, 4, 21), "kv on disk"),
         ("llama, heads of 128", "h2o-norm", "4/2", 8, (13,), "all on device"),
         ("llama, heads of 80", "tova", 4, 4, (9, 4, 21), "kv split three ways"),

@@ -128,7 +128,8 @@ def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
              **packing_constants(packing)},
         )  # fmt: skip
         block = {"D": width, "WIDTH": wide, "BLOCK": max(1, 2048 // wide)}
-        yield Case(prompts.begin_whole, (t, "*i32", *beside, *["i32"] * 6, "fp32"), block)
+        for smooths in (False, True):
+            yield Case(prompts.begin_whole, (t, "*i32", *beside, *["i32"] * 6, "fp32"), {**block, "SMOOTHS": smooths})
         scores = ("*fp32", "*fp32", "*i32") if records else ("*i64",) * 3
         yield Case(
             prompts.put_packed, (t, t, "*i64", "*i32", "*i32", *scores, "*i32", *beside, *["i32"] * 23),

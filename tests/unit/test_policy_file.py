@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.config import Policy, SavedPolicy, read_policy, write_policy
+from flexgen_h2o.core.config import POLICY_SCHEMA, Policy, SavedPolicy, read_policy, write_policy
 from flexgen_h2o.core.errors import UsageError
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
@@ -40,7 +40,7 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, po
 
 
 def test_what_it_was_found_for_may_be_left_out(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text(json.dumps({"schema": 5, **Policy().to_json()}))
+    (tmp_path / "p.json").write_text(json.dumps({"schema": POLICY_SCHEMA, **Policy().to_json()}))
     assert read_policy(tmp_path / "p.json") == SavedPolicy(Policy())
 
 
@@ -53,7 +53,7 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
     [
         ({}, "overlap", "field 'overlap' is missing"),
         ({"gbs": 4}, None, "unknown field 'gbs'"),
-        ({"schema": 6}, None, "schema is 6"),
+        ({"schema": 7}, None, "schema is 7"),
         ({"percent": [90, 20, 0, 0, 0, 0]}, None, "90 [+] 20 > 100"),
         ({"gpu_batch_size": 4.5}, None, "gpu_batch_size: 4.5"),
         ({"gpu_batch_size": 2**9, "num_gpu_batches": 2**9}, None, "gpu_batch_size x num_gpu_batches: 262144"),
@@ -67,7 +67,7 @@ def test_a_bad_field_is_named_with_its_file(
     tmp_path: Path, change: dict[str, Any], drop: str | None, says: str
 ) -> None:
     path = tmp_path / "p.json"
-    path.write_text(damaged({"schema": 5, **Policy().to_json()}, change, drop))
+    path.write_text(damaged({"schema": POLICY_SCHEMA, **Policy().to_json()}, change, drop))
     with pytest.raises(UsageError, match=says) as caught:
         read_policy(path)
     assert str(caught.value).startswith(f"--policy {path}: ")

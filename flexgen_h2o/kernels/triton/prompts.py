@@ -247,27 +247,30 @@ def _record(row, slot, token, given, scores, positions, columns, count):
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def begin_whole(
     k, prompts, centres, ranges, whole_keys, whole_values, whole_slots, k_batch, k_token, k_head, kv_heads, first,
-    windows, least_range, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    windows, least_range, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SMOOTHS: tl.constexpr,
 ):  # fmt: skip
-    """A row of what lies beside packed slots, without whole columns."""
+    """A row of what lies beside packed slots, without whole columns. SMOOTHS: PromptSlots.smooths."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = (first + row) // kv_heads, (first + row) % kv_heads
     number = tl.arange(0, WIDTH)
     in_head = number < D
-    origin, _, tokens = _line(prompts, batch)
-    k += batch * k_batch + origin * k_token + head * k_head
-    least, most = tl.full([WIDTH], float("inf"), tl.float32), tl.full([WIDTH], float("-inf"), tl.float32)
-    for start in range(0, tokens, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        loads = (token < tokens)[:, None] & in_head[None, :]
-        some = tl.load(k + token.to(tl.int64)[:, None] * k_token + number[None, :], mask=loads, other=0.0)
-        some = some.to(tl.float32)
-        least = tl.minimum(least, tl.min(tl.where(loads, some, float("inf")), 0))
-        most = tl.maximum(most, tl.max(tl.where(loads, some, float("-inf")), 0))
-    spread = tl.where(in_head, most - least, 0.0)
-    spread = tl.maximum(spread, tl.sum(spread, 0) / D * least_range)
-    spread = tl.where(spread > 0, spread, 1.0)
-    tl.store(centres + row * D + number, ((most + least) * 0.5).to(tl.bfloat16), mask=in_head)
+    centre, spread = tl.full([WIDTH], 0, tl.float32), tl.full([WIDTH], 1, tl.float32)
+    if SMOOTHS:
+        origin, _, tokens = _line(prompts, batch)
+        k += batch * k_batch + origin * k_token + head * k_head
+        least, most = tl.full([WIDTH], float("inf"), tl.float32), tl.full([WIDTH], float("-inf"), tl.float32)
+        for start in range(0, tokens, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            loads = (token < tokens)[:, None] & in_head[None, :]
+            some = tl.load(k + token.to(tl.int64)[:, None] * k_token + number[None, :], mask=loads, other=0.0)
+            some = some.to(tl.float32)
+            least = tl.minimum(least, tl.min(tl.where(loads, some, float("inf")), 0))
+            most = tl.maximum(most, tl.max(tl.where(loads, some, float("-inf")), 0))
+        spread = tl.where(in_head, most - least, 0.0)
+        spread = tl.maximum(spread, tl.sum(spread, 0) / D * least_range)
+        spread = tl.where(spread > 0, spread, 1.0)
+        centre = (most + least) * 0.5
+    tl.store(centres + row * D + number, centre.to(tl.bfloat16), mask=in_head)
     tl.store(ranges + row * D + number, spread.to(tl.bfloat16), mask=in_head)
     for start in range(0, windows, BLOCK):
         entry = start + tl.arange(0, BLOCK)

@@ -64,6 +64,17 @@ def test_the_newest_that_stay_are_whole(n: int, count: int, window: int, first: 
         assert torch.allclose(whole.ranges[row].float(), spread.where(spread > 0, 1.0), rtol=2**-7)
 
 
+def test_keys_that_are_not_smoothed_have_no_centres() -> None:
+    whole, smoothed = beside(6, 8), beside(6, 8)
+    k, v = torch.randn(2, 3, 20, 2, WIDTH)
+    kept = torch.arange(20).expand(3, 2, 20)
+    keep_whole(whole, k, v, kept, 0, 8, smooths=False)
+    keep_whole(smoothed, k, v, kept, 0, 8)
+    assert not whole.centres.any() and bool((whole.ranges == 1).all())
+    for name in ("keys", "values", "slots"):
+        assert torch.equal(getattr(whole, name), getattr(smoothed, name))
+
+
 @pytest.mark.parametrize("chunk", [1, 2**20])
 def test_columns_go_to_their_slots_some_rows_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_columns, "PACKED_CHUNK", chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -248,8 +249,8 @@ def test_columns_of_prompts_are_packed_as_the_reference_packs_them(
     mine, theirs = found.form.whole, expected.form.whole
     assert mine is not None and theirs is not None
 
-    def begin(whole: WholeColumns, k: torch.Tensor, first: int) -> None:
-        begin_whole_reference(whole, k, first)
+    def begin(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool) -> None:
+        begin_whole_reference(whole, k, first, smooths)
         for name in ("centres", "ranges"):
             torch.testing.assert_close(getattr(mine, name), getattr(whole, name), rtol=2**-7, atol=2**-7)
             getattr(whole, name).copy_(getattr(mine, name))
@@ -259,6 +260,25 @@ def test_columns_of_prompts_are_packed_as_the_reference_packs_them(
     for ours, reference in zip(tensors_of(found), tensors_of(expected), strict=True):
         assert torch.equal(ours, reference)
     assert int((mine.slots >= 0).sum()) == int((kept.flatten(0, 1)[rows] >= n - window).sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_are_packed_as_they_are(dtype: torch.dtype) -> None:
+    """To the bit. Beside them lie centres of 0 and ranges of 1, whatever was there before."""
+    torch.manual_seed(0)
+    (width, n, count, windows, window), rows = PACKED["some stay"], slice(1, 6)
+    k, v = (3 * torch.randn(3, n, 2, width).to(dtype) + 1 for _ in range(2))
+    kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(3, 2, count)
+    packing, scores = KVPacking.of(width, "3/2"), torch.rand(3, 2, n)
+    found, expected = (
+        replace(rows_of_prompts(packing, windows, window, width, dtype, rows, True), smooths=False) for _ in range(2)
+    )
+    put_prompts(k, v, kept, scores, found)
+    put_prompts_reference(k, v, kept, scores, expected)
+    for ours, reference in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(ours, reference)
+    whole = found.form.whole
+    assert whole is not None and not whole.centres.any() and bool((whole.ranges == 1).all())
 
 
 def test_what_is_no_number_shows_in_its_group() -> None:
