@@ -10,7 +10,7 @@ from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.jit import jit, number_at, planes
 
 TILE = vectors.SLOTS  # columns that are computed together
-FLOAT = np.float32(0)  # an element
+FLOAT = np.float32(0)  # the element of sums
 
 
 class WholeAddresses(NamedTuple):
