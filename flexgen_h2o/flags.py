@@ -407,12 +407,9 @@ def _choose_mix(args: argparse.Namespace) -> None:
     if share is None or args.eviction is not None or not 0 < share <= 1:
         return
     mix = table_for(args.model, args.offload_dir).mix_of(share)
-    args.eviction, _, settings = mix.eviction.partition(":")
+    args.eviction = mix.eviction
     if args.eviction == Full.name:  # in so many bits every entry fits
         args.kv_bytes = None
-    for name, value in (item.split("=") for item in filter(None, settings.split(","))):
-        if getattr(args, name) is None:
-            setattr(args, name, int(value))
     if mix.cache_bits != WHOLE_BITS and args.compress_cache is None and args.policy in (None, "auto"):
         args.compress_cache = True
         if args.cache_bits is None:

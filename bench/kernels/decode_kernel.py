@@ -4,10 +4,10 @@ over slots packed in 4 bits it is >= 1.5x as fast a column.
 Method: KV caches of some layers' heads, larger than the last cache, all slots filled; in turn, in one process and with
 the same threads: a plain sum over the same bytes (torch.sum of int64: the probe of the memory), `attend`, the same with
 scores, `attend_reference` (torch: bmm, softmax, bmm) and SDPA with one query, on the better of two layouts (heads
-apart, tokens apart), `attend` with a page of means for every 32 slots beside them, and over the same columns in 2, 3, 4
-and 8 bits, keys smoothed and the newest 16 whole; `attend_selected` of 5, 10 and 20% of the columns, whole and in 4
-bits, which a random query chooses anywhere. All in bytes of keys and values per second, those beside the slots among
-them; for packed slots also in values per second. Medians of the ratios of each round.
+apart, tokens apart), `attend` over the same columns in 2, 3, 4 and 8 bits, keys smoothed and the newest 16 whole;
+`attend_selected` of 5, 10 and 20% of the columns, whole and in 4 bits, which a random query chooses anywhere. All in
+bytes of keys and values per second, those beside the slots among them; for packed slots also in values per second.
+Medians of the ratios of each round.
 
 Then `column_sums` of a prefill, as a share of the matrix products and the attention of one layer (measured on 1,024
 tokens, scaled to the micro-batch), in turn in each round.
@@ -30,7 +30,7 @@ import torch
 
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.packing import KVPacking
-from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
+from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
 from flexgen_h2o.kernels.select import Selection, attend_selected, empty_sketch, fill_sketch
@@ -42,7 +42,7 @@ SLOTS = (103, 1100)
 LAYERS = {"opt-1.3b": (32, 64, 8192, 8192), "opt-6.7b": (32, 128, 16384, 4096)}  # heads, width, ffn, tokens
 PROMPTS = (512, 1024)
 SHARES = (0.05, 0.1, 0.2)  # of the columns that are read
-WINDOW, PAGE = 16, 32  # newest columns that are whole; slots of a page
+WINDOW = 16  # newest columns that are whole
 CHUNK = 1024  # tokens whose matrix products are timed
 Seconds = dict[str, list[float]]
 
@@ -104,17 +104,17 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     sdpa = torch.nn.functional.scaled_dot_product_attention
     packings = {f"packed_{bits}": KVPacking.of(width, bits) for bits in (2, 3, 4, 8)}
     packed = {name: [pack_columns(keys, p.keys), pack_columns(values, p.values)] for name, p in packings.items()}
-    whole, pages = _beside(rows, slots, width, dtype)
+    whole = _beside(rows, slots, width, dtype)
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
     sketch = empty_sketch(rows, slots, width)
     fill_sketch(sketch, *(t[0].transpose(0, 1).contiguous() for t in (keys, values)))
 
     def select(share: float, name: str = "") -> Callable[[], object]:
-        areas, form = (packed[name], SlotForm(packings[name], None, whole)) if name else ((keys, values), SlotForm())
+        areas, form = (packed[name], SlotForm(packings[name], whole)) if name else ((keys, values), SlotForm())
         return lambda: attend_selected(q, *areas, filled, scale, Selection(sketch, (filled * share).int()), form)
 
     def attend_over(name: str, book: ScoreState | None = None) -> Callable[[], object]:
-        return lambda: attend(q, *packed[name], filled, scale, book, SlotForm(packings[name], None, whole))
+        return lambda: attend(q, *packed[name], filled, scale, book, SlotForm(packings[name], whole))
 
     seconds = _in_turn(
         repeats,
@@ -127,7 +127,6 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
             "memory": lambda: [t.view(torch.int64).sum() for t in (keys, values)],
             "attend": lambda: attend(q, keys, values, filled, scale),
             "attend_scored": lambda: attend(q, keys, values, filled, scale, book),
-            "attend_pages": lambda: attend(q, keys, values, filled, scale, None, SlotForm(pages=pages)),
             "torch": lambda: attend_reference(q, keys, values, filled, scale),
             "sdpa_heads": lambda: sdpa(*apart, scale=scale),
             "sdpa_tokens": lambda: sdpa(*tokens, scale=scale),
@@ -136,7 +135,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     seconds["sdpa"] = min(seconds["sdpa_heads"], seconds["sdpa_tokens"], key=lambda s: Spread(s).median)
     moved = keys.numel() * 2 * dtype.itemsize
     speeds = {
-        name: Spread([_bytes_of(name, moved, dtype, packings, (whole, pages)) / s for s in values])
+        name: Spread([_bytes_of(name, moved, dtype, packings, whole) / s for s in values])
         for name, values in seconds.items()
         if name != "pack_4" and not name.startswith("select")
     }
@@ -156,22 +155,17 @@ def _ratios(seconds: Seconds, speeds: dict[str, Spread], packings: list[str]) ->
         "attend_over_torch": _ratio(seconds, "attend", "torch"),
         "scored_time_over_unscored": _ratio(seconds, "attend", "attend_scored"),
         **{f"{name}_over_attend": _ratio(seconds, name, "attend") for name in seconds if name.startswith("select")},
-        "pages_time_over_none": _ratio(seconds, "attend", "attend_pages"),
         **{f"{n}_of_memory": ratio_of(speeds[n].values, speeds["memory"].values) for n in packings},
         **{f"{name}_over_attend": _ratio(seconds, name, "attend") for name in packings},
         **{f"{n}_scored_over_attend_scored": _ratio(seconds, f"{n}_scored", "attend_scored") for n in packings},
     }
 
 
-def _beside(rows: int, slots: int, width: int, dtype: torch.dtype) -> tuple[WholeColumns, Pages]:
-    """The newest columns, and means of as many positions again."""
-    count = -(-slots // PAGE // 4) * 4
+def _beside(rows: int, slots: int, width: int, dtype: torch.dtype) -> WholeColumns:
+    """The newest columns."""
     ranges, newest = torch.ones(rows, width, dtype=torch.bfloat16), torch.randn(rows, WINDOW, width, dtype=dtype)
     taken = torch.arange(slots - WINDOW, slots, dtype=torch.int32).repeat(rows, 1)
-    means = torch.randn(rows, count, width)
-    return WholeColumns(ranges, ranges, newest, newest, taken), Pages(
-        means, means, torch.full((rows, count), PAGE).int()
-    )
+    return WholeColumns(ranges, ranges, newest, newest, taken)
 
 
 def _book(rows: int, slots: int) -> ScoreState:
@@ -191,17 +185,15 @@ def _show_decode(title: str, speeds: dict[str, Spread], per_s: dict[str, Spread]
     )
 
 
-def _bytes_of(
-    name: str, moved: int, dtype: torch.dtype, packings: dict[str, KVPacking], beside: tuple[WholeColumns, Pages]
-) -> float:
+def _bytes_of(name: str, moved: int, dtype: torch.dtype, packings: dict[str, KVPacking], whole: WholeColumns) -> float:
     """What a call reads; moved: bytes of the cache that is not packed."""
-    packing, (whole, pages) = packings.get(name.removesuffix("_scored")), beside
+    packing = packings.get(name.removesuffix("_scored"))
     if packing is not None:
         return (
             moved * (packing.keys.slot_bytes + packing.values.slot_bytes) / (2 * packing.width * dtype.itemsize)
             + 2 * whole.keys.nbytes
         )
-    return moved + (2 * pages.keys.nbytes if name == "attend_pages" else 0)
+    return moved
 
 
 def _prefill(model: str, prompt: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from statistics import fmean
 from flexgen_h2o.core.units import round_up
 
 WORD = 4  # bytes
-SKETCH_BLOCK = 32  # columns whose sketches lie together, which are a page of it, too
+SKETCH_BLOCK = 32  # columns whose sketches lie together
 LEAST_PROMPT = 64  # columns that a sketch's grid is made of, at least: rows with shorter prompts read all of theirs
 SKETCH_CODES = 8  # of one channel after another, in a 16-bit number
-PAGE_STEP = 4  # pages and whole columns of a row are multiples of it, as the decode kernel reads them
+COLUMN_STEP = 4  # whole columns of a row, and blocks of a sketch, are multiples of it, as the decode kernel reads them
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's codes; those with the fourth bit set are negative
 GROUP = 64  # values that share a scale and a least value, at most
 _STEP = 8  # values; groups are multiples of it, so that in 4 and in 8 bits they begin with a word
@@ -126,7 +126,7 @@ def bits_of_kv(bits: int | str) -> tuple[int, int]:
 def window_of(window: int, slots: int) -> int:
     """How many of the newest columns of a row with so many slots are whole beside its packed slots: a window of a few
     columns is worth more than their slots, but not more than half of all."""
-    return min(window, slots // 2) // PAGE_STEP * PAGE_STEP
+    return min(window, slots // 2) // COLUMN_STEP * COLUMN_STEP
 
 
 def whole_bytes(columns: int, width: int, itemsize: int) -> int:
@@ -135,19 +135,9 @@ def whole_bytes(columns: int, width: int, itemsize: int) -> int:
     return columns * (2 * width * itemsize + WORD) + 4 * width
 
 
-def padded_pages(pages: int) -> int:
-    """As many as the decode kernel reads together, or more."""
-    return round_up(pages, PAGE_STEP)
-
-
-def page_bytes(pages: int, width: int) -> int:
-    """Mean key, mean value and count of the pages of a row and kv-head, with those that only fill up."""
-    return padded_pages(pages) * (2 * width + 1) * WORD
-
-
 def sketch_shape(slots: int, width: int) -> tuple[int, int]:
     """Blocks of a row's sketch, and 16-bit numbers for each of their columns (kernels/select.Sketch)."""
-    return padded_pages(-(-slots // SKETCH_BLOCK)), -(-width // SKETCH_CODES)
+    return round_up(-(-slots // SKETCH_BLOCK), COLUMN_STEP), -(-width // SKETCH_CODES)
 
 
 def sketch_bytes(slots: int, width: int) -> int:
@@ -180,25 +170,22 @@ class KVSizes:
         """A key and a value of one slot."""
         return sum(self.slot_bytes)
 
-    def beside(self, slots: int, pages: int) -> int:
-        """Pages, what lies beside so many slots where they are packed, and their sketch."""
-        found = page_bytes(pages, self.width)
+    def beside(self, slots: int) -> int:
+        """What lies beside so many slots where they are packed, and their sketch."""
+        found = 0
         if self.packing is not None:
             found += whole_bytes(window_of(self.window, slots), self.width, self.itemsize)
         return found + (sketch_bytes(slots, self.width) if self.selects else 0)
 
-    def nbytes(self, slots: int, pages: int = 0) -> int:
+    def nbytes(self, slots: int) -> int:
         """Slots, and what lies beside them; not what a policy records of slots."""
-        return slots * self.column_bytes + self.beside(slots, pages)
+        return slots * self.column_bytes + self.beside(slots)
 
-    def columns(
-        self, share: float, tokens: int, pages: int, have_pages: float, by_layer: Callable[[int], Sequence[int]]
-    ) -> int:
-        """The most columns of a row whose slots and pages take `share` of the bytes that `tokens` columns have in bf16;
-        0 where there is no room for one. A slot more is a newcomer's, but none is the last token's. All is a mean over
-        layers. have_pages: the share of them that have pages; by_layer: the columns of each where so many are kept in
-        the mean."""
-        most = share * tokens * 4 * self.width - have_pages * page_bytes(pages, self.width)
+    def columns(self, share: float, tokens: int, by_layer: Callable[[int], Sequence[int]]) -> int:
+        """The most columns of a row whose slots take `share` of the bytes that `tokens` columns have in bf16; 0 where
+        there is no room for one. A slot more is a newcomer's, but none is the last token's. All is a mean over layers.
+        by_layer: the columns of each where so many are kept in the mean."""
+        most = share * tokens * 4 * self.width
 
         def nbytes(columns: int) -> float:
             return fmean(self.nbytes(max(1, min(own + 1, tokens - 1))) for own in by_layer(columns))

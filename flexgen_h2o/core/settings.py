@@ -160,12 +160,10 @@ class EvictionSettings:
     of them heavy and half recent, an odd one recent.
 
     kv_bytes: instead of ratios, sizes and kv_budget, in (0, 1]; as many columns as fit this share of the bytes that
-    prompt and most new tokens take in bf16, beside summaries and what lies beside packed columns.
+    prompt and most new tokens take in bf16, beside what lies beside packed columns.
 
     protect: columns of the prompt that never leave: the first N, or "prompt", all of them. They count as columns that
-    stay; heavy and recent ones share what is left as they would share all. summaries: positions of a page; what is
-    dropped of a page leaves its mean key and value behind (`Needs.page`). summary_layers: in the first so many layers
-    only; in all of them by default.
+    stay; heavy and recent ones share what is left as they would share all.
 
     Raises UsageError for a setting out of range.
     """
@@ -213,13 +211,6 @@ class EvictionSettings:
     protect: str | int | None = setting(
         None, "KV entries that always stay: prompt, all of the prompt's; N, its first N; none", metavar="N|prompt|none"
     )
-    summaries: int | None = setting(
-        None, "keep the mean of the dropped KV entries of each page of so many positions", metavar="POSITIONS", low=1,
-        high=2**31 - 1,
-    )  # fmt: skip
-    summary_layers: int | None = setting(
-        None, "--summaries in the first N layers only; in all of them by default", metavar="N", low=1
-    )
 
     def __post_init__(self) -> None:
         for kind in ("heavy", "recent"):
@@ -240,12 +231,6 @@ class EvictionSettings:
         if not isinstance(self.layer_schedule, str):
             raise UsageError(f"layer_schedule: {self.layer_schedule!r:.60} is not a text")
         weights_of(self.layer_schedule)
-        if self.summaries is not None and self.positions == ROLLING:
-            raise UsageError("summaries: do not work with rolling positions; leave positions at original")
-        if self.summary_layers is not None and self.summaries is None:
-            raise UsageError(
-                "summary_layers: says which layers have summaries, and there are none; give --summaries too"
-            )
 
 
 @lru_cache

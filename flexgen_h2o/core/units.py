@@ -199,7 +199,6 @@ TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
 JOINED_TOKENS = 4096  # of micro-batches that a group of experts computes together: hundreds of rows an expert
 NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time
 ROTARY_CHUNK = 256  # tokens whose queries and keys are rotated at a time
-SUMMARY_CHUNK = 2**20  # numbers of a prompt's columns that are summed up at a time
 QUERY_CHUNK = 2**20  # numbers of queries, or of keys, that an eviction policy looks at at a time
 ROLLING_CHUNK = 2**20  # numbers of keys in slots that are rotated by their ranks at a time
 GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep takes

@@ -102,15 +102,15 @@ class BlockShape:
             (s.rows, s.micro_batches, s.tokens, s.most_attending, s.sharing, s.common, s.scores, *s.slots)
             for s in (self, other)
         )
-        return self.record.covers(other.record) and all(a >= b for a, b in zip(mine, theirs, strict=True))
+        return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
     def union(self, other: BlockShape) -> BlockShape:
         """The smallest shape that covers both, of rows of one eviction policy and model."""
         names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores", "whole_head")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
-        slots, record = tuple(map(max, self.slots, other.slots)), self.record.union(other.record)
+        slots = tuple(map(max, self.slots, other.slots))
         attending = max(self.most_attending, other.most_attending)
-        return replace(self, slots=slots, record=record, attending=attending, **most)
+        return replace(self, slots=slots, attending=attending, **most)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def kv_layout(
 
 def record_in(spec: ModelSpec, block: int, record: RowRecord) -> RowRecord | None:
     """What `kv_layout` asks of a transformer block, where rows that keep all or some columns have `record`."""
-    return record.at(block) if spec.window(block) is None else None
+    return record if spec.window(block) is None else None
 
 
 def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:

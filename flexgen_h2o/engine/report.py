@@ -222,8 +222,8 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
 
 
 def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:
-    """Mean bytes of a row in one layer beside its columns: all pages that are reserved, and what lies beside packed
-    slots. Not the record of slots."""
+    """Mean bytes of a row in one layer beside its columns, such as what lies beside packed slots. Not the record of
+    slots."""
     beside = [
         kv_layout(spec, policy, 1, slots, record_in(spec, block, need.record), itemsize, True).beside_bytes
         for block, slots in enumerate(need.slots)

@@ -27,7 +27,6 @@ from flexgen_h2o.core.units import (
     ROLLING_CHUNK,
     SAMPLING_CHUNK,
     SCORE_TILE_BYTES,
-    SUMMARY_CHUNK,
     TOKEN_CHUNK,
     UNPACK_CHUNK,
     round_up,
@@ -148,9 +147,6 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
         copies += 1
         row = shape.most_slots * spec.head_dim
         decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
-    if shape.record.pages:  # columns that are summed up in fp32, and their weights; the replaced ones, by torch
-        prefill += 8 * max(SUMMARY_CHUNK, tokens * spec.head_dim) + 16 * tokens * spec.num_kv_heads
-        decode += shape.rows * (spec.num_heads * shape.record.pages * 12 + spec.num_kv_heads * spec.head_dim * 24)
     if shape.record.query_numbers:  # queries or keys, their copies in fp32, and the lengths of their pairs
         prefill += QUERY_KEY_BYTES * max(QUERY_CHUNK, tokens * spec.head_dim)
         row = shape.most_slots * spec.head_dim
@@ -206,9 +202,8 @@ def unpacked_cache_bytes(
 def brought_prompt_bytes(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
 ) -> int:
-    """Of keys and values of a prompt that a card has computed and the host packs, sums up or sketches, a layer at a
-    time."""
-    makes_more = policy.compress_cache or policy.attn_sparsity < 1 or shape.record.pages
+    """Of keys and values of a prompt that a card has computed and the host packs or sketches, a layer at a time."""
+    makes_more = policy.compress_cache or policy.attn_sparsity < 1
     if device_is_host or not policy.cpu_cache_compute or not makes_more:
         return 0
     return 2 * shape.most_attending * spec.num_kv_heads * spec.head_dim * itemsize

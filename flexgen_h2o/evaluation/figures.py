@@ -92,7 +92,7 @@ def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]
 def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
     """Columns and bytes of all transformer blocks together, as the LLM's last run held them, once a row has got so
     many new tokens; the newest has no column yet. Bytes are those of keys and values, with scales, and of what lies
-    beside slots: centres, whole columns, pages and sketches, for which all room is reserved.
+    beside slots: centres, whole columns and sketches, for which all room is reserved.
 
     row: its prompt tokens and most new tokens.
     """
@@ -107,8 +107,8 @@ def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
 
 
 def kv_shares(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int]) -> tuple[float, float]:
-    """Bytes of a row's keys and values when it has all its tokens, with scales, centres, whole columns, sketches and
-    all pages that are reserved, over those of the full cache in bf16; and the same of what the last decode step reads.
+    """Bytes of a row's keys and values when it has all its tokens, with scales, centres, whole columns and
+    sketches, over those of the full cache in bf16; and the same of what the last decode step reads.
     row: its prompt tokens and most new tokens."""
     held = read = 0
     for layout in _layouts(spec, policy, eviction, row, BF16_BYTES):
@@ -124,7 +124,7 @@ def _layouts(
     spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int], itemsize: int
 ) -> list[UnitLayout]:
     """Of a row's units, a transformer block each."""
-    blocks, record = spec.num_blocks, record_of(eviction, sum(row))
+    blocks, record = spec.num_blocks, record_of(eviction)
     return [
         kv_layout(spec, policy, 1, eviction.slots(*row, block, blocks), record_in(spec, block, record), itemsize, True)
         for block in range(blocks)

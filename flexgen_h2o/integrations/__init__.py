@@ -74,8 +74,6 @@ def enable_eviction(
         raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
     if is_rolling(eviction):  # the model itself has rotated its keys before they are cached
         raise UsageError("positions: rolling works in the engine only; leave it at original here")
-    if mode == "mask" and eviction.needs.page:
-        raise UsageError("mode: mask drops nothing, so there is nothing to summarise; use drop, or leave summaries out")
     if isinstance(eviction, TriAttention):
         raise UsageError(f"eviction: {eviction.name} works in the engine only; choose another")
     unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}

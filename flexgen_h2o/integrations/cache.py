@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.packing import PAGE_STEP
 from flexgen_h2o.kvcache.attend import attend_slots, causal, write_prompts
 from flexgen_h2o.kvcache.evict import KeptColumns, keep_prompt_columns, rank_victims
 from flexgen_h2o.kvcache.eviction.of_model import OfStage
@@ -174,15 +173,6 @@ class EvictingLayer(CacheLayerMixin):
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
         victims = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.metadata = SlotMetadata(positions, victims, scores, norms)
-        self._reserve_pages(int(self.budgets.prompts.max()) if self.budgets is not None else 0)
-
-    def _reserve_pages(self, tokens: int) -> None:
-        """Room for the pages of so many tokens; for some more than are asked for, since they come one by one."""
-        page, metadata = self._policy.needs.page, self.metadata
-        if page and self._block < self._policy.needs.page_layers and metadata is not None and self.keys is not None:
-            have = 0 if metadata.pages is None else metadata.pages.counts.shape[1]
-            if tokens > have * page:
-                self.metadata = metadata.with_pages(-(-tokens // page) + PAGE_STEP, self.keys.shape[3])
 
     def _widen(self, more: int) -> None:
         """As many slots more, of zeros."""
@@ -227,7 +217,6 @@ class DroppingLayer(EvictingLayer):
 
     def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
         assert self.budgets is not None and self.keys is not None and bool(is_token.all())
-        self._reserve_pages(int(self.past.max()))
         rows, held = self._rows(), self.keys.shape[2]
         new = rows.new_columns(rows.step_numbers(self.past))
         if int(new.filled.max()) > held:  # a large budget does not take its memory before it is needed

@@ -29,7 +29,7 @@ from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, row_erro
 from flexgen_h2o.jobs.responses import error_row, success_row
 from flexgen_h2o.jobs.sidecar import Sidecar, Status, tiers_text
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.kvcache.eviction.policy import most_new_tokens, record_of
+from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
@@ -449,13 +449,13 @@ def prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
 
 
 def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
-    """Tokens that are fed, pages, and slots of each transformer block: all that tells apart what rows of one kind take
-    of memory. Rows with log-probabilities of their prompts are another kind: of the first two numbers neither kind has
+    """Tokens that are fed, and slots of each transformer block: all that tells apart what rows of one kind take of
+    memory. Rows with log-probabilities of their prompts are another kind: of the first two numbers neither kind has
     no less than the other."""
     prompt, echo, blocks = len(request.prompt.token_ids), request.params.prompt_logprobs is not None, spec.num_blocks
     new = most_new_tokens(eviction, spec, prompt, max(1, request.params.max_tokens))
     slots = (eviction.slots(prompt, new, block, blocks) for block in range(blocks))
-    return echo, not echo, prompt, record_of(eviction, prompt + new).pages, *slots
+    return echo, not echo, prompt, *slots
 
 
 def _covers(need: Need, other: Need) -> bool:

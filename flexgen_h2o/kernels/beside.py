@@ -1,7 +1,6 @@
-"""What rows attend to beside their slots: pages of what was dropped, and the newest columns of a packed cache as they
-were.
+"""What rows attend to beside their slots: the newest columns of a packed cache as they were, and sinks.
 
-R = rows, d = head width, P = pages of a row, as in slots.py.
+R = rows, d = head width, as in slots.py.
 """
 
 from __future__ import annotations
@@ -17,23 +16,7 @@ from flexgen_h2o.kernels.packed import unpack_columns
 from flexgen_h2o.kernels.workspace import mismatch
 
 if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.beside import PageAddresses, WholeAddresses
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Columns that are gone, summed up by pages, on the device of the keys, each tensor contiguous; P a multiple of 4.
-
-    keys, values: (R, P, d) fp32, means. counts: (R, P) int32, columns behind a mean; the means of none are finite.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    counts: torch.Tensor
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pages:
-        """`change` applied to every tensor."""
-        return Pages(change(self.keys), change(self.values), change(self.counts))
+    from flexgen_h2o.kernels.compiled.beside import WholeAddresses
 
 
 @dataclass(frozen=True)
@@ -87,15 +70,14 @@ class SlotForm:
     """
 
     packing: KVPacking | None = None
-    pages: Pages | None = None
     whole: WholeColumns | None = None
     sinks: torch.Tensor | None = None
 
     def rows(self, some: slice) -> SlotForm:
         """Of some of the rows."""
-        pages, whole = (None if t is None else t.map(lambda t: t[some]) for t in (self.pages, self.whole))
+        whole = None if self.whole is None else self.whole.map(lambda t: t[some])
         sinks = None if self.sinks is None else self.sinks[some]
-        return SlotForm(self.packing, pages, whole, sinks)  # type: ignore[arg-type]
+        return SlotForm(self.packing, whole, sinks)
 
 
 WHOLE = SlotForm()
@@ -137,26 +119,6 @@ def joined(before: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> torch
     return torch.lerp(own[0].float(), before[0].float(), share)
 
 
-def page_products(q: torch.Tensor, pages: Pages, scale: float) -> torch.Tensor:
-    """(R, g, P) fp32: scale x q.k + log(count), and -inf for empty pages."""
-    counts = pages.counts.unsqueeze(1)
-    products = torch.bmm(q.float(), pages.keys.transpose(1, 2)) * scale + counts.float().log()
-    return products.masked_fill(counts == 0, float("-inf"))
-
-
-def page_addresses(pages: Pages, q: torch.Tensor) -> PageAddresses:
-    """Raises ValueError."""
-    from flexgen_h2o.kernels.compiled.beside import TILE
-
-    rows, count, width = pages.keys.shape
-    ok = pages.keys.shape == pages.values.shape and pages.counts.shape == (rows, count) and count % TILE == 0
-    ok = ok and (rows, width) == (q.shape[0], q.shape[2]) and pages.counts.dtype == torch.int32
-    ok = ok and all(t.dtype == torch.float32 and t.is_contiguous() for t in (pages.keys, pages.values))
-    if not ok or not pages.counts.is_contiguous():
-        raise mismatch("attend: q, pages", q, pages.keys, pages.values, pages.counts)
-    return address_of_pages(pages)
-
-
 def whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
     """Raises ValueError."""
     from flexgen_h2o.kernels.compiled.beside import TILE, WholeAddresses
@@ -171,11 +133,3 @@ def whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
         raise mismatch("attend: q, whole columns", q, *tensors)
     addresses = (t.data_ptr() for t in (whole.keys, whole.values, whole.slots, whole.centres, whole.ranges))
     return WholeAddresses(count, width, *addresses)
-
-
-def address_of_pages(pages: Pages) -> PageAddresses:
-    """What the loops read, unchecked."""
-    from flexgen_h2o.kernels.compiled.beside import PageAddresses
-
-    _, count, width = pages.keys.shape
-    return PageAddresses(count, width, *(t.data_ptr() for t in (pages.keys, pages.values, pages.counts)))

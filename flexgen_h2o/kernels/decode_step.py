@@ -30,7 +30,7 @@ InFront = tuple[torch.Tensor | None, torch.Tensor]  # of StepSlots.before
 class StepSlots:
     """Some rows of a KV unit in a decode step.
 
-    keys, values: (segments, R, S, d), or packed (segments, R, S, W) as `form` says, which has neither pages nor sinks,
+    keys, values: (segments, R, S, d), or packed (segments, R, S, W) as `form` says, which has no sinks,
     and whole columns where it is packed. first: of the unit's rows, the one that is row 0 here; a sequence is
     `kv_heads` rows. state: (7, sequences) int32 of the whole unit: slots that are filled with the new column; its slot,
     -1 for that of the row's victim; its position; the range of positions, both ends included, in which a row may lose a

@@ -160,7 +160,7 @@ def attend_selected(
 ) -> torch.Tensor:  # fmt: skip
     """Attention that reads some of each row's slots 0..filled-1; arguments as of `slots.attend`.
 
-    form: a packing and its whole columns, sinks; no pages. Returns (R, g, d) in q's dtype. A row's result depends on
+    form: a packing and its whole columns, sinks. Returns (R, g, d) in q's dtype. A row's result depends on
     that row alone.
     """
     if not loops_can_read(q, keys, values, form):

@@ -1,7 +1,7 @@
 """Decode attention: one query a head over KV slots; column scores and a victim where an eviction policy wants them.
 
 R = rows: sequences x kv-heads; g = query heads of one kv-head; d = head width; C = slots of a row, held in segments of
-S: slot j of row r is at [j // S, r, j % S]; W = words of a packed slot; P = pages of a row. Softmax and sums in fp32.
+S: slot j of row r is at [j // S, r, j % S]; W = words of a packed slot. Softmax and sums in fp32.
 
 On the CPU, fp32 and bf16 go through one compiled pass over the keys and one over the values, which dequantises packed
 slots in registers; everything else through the torch operations of the functions `..._reference`, which unpack
@@ -22,14 +22,11 @@ from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels.beside import (
     WHOLE,
     SlotForm,
-    address_of_pages,
-    page_addresses,
-    page_products,
     softmax,
     unpacked,
     whole_addresses,
 )
-from flexgen_h2o.kernels.packed import pack_columns_reference, unpack_columns
+from flexgen_h2o.kernels.packed import pack_columns_reference
 from flexgen_h2o.kernels.workspace import element_of, is_compiled_beside_card, mismatch, parallel_rows
 
 if TYPE_CHECKING:
@@ -72,8 +69,8 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """Attention of each row's queries over its slots 0..filled-1; the others are not read and may hold anything.
 
-    With pages each that is not empty is one more column, log(count) added to its product, and with sinks each query has
-    one more without a value: attention is shared among slots and these, and what follows is of the slots alone.
+    With sinks each query has one more column, without a value: attention is shared among slots and it, and what follows
+    is of the slots alone.
 
     q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, or packed, (segments, R, S, W) int32; each segment
     contiguous, any stride between segments, the same for both where they are not packed. filled: (R,) int32, from 1 to
@@ -113,26 +110,20 @@ def attend_reference(
 
     Of packed slots some rows at a time are unpacked into q's dtype.
     """
-    packing, pages = form.packing, form.pages
+    packing = form.packing
     if packing is None:
         products = slot_products(q, keys, filled, scale)
-        if pages is not None:
-            products = torch.cat([products, page_products(q, pages, scale)], dim=2)
-        p, of_pages = softmax(products, form.sinks).tensor_split([int(filled.max())], dim=2)
+        p = softmax(products, form.sinks)
         if state is not None:
             _update_scores(state, p, filled)
-        mixed = _mix(p, values, filled)
-        if pages is not None:
-            mixed += torch.bmm(of_pages, pages.values)
-        return mixed.to(q.dtype)
+        return _mix(p, values, filled).to(q.dtype)
     out = torch.empty_like(q)
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
         own, beside = None if state is None else state.rows(rows), form.rows(rows)
         k, v = unpacked(keys[:, rows], values[:, rows], beside, q.dtype)
-        whole = SlotForm(pages=beside.pages, sinks=beside.sinks)
-        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, whole)
+        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, SlotForm(sinks=beside.sinks))
     return out
 
 
@@ -220,14 +211,13 @@ def _attend_compiled(
     out = torch.empty_like(q)
     job = slots_job((q, keys, values, filled, out), most, scale, form.sinks, lse)
     scores = slots.NO_SCORES if state is None else _score_addresses(state, len(q), most)
-    pages = beside.NO_PAGES if form.pages is None else page_addresses(form.pages, q)
     loop: Callable[..., None] = partial(slots.attend_rows, element_of(q.dtype))
-    arguments: tuple[object, ...] = job, scores, pages
+    arguments: tuple[object, ...] = job, scores
     if packing is not None:
         whole = beside.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q)
-        arguments = packed_slots.formats_of(packing), (job, of_values(job, values)), scores, (pages, whole)
+        arguments = packed_slots.formats_of(packing), (job, of_values(job, values)), scores, whole
         loop = partial(packed_slots.attend_rows, element_of(q.dtype))
-    row_bytes = 2 * (most * job.words + pages.pages * pages.width) * WORD
+    row_bytes = 2 * most * job.words * WORD
     parallel_rows(partial(loop, *arguments), len(q), row_bytes)
     return out
 
@@ -350,46 +340,6 @@ def put_packed_reference(areas: Pair, slots: torch.Tensor, columns: Pair, form: 
     packed_keys = pack_columns_reference(whole.smoothed(keys), packing.keys)
     packed_values = pack_columns_reference(values, packing.values)
     put_slots_reference(areas, slots.unsqueeze(1), (packed_keys.unsqueeze(1), packed_values.unsqueeze(1)))
-
-
-def add_to_pages(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: SlotForm) -> None:
-    """The columns at `slots` (R,) int64 join the means of their rows' pages `numbers` (R,) int64, -1 for none.
-
-    In a compiled loop on the CPU, where slots are not packed.
-    """
-    pages, keys = form.pages, areas[0]
-    assert pages is not None
-    column = slots.unsqueeze(1)
-    empty = keys.new_empty(len(slots), 1, keys.shape[3])
-    job = _job(areas, column, (empty, empty)) if form.packing is None and is_compiled_beside_card(keys) else None
-    if job is None or not numbers.is_contiguous():
-        add_to_pages_reference(areas, slots, numbers, form)
-        return
-    from flexgen_h2o.kernels.compiled import slots as loops
-
-    width = pages.keys.shape[2]
-    addresses = address_of_pages(pages)
-    loop = partial(loops.sum_up, element_of(keys.dtype), job, addresses, numbers.data_ptr())
-    parallel_rows(loop, len(slots), 6 * width * keys.itemsize)
-
-
-def add_to_pages_reference(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: SlotForm) -> None:
-    """`add_to_pages` in torch operations."""
-    pages, packing = form.pages, form.packing
-    assert pages is not None
-    row = (numbers >= 0).nonzero().squeeze(1)
-    number, index = numbers[row], tuple(t[row] for t in _index(areas[0], slots.unsqueeze(1)))
-    count = pages.counts[row, number] + 1
-    pages.counts[row, number] = count
-    packings = (None, None) if packing is None else (packing.keys, packing.values)
-    for means, area, packed in zip((pages.keys, pages.values), areas, packings, strict=True):
-        column = area[index].squeeze(1)
-        if packed is not None:
-            column = unpack_columns(column, packed, torch.float32)
-            if form.whole is not None and means is pages.keys:
-                column = form.whole.map(lambda t: t[row]).restored(column)
-        mean = means[row, number]
-        means[row, number] = mean + (column.float() - mean) / count.unsqueeze(1)
 
 
 def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:

@@ -198,7 +198,7 @@ def _stored(
     if packing is None:
         return (slots, slots), WHOLE, q
     ranges, slots_of_none = q.new_ones(rows, width, dtype=torch.bfloat16), q.new_zeros(rows, 0, dtype=torch.int32)
-    form = SlotForm(packing, None, WholeColumns(ranges, ranges, none, none, slots_of_none))
+    form = SlotForm(packing, WholeColumns(ranges, ranges, none, none, slots_of_none))
     return (pack_columns(slots, packing.keys), pack_columns(slots, packing.values)), form, q
 
 

@@ -42,8 +42,6 @@ from flexgen_h2o.kvcache.evict import (
     record_columns,
     record_prompts,
     score_by_keys,
-    sum_up_prompt,
-    sum_up_replaced,
     weighted_column_sums,
 )
 from flexgen_h2o.kvcache.eviction.policy import NORMS, value_sizes
@@ -249,9 +247,6 @@ def write_prompts(
             fill_sketch(view.sketch.map(lambda t, rows=rows: t[rows]), *own)  # type: ignore[misc]
         if view.metadata is not None:
             record_prompts(view.metadata, rows, kept, slice(i * kv_heads + heads.start, i * kv_heads + heads.stop))
-            if view.metadata.pages is not None:
-                pages = view.metadata.pages.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-                sum_up_prompt(pages, unit.policy.needs.page, *own, positions)
 
 
 def _write_at_once(
@@ -334,8 +329,6 @@ def attend_slots(
         numbers = new.numbers.of_rows(rows.kv_heads, view.start, view.end, where)
         held = numbers.filled
         form = view.form if sinks is None else replace(view.form, sinks=sinks[here].to(where))
-        if view.metadata is not None and view.metadata.pages is not None:
-            sum_up_replaced(view, rows, new, slots)
         put_columns(view, slots, keys, values, rows.whole_places(view, new.numbers))
         state = None
         if view.metadata is not None:

@@ -1,5 +1,4 @@
-"""The eviction step: what a policy keeps of a prompt, which column of a row leaves for its next one, and what stays
-behind of those that left.
+"""The eviction step: what a policy keeps of a prompt, and which column of a row leaves for its next one.
 
 Prompt columns are chosen before the layer's KV unit is written to its tier, so only what is kept is stored and moved.
 A victim is only named: the next column of its row overwrites its slot.
@@ -16,17 +15,16 @@ from itertools import groupby
 import torch
 
 from flexgen_h2o.core.packing import window_of
-from flexgen_h2o.core.units import QUERY_CHUNK, SUMMARY_CHUNK
+from flexgen_h2o.core.units import QUERY_CHUNK
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import Pages, unpacked
+from flexgen_h2o.kernels.beside import unpacked
 from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.prefill_attention import column_sums, packed_column_sums
 from flexgen_h2o.kernels.prompt_columns import choose_kept, choose_packed
-from flexgen_h2o.kernels.slots import add_to_pages
 from flexgen_h2o.kernels.workspace import upload
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, KeyScores, Needs, value_sizes
 from flexgen_h2o.kvcache.rows import StepNumbers, query_weight_table
-from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, SlotMetadata
+from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata
 
 NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
 
@@ -248,40 +246,6 @@ def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these
     if metadata.ranks is not None:
         metadata.ranks[rows] = NO_RANK
         metadata.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=metadata.ranks.device)
-
-
-def sum_up_prompt(pages: Pages, page: int, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
-    """Fill the pages of some rows with the means of what is not kept of a prompt, SUMMARY_CHUNK numbers at a time.
-
-    k, v: (n, rows, d); kept: (rows, kept) int64. All pages are written.
-    """
-    n, rows, width = k.shape
-    page = min(page, n)  # a longer one holds the prompt as well: nothing is padded to it
-    gone = torch.ones(rows, n, device=k.device, dtype=torch.float32).scatter_(1, kept, 0.0)
-    short = -n % page
-    gone = torch.nn.functional.pad(gone, (0, short)).view(rows, -1, 1, page)
-    used = gone.shape[1]
-    pages.counts.zero_()
-    pages.counts[:, :used] = gone.sum(dim=(2, 3)).int()
-    weights = gone / pages.counts[:, :used].clamp(min=1).view(rows, used, 1, 1)
-    for means, columns in ((pages.keys, k), (pages.values, v)):
-        means[:, used:] = 0
-        step = max(1, SUMMARY_CHUNK // ((n + short) * width))
-        for a in range(0, rows, step):
-            some = columns[:, a : a + step].transpose(0, 1).float()
-            some = torch.nn.functional.pad(some, (0, 0, 0, short)).view(len(some), used, page, width)
-            means[a : a + step, :used] = (weights[a : a + step] @ some).squeeze(2)
-
-
-def sum_up_replaced(view: PartView, rows: KVRows, new: NewColumns, slots: torch.Tensor) -> None:
-    """The columns that new ones replace at `slots` (rows,) join their pages; to be called before they are gone."""
-    assert view.metadata is not None
-    if not bool(new.numbers.replaces.any()):
-        return
-    where = torch.arange(view.rows, device=slots.device), slots
-    page = torch.div(view.metadata.positions[where].long(), rows.policy.needs.page, rounding_mode="floor")
-    replaces = new.numbers.replaces.repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
-    add_to_pages((view.keys, view.values), slots, torch.where(replaces, page, -1), view.form)
 
 
 def record_columns(

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o.core.packing import KVPacking, KVSizes, padded_pages, page_bytes, sketch_bytes, window_of
+from flexgen_h2o.core.packing import KVPacking, KVSizes, sketch_bytes, window_of
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
@@ -63,8 +63,8 @@ class UnitLayout:
 
     @property
     def beside_bytes(self) -> int:
-        """Of a row: its pages, what lies beside packed slots, and its sketch."""
-        return self.sizes.beside(self.slots, self.record.pages)
+        """Of a row: what lies beside packed slots, and its sketch."""
+        return self.sizes.beside(self.slots)
 
     @property
     def segments(self) -> int:
@@ -129,24 +129,19 @@ class UnitLayout:
         return part.rows * WRITE_BACK_STEPS * (self.column_bytes + 8)
 
     @property
-    def pages(self) -> int:
-        """Pages of a row that have room."""
-        return padded_pages(self.record.pages)
-
-    @property
     def sequence_bytes(self) -> int:
-        """What a sequence holds of keys and values: slots, pages, what lies beside packed slots, and sketches. Not the
-        record of slots (positions, scores, ...)."""
-        return self.kv_heads * self.sizes.nbytes(self.slots, self.record.pages)
+        """What a sequence holds of keys and values: slots, what lies beside packed slots, and sketches. Not what is
+        recorded of slots (positions, scores, ...)."""
+        return self.kv_heads * self.sizes.nbytes(self.slots)
 
     def metadata_bytes(self, part: Part) -> int:
-        """What the policy records of the part's slots, a victim for each row, its pages (means and counts), what lies
-        beside packed slots, and sketches."""
+        """What the policy records of the part's slots, a victim for each row, what lies beside packed slots, and
+        sketches."""
         return round_up(part.rows * (self._record_bytes + self.beside_bytes), ALIGN)
 
     def metadata_end(self, part: Part) -> int:
         """Where whole columns begin."""
-        return part.rows * (self._record_bytes + page_bytes(self.record.pages, self.width))
+        return part.rows * self._record_bytes
 
     def whole_end(self, part: Part) -> int:
         """Where sketches begin, if there are some: they are the last."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import SKETCH_BLOCK, KVPacking, padded_pages, sketch_shape
+from flexgen_h2o.core.packing import SKETCH_BLOCK, KVPacking, sketch_shape
 from flexgen_h2o.kernels import triton
-from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
+from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.select import Sketch
 from flexgen_h2o.kernels.slots import put_packed, put_slots
@@ -31,8 +31,8 @@ class SlotMetadata:
 
     positions: (rows, slots) int32, of the columns in their sequences. victims: (rows,) int32, the slot that the next
     column of a full row takes. scores, norms: (rows, slots) fp32; ranks: (rows, slots) int32, how many columns of the
-    row are older. pages: what was dropped, summed up. queries: (rows, numbers) fp32, what is kept of the prompt's
-    queries (`KeyScores.of_prompt`). Each of these five is None unless the policy needs it.
+    row are older. queries: (rows, numbers) fp32, what is kept of the prompt's queries (`KeyScores.of_prompt`). Each of
+    these four is None unless the policy needs it.
     """
 
     positions: torch.Tensor
@@ -40,41 +40,25 @@ class SlotMetadata:
     scores: torch.Tensor | None = None
     norms: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
-    pages: Pages | None = None
     queries: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor, rows first."""
-        of_pages = [] if self.pages is None else list(vars(self.pages).values())
-        return [*self._of_slots().values(), *of_pages]
+        return list(self._given().values())
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SlotMetadata:
         """`change` applied to every tensor."""
-        pages = None if self.pages is None else self.pages.map(change)
-        return SlotMetadata(**{name: change(t) for name, t in self._of_slots().items()}, pages=pages)
+        return SlotMetadata(**{name: change(t) for name, t in self._given().items()})
 
     def widened(self, more: int) -> SlotMetadata:
         """With so many slots more, of zeros."""
         pad = torch.nn.functional.pad
         of_rows = ("victims", "queries")
-        wide = {name: t if name in of_rows else pad(t, (0, more)) for name, t in self._of_slots().items()}
-        return SlotMetadata(**wide, pages=self.pages)
+        wide = {name: t if name in of_rows else pad(t, (0, more)) for name, t in self._given().items()}
+        return SlotMetadata(**wide)
 
-    def with_pages(self, count: int, width: int) -> SlotMetadata:
-        """With room for `count` pages of means of `width` numbers, or for as many as there are; new ones are empty."""
-        rows, where, had = len(self.victims), self.victims.device, self.pages
-        if had is not None and count <= had.counts.shape[1]:
-            return self
-        count = padded_pages(count)
-        keys, values = (torch.zeros(rows, count, width, device=where, dtype=torch.float32) for _ in range(2))
-        pages = Pages(keys, values, torch.zeros(rows, count, dtype=torch.int32, device=where))
-        if had is not None:
-            for new, old in zip(vars(pages).values(), vars(had).values(), strict=True):
-                new[:, : old.shape[1]] = old
-        return replace(self, pages=pages)
-
-    def _of_slots(self) -> dict[str, Any]:
-        return {name: t for name, t in vars(self).items() if name != "pages" and t is not None}
+    def _given(self) -> dict[str, torch.Tensor]:
+        return {name: t for name, t in vars(self).items() if t is not None}
 
 
 @dataclass(frozen=True)
@@ -113,7 +97,7 @@ class PartView:
     @property
     def form(self) -> SlotForm:
         """What the decode kernel must know of the rows besides their slots, but for sinks."""
-        return SlotForm(self.packing, None if self.metadata is None else self.metadata.pages, self.whole)
+        return SlotForm(self.packing, self.whole)
 
     def row_tensors(self) -> list[torch.Tensor]:
         """Every tensor of the view with its rows first."""
@@ -165,16 +149,7 @@ def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMet
         start = end
         end = start + part.rows * layout.record.query_numbers * METADATA_ITEMSIZE
         fields["queries"] = data[start:end].view(torch.float32).view(part.rows, -1)
-    if not layout.pages:
-        return SlotMetadata(victims=victims, **fields)
-    means, count = (part.rows, layout.pages, layout.width), part.rows * layout.pages
-    sizes = [count * layout.width * METADATA_ITEMSIZE] * 2 + [count * METADATA_ITEMSIZE]
-    keys, values, counts = data[end : end + sum(sizes)].split(sizes)
-    pages = Pages(
-        keys.view(torch.float32).view(means), values.view(torch.float32).view(means),
-        counts.view(torch.int32).view(means[:2]),
-    )  # fmt: skip
-    return SlotMetadata(victims=victims, **fields, pages=pages)
+    return SlotMetadata(victims=victims, **fields)
 
 
 def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype) -> WholeColumns | None:
@@ -346,8 +321,7 @@ class KVRows:
 
     def is_plain(self, view: PartView) -> bool:
         """Is nothing more recorded of the view's rows than a decode step in one launch keeps?"""
-        has_pages = view.metadata is not None and view.metadata.pages is not None
-        return self.policy.needs.in_one_launch and view.sketch is None and not has_pages
+        return self.policy.needs.in_one_launch and view.sketch is None
 
 
 # ---- compaction

@@ -132,13 +132,10 @@ class Costs:
         return waits_for_router(self.at.spec, self.at.policy)
 
     @cached_property
-    def _unpacked_share(self) -> float:
-        """Of the transformer blocks: in which a card unpacks slots before it attends to them. One launch reads them as
-        they are (KVRows.is_one_launch)."""
-        record, blocks = self.at.need.record, self.at.spec.num_blocks
-        if self.at.policy.attn_sparsity < 1 or not self.at.need.in_one_launch:
-            return 1.0
-        return min(record.page_layers, blocks) / blocks if record.pages else 0.0
+    def _unpacks(self) -> bool:
+        """Does a card unpack slots before it attends to them? One launch reads them as they are
+        (KVRows.is_one_launch)."""
+        return self.at.policy.attn_sparsity < 1 or not self.at.need.in_one_launch
 
     @cached_property
     def _kind_of(self) -> dict[int, int]:
@@ -258,10 +255,9 @@ class Costs:
             read = work.device_kv
             if p.device_is_host:
                 read = self._slot_bytes(work, read)
-            elif work.packed_values:
-                unpacked = work.packed_values * at.itemsize * read / (read + work.host_kv) * self._unpacked_share
-                read = read * (1 - self._unpacked_share) + unpacked
-                device += unpacked / rates.device_dequantise_bytes_per_s
+            elif work.packed_values and self._unpacks:
+                read = work.packed_values * at.itemsize * read / (read + work.host_kv)
+                device += read / rates.device_dequantise_bytes_per_s
             device += read / on_device.at(width) + p.kernel_s
         host = 0.0
         if work.host_kv:

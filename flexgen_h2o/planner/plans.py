@@ -169,7 +169,7 @@ class Planner:
             return False
         need, longest = self._need_of(rows, None).in_one_copy(count), max(len(row.prompt.token_ids) for row in rows)
         fits = longest - count <= shape.most_attending and shape.has_slots(need.slots)
-        fits = fits and shape.record.covers(need.record) and not (plan.head_rows and need.whole_head)
+        fits = fits and shape.record == need.record and not (plan.head_rows and need.whole_head)
         fits = fits and shape.rows * max(row.max_tokens_per_sweep for row in rows) <= shape.most_attending
         return fits and (not count or longest <= shape.sharing)
 

@@ -124,9 +124,8 @@ class CostContext:
         spec, need = self.spec, self.need
         chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
         slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
-        cut, page_layers = spec.of_blocks(chosen), sum(block < need.record.page_layers for block in chosen)
-        record = replace(need.record, page_layers=page_layers)
-        cut_need = replace(need, slots=slots, kept=kept, windows=cut.windows, record=record)
+        cut = spec.of_blocks(chosen)
+        cut_need = replace(need, slots=slots, kept=kept, windows=cut.windows)
         return replace(self, spec=cut, need=cut_need)
 
     @cached_property

@@ -12,12 +12,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import FlexgenError, UsageError, internal_reason
-from flexgen_h2o.core.packing import PAGE_STEP
+from flexgen_h2o.core.errors import FlexgenError, internal_reason
 from flexgen_h2o.core.timeline import Span
 from flexgen_h2o.engine.generation import Callbacks, Row
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
@@ -187,13 +185,12 @@ class Service:
         """Rows that the engine is opened for: one whose prompt is as long as may be, and usual ones. Each has a
         beginning of its own, so that room for whole rows is planned. Where columns are dropped, the log-probabilities
         of a long prompt are taken in decode steps, and another one without them is fed whole; where new ones are not,
-        a row with the shortest prompt takes most slots, and where columns leave summaries, not the longest one. These
-        are there also where they are more than `rows`."""
+        a row with the shortest prompt takes most slots. These are there also where they are more than `rows`."""
         vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
         eviction = self.llm.eviction
         special = [self.length] * (2 if eviction.needs.record else 1)
         special += [1] * (bool(eviction.needs.record) and not getattr(eviction, "while_decoding", False))
-        sizes = [(n, self.length + 1) for n in special] + [(1, n) for n in self._fullest()]
+        sizes = [(n, self.length + 1) for n in special]
         sizes += [(usual, self.length + 1)] * (rows - len(sizes))
         prompts = [Prompt(i, (i % vocab,) * length, None) for i, (length, _) in enumerate(sizes)]
         params = [
@@ -201,22 +198,6 @@ class Service:
             for i, (length, total) in enumerate(sizes)
         ]
         return prompts, params
-
-    def _fullest(self) -> list[int]:
-        """Tokens, prompt and new ones, of rows that take the most slots where columns leave summaries. A row's pages
-        are some more than it fills, and with a token more than they hold it may have fewer columns."""
-        eviction = self.llm.eviction
-        if not (step := PAGE_STEP * eviction.needs.page):
-            return []
-        totals, blocks = [self.length + 1, *range(step, self.length + 1, step)], range(self.llm.model.spec.num_blocks)
-
-        def slots(block: int, total: int) -> int:
-            try:
-                return eviction.slots(1, total - 1, block, len(blocks))
-            except UsageError:  # it is left no column, and is refused
-                return 0
-
-        return sorted({max(totals, key=partial(slots, block)) for block in blocks})
 
     def open(self) -> None:
         """Open the engine, if it is not. DoesNotFitError where the budgets are too small."""

@@ -126,33 +126,6 @@ PAIRS: dict[str, Pair] = {
     "snapkv, of the sequence": Pair(
         SnapKV(kv_budget=0.4, window=6, kernel=3), plain.snapkv(Budget(kv_budget=0.4), rows=6, kernel=3)
     ),
-    "h2o, summaries": Pair(H2O(**SIZES, summaries=4), plain.summing_up(plain.h2o(SMALL), 4)),
-    "h2o, summaries of one": Pair(H2O(**SIZES, summaries=1), plain.summing_up(plain.h2o(SMALL), 1)),
-    "h2o, one summary": Pair(H2O(heavy_size=2, recent_size=6, summaries=64), plain.summing_up(
-        plain.h2o(Budget(heavy_size=2, recent_size=6)), 64)),
-    "h2o, summaries, prompt only": Pair(
-        H2O(**SIZES, while_decoding=False, summaries=3), plain.summing_up(plain.h2o(SMALL, in_decode=False), 3)
-    ),
-    "local, summaries": Pair(Local(**SIZES, summaries=5), plain.summing_up(plain.local(SMALL, sinks=4), 5)),
-    "h2o-norm, summaries": Pair(
-        H2ONorm(heavy_size=12, recent_size=3, summaries=6),
-        plain.h2o_norm(Budget(heavy_size=12, recent_size=3), page=6),
-    ),
-    "h2o, summaries in one layer": Pair(
-        H2O(**SIZES, summaries=4, summary_layers=1), plain.summing_up(plain.h2o(SMALL), 4, 1)
-    ),
-    "h2o-norm, summaries in one layer": Pair(
-        H2ONorm(heavy_size=12, recent_size=3, summaries=6, summary_layers=1),
-        plain.summing_up(plain.h2o_norm(Budget(heavy_size=12, recent_size=3), page=6), 6, 1),
-    ),
-    "tova, summaries": Pair(Tova(**SIZES, summaries=4), plain.summing_up(plain.tova(SMALL), 4)),
-    "snapkv, summaries": Pair(
-        SnapKV(**SIZES, window=4, summaries=4), plain.summing_up(plain.snapkv(SMALL, rows=4), 4)
-    ),
-    "h2o-v, summaries": Pair(
-        ValueH2O(**LARGER, sinks=2, grace=3, decay=0.8, summaries=4),
-        plain.h2o_v(Budget(**LARGER), sinks=2, grace=3, decay=0.8, page=4),
-    ),
     "vase": Pair(VaSE(**LARGER, sinks=2, window=5), plain.vase(Budget(**LARGER), rows=5, sinks=2)),
     "vase, seeded": Pair(
         VaSE(heavy_size=14, recent_size=2, window=6, kernel=3, seed=5),
@@ -179,7 +152,7 @@ PAIRS: dict[str, Pair] = {
         plain.protecting(plain.random(Budget(heavy_size=18, recent_size=7), seed=3)),
     ),
     "h2o, first layer full": Pair(
-        H2O(**SIZES, layer_schedule="first-full", summaries=4), plain.summing_up(plain.first_full(plain.h2o(SMALL)), 4)
+        H2O(**SIZES, layer_schedule="first-full"), plain.first_full(plain.h2o(SMALL))
     ),
 }  # fmt: skip
 

@@ -79,15 +79,11 @@ class Scorer:
 @dataclass(frozen=True)
 class Policy:
     """`sizes` of a row by its prompt tokens, its most new tokens and the layer. in_decode False: only the prefill
-    evicts. page: positions of a page whose dropped columns leave their mean, in the first page_layers layers; 0 for
-    none. share: of the columns that
-    are read, below 1 for a policy that keeps all."""
+    evicts. share: of the columns that are read, below 1 for a policy that keeps all."""
 
     sizes: Callable[[int, int, int], Sizes]
     scorer: Callable[[int, Sizes], Scorer]
     in_decode: bool = True
-    page: int = 0
-    page_layers: int = 10**6
     share: float = 1.0
 
 
@@ -168,12 +164,12 @@ def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
 class MeanSeen(ColumnSums):
     """Column sums per query row that saw the column; a row i steps ago counts decay^i, in sum and number.
 
-    even: what a decode step gives counts by the share of the columns that are held (those of probability above 0).
+    What a decode step gives counts by the share of the columns that are held (those of probability above 0).
     """
 
-    def __init__(self, layer: int, sizes: Sizes, decay: float = 1.0, even: bool = True) -> None:
+    def __init__(self, layer: int, sizes: Sizes, decay: float = 1.0) -> None:
         super().__init__(layer, sizes)
-        self.decay, self.even = decay, even
+        self.decay = decay
 
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
         kv, n = p.shape[0], p.shape[-1]
@@ -184,7 +180,7 @@ class MeanSeen(ColumnSums):
 
     def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
         held = (p > 0).any(1).double().mean(1, keepdim=True)
-        self.sums = self.decay * _grown(self.sums) + (held if self.even else 1) * p.sum(1)
+        self.sums = self.decay * _grown(self.sums) + held * p.sum(1)
         self.count = self.decay * _grown(self.count) + 1
 
     def scores(self) -> torch.Tensor:
@@ -379,15 +375,14 @@ def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int, int
     return sizes
 
 
-def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99, page: int = 0) -> Policy:
-    """With pages probabilities need no correction for what is gone: pages have their part."""
+def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) -> Policy:
     sizes = _of_heavy(budget, sinks, grace)
-    return Policy(sizes, lambda layer, own: MeanSeen(layer, own, decay, even=not page), page=page)
+    return Policy(sizes, lambda layer, own: MeanSeen(layer, own, decay))
 
 
-def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99, page: int = 0) -> Policy:
+def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) -> Policy:
     sizes = _of_heavy(budget, sinks, grace)
-    return Policy(sizes, lambda layer, own: ValueAware(layer, own, decay, even=not page), page=page)
+    return Policy(sizes, lambda layer, own: ValueAware(layer, own, decay))
 
 
 def tova(budget: Budget) -> Policy:
@@ -450,7 +445,3 @@ def by_weight(policy: Policy, weights: Sequence[float]) -> Policy:
         return replace(even, heavy=heavy, recent=found[layer] - heavy)
 
     return replace(policy, sizes=sizes)
-
-
-def summing_up(policy: Policy, page: int, layers: int = 10**6) -> Policy:
-    return replace(policy, page=page, page_layers=layers)

@@ -47,14 +47,11 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Cache:
-    """stored: what becomes of all but the newest `windows` (by layer) columns. page: a query also sees, of each page of
-    so many positions, the mean of the columns that its row of the mask leaves out, as if it were as many columns; in
-    the first `page_layers` layers without a window. selection: reads some of the columns; all are kept."""
+    """stored: what becomes of all but the newest `windows` (by layer) columns. selection: reads some of the columns;
+    all are kept."""
 
     stored: Stored | None = None
     windows: Sequence[int] = ()
-    page: int = 0
-    page_layers: int = 10**6
     selection: Selection | None = None
 
 
@@ -112,14 +109,12 @@ def forward(
     the model projects queries and keys without their positions, and a query sees the columns of its mask's row at
     positions 0, 1, ..., itself last.
     """
-    stored, page = cache.stored, cache.page
+    stored = cache.stored
     x = model.embed(torch.tensor(ids))
     seen = []
     for layer, mask in enumerate(masks):
         q, k, v = model.project(layer, x)
         old, new = k, v
-        others = model.windows[: layer + 1].count(None)
-        sums_up = page and model.windows[layer] is None and others <= cache.page_layers
         q = q.reshape(model.kv_heads, -1, *q.shape[1:])
         scores = torch.einsum("kgid,kjd->kgij", q, k) * q.shape[-1] ** -0.5
         if turn is not None:
@@ -127,24 +122,18 @@ def forward(
         if stored is not None:
             place = torch.arange(len(ids))
             is_whole = (place[:, None] < prompt_len) | (place > place[:, None] - cache.windows[layer])
-            read = mask[:, prompt_len:] if sums_up else mask & ~is_whole
-            old, new = stored.columns(layer, k, v, prompt_len, read.any(1))
+            old, new = stored.columns(layer, k, v, prompt_len, (mask & ~is_whole).any(1))
             later = torch.einsum("kgid,kjd->kgij", q, old) * q.shape[-1] ** -0.5
             scores = torch.where(is_whole, scores, later)
         scores = scores.masked_fill(~mask[:, None], -math.inf)
-        of_pages, means = scores[..., :0], v[:0]
-        if sums_up:
-            of_pages, means = _page_scores(q, (k, v), (old, new), mask, prompt_len, page)
         sinks = model.sinks(layer)
         none = torch.full(q.shape[:2], -math.inf) if sinks is None else sinks
-        every = torch.cat([scores, of_pages, none[..., None, None].expand(-1, -1, len(ids), 1)], dim=-1).softmax(-1)
-        probabilities, of_pages = every[..., :-1].tensor_split([len(ids)], dim=-1)
+        every = torch.cat([scores, none[..., None, None].expand(-1, -1, len(ids), 1)], dim=-1).softmax(-1)
+        probabilities = every[..., :-1]
         mixed = torch.einsum("kgij,kjd->ikgd", probabilities, v)
         if stored is not None:
             mixed = torch.einsum("kgij,kjd->ikgd", probabilities * is_whole, v)
             mixed += torch.einsum("kgij,kjd->ikgd", probabilities * ~is_whole, new)
-        if sums_up:
-            mixed += torch.einsum("kgip,kipd->ikgd", of_pages, means)
         if cache.selection is not None and model.windows[layer] is None:
             found = v[:, None].expand(-1, len(ids), -1, -1)
             found = found if stored is None else torch.where(is_whole[..., None], found, new[:, None])
@@ -162,25 +151,6 @@ def hadamard_matrix(width: int) -> torch.Tensor:
     size = width & -width
     block = [[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
     return torch.block_diag(*[torch.tensor(block, dtype=torch.float64) / size**0.5] * (width // size))
-
-
-def _page_scores(
-    q: torch.Tensor, columns: KeysValues, later: KeysValues, mask: torch.Tensor, prompt_len: int, page: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(kv, g, n, pages) scaled products with log(count), and mean values (kv, n, pages, d): of each query its own.
-
-    Keys and values of columns that left with the prefill are summed up as they were, later ones as the cache has them.
-    """
-    n, place = q.shape[2], torch.arange(q.shape[2])
-    left = ~mask & mask.new_ones(n, n).tril() & (place >= prompt_len)[:, None]
-    gone = left[:, :, None] & (place // page == place[::page, None] // page)  # (kv, n, pages, n)
-    count, early = gone.sum(-1, keepdim=True), ~mask[:, prompt_len, :, None] & (place < prompt_len)[:, None]
-    keys, means = (
-        gone.float() @ torch.where(early, whole, kept)[:, None] / count.clamp(min=1)
-        for whole, kept in zip(columns, later, strict=True)
-    )
-    products = torch.einsum("kgid,kipd->kgip", q, keys) * q.shape[-1] ** -0.5
-    return products + count[:, None, :, :, 0].log(), means
 
 
 def rolled_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, turn: Turn) -> torch.Tensor:
@@ -314,7 +284,7 @@ def evicted_greedy(
         layer.prefilled(attention)
     windows = [] if stored is None else [stored.window(layer.slots) for layer in layers]
     selection = Selection(policy.share) if policy.share < 1 else None
-    cache = Cache(stored, windows, policy.page, policy.page_layers, selection)
+    cache = Cache(stored, windows, selection)
     tokens, logits, kept = [given.get(0, int(newest.argmax()))], [newest], [_held(layers)]
     while len(tokens) < new_tokens and not (stored is not None and stored.is_near):
         for layer in layers:

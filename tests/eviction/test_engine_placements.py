@@ -96,7 +96,7 @@ def test_a_chosen_policy_keeps_to_its_budget(
     """Room for one row at a time with everything on disk: whatever is chosen, the columns are the same."""
     folder, want, eviction = known("normal").folder, reference("normal", "h2o"), PAIRS["h2o"].engine
     spec = find_model(str(folder), None).spec
-    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, record_of(eviction, 40))
+    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, record_of(eviction))
     plan = memory_plan(spec, Policy(1, 1, (0,) * 6), shape, 4, not stand_in, SEQUENTIAL)
     device, host = plan.bytes_on("device"), plan.bytes_on("host")
     allowed = MemoryBudget(device, host, "64MiB") if stand_in else MemoryBudget(None, host, "64MiB")
@@ -118,7 +118,7 @@ ENDING_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
         ("tova", "kv on host and disk", 3, 2, "stand-in", True),
         ("h2o-norm, decayed", "kv split three ways", 9, 1, "stand-in", False),
         ("h2o-v", "kv on disk", 5, 2, "stand-in", True),
-        ("h2o, summaries", "kv split three ways", 4, 2, "stand-in", False),
+        ("h2o", "kv split three ways", 4, 2, "stand-in", False),
         ("h2o, prompt only", "everything split 30/30", 4, 2, "stand-in", False),
         ("h2o, pyramid", "all on disk", 9, 1, "host", True),
     ], 2),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o import Policy
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Evicting
 from tests.eviction import policies as plain
 from tests.eviction.conftest import NEW_TOKENS, OTHER_SHAPES, Known
@@ -170,16 +170,3 @@ def test_a_batch_is_so_many_batches_of_one(
         alone = generate(folder, [prompt], NEW_TOKENS, eviction, Policy(1, 1), tmp_path)
         assert alone.tokens == [together.tokens[i]]
         assert [alone.seen[0, block] for block in (0, 1)] == [together.seen[i, block] for block in (0, 1)]
-
-
-def test_one_engine_after_another_with_and_without_summaries(known: Callable[[str], Known], tmp_path: Path) -> None:
-    """An open engine serves a policy only where as many layers have room for summaries as the policy sums up."""
-    found, prompts = [], random_prompts((40, 33))
-    names = "h2o, summaries", "h2o", "h2o, summaries in one layer", "h2o, summaries"
-    pairs = [PAIRS[name].engine for name in names]
-    with LLM(str(known("normal").folder), Policy(2, 1), pairs[0], dtype="float32", offload_dir=tmp_path) as llm:
-        for eviction in pairs:
-            llm.eviction = eviction
-            found.append([one.token_ids for one in llm.generate(prompts, SamplingParams(max_tokens=20))])
-    assert found[0] == found[3] and found[0] != found[1]
-    assert found[2] not in (found[0], found[1])

@@ -1,5 +1,5 @@
 """Random ways to keep the KV cache small against the slow reference: policies with budgets, protected columns,
-summaries, a whole first layer, columns by layer, compressed columns, on random placements, with refill and shared
+a whole first layer, columns by layer, compressed columns, on random placements, with refill and shared
 prefixes.
 
 A run is drawn from its index alone. The default suite takes a few; FLEXGEN_KV_RUNS=2000 bash scripts/slow_tests.sh
@@ -46,14 +46,14 @@ def draw_policy(rng: random.Random, one_layer: bool) -> Pair:
     sizes: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
     if rng.random() < 0.3:
         sizes = {"kv_budget": round(rng.uniform(0.15, 0.9), 2)}
-    page, budget, seed = rng.choice((0, 0, 1, 3, 8, 32)), Budget(**sizes), rng.randrange(9)
+    budget, seed = Budget(**sizes), rng.randrange(9)
     window, kernel, decay = rng.randint(2, 9), rng.choice((1, 3, 5)), rng.choice((1.0, 0.9))
     own = {"sinks": rng.randint(0, 3), "grace": rng.randint(0, 4), "decay": decay}
     made: dict[str, Callable[[], tuple[Any, plain.Policy]]] = {
         "h2o": lambda: (H2O(**sizes), plain.h2o(budget)),
         "local": lambda: (Local(**sizes, sinks=own["sinks"]), plain.local(budget, sinks=own["sinks"])),
-        "h2o-norm": lambda: (H2ONorm(**sizes, **own), plain.h2o_norm(budget, **own, page=page)),
-        "h2o-v": lambda: (ValueH2O(**sizes, **own), plain.h2o_v(budget, **own, page=page)),
+        "h2o-norm": lambda: (H2ONorm(**sizes, **own), plain.h2o_norm(budget, **own)),
+        "h2o-v": lambda: (ValueH2O(**sizes, **own), plain.h2o_v(budget, **own)),
         "tova": lambda: (Tova(**sizes), plain.tova(budget)),
         "snapkv": lambda: (SnapKV(**sizes, window=window, kernel=kernel), plain.snapkv(budget, window, kernel)),
         "vase": lambda: (
@@ -70,10 +70,8 @@ def draw_policy(rng: random.Random, one_layer: bool) -> Pair:
     engine, slow = made[name]()
     if rng.random() < 0.15:  # all columns, some of which are read
         return Pair(engine, plain.replace(plain.h2o(FAR), share=round(rng.uniform(0.05, 0.9), 2)))
-    more: dict[str, Any] = {"summaries": page or None, "while_decoding": rng.random() < 0.85}
-    slow = plain.replace(slow, page=page, in_decode=more["while_decoding"])
-    if page and rng.random() < 0.4:
-        more["summary_layers"], slow = 1, plain.summing_up(slow, page, 1)
+    more: dict[str, Any] = {"while_decoding": rng.random() < 0.85}
+    slow = plain.replace(slow, in_decode=more["while_decoding"])
     if rng.random() < 0.2:
         more["layer_schedule"], slow = "first-full", plain.first_full(slow)
     elif (

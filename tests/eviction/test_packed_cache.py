@@ -205,8 +205,8 @@ def test_other_shapes_and_bits(
     thinned([
         ("h2o", "4/2", 0, "kv on disk"), ("h2o", 3, 4, "kv split three ways"), (FULL, 3, 8, "kv on host"),
         (FULL, 2, 16, "kv split three ways"), ("h2o-norm", 2, 4, "kv on disk"), ("h2o, one recent", 4, 4, "kv on host"),
-        ("h2o-norm, summaries", "4/2", 8, "kv split three ways"), ("h2o, summaries", 4, 4, "kv on disk"),
-        ("h2o-norm, summaries in one layer", "4/3", 0, "kv on host"),
+        ("h2o-norm", "4/2", 8, "kv split three ways"), ("h2o", 4, 4, "kv on disk"),
+        ("h2o-norm", "4/3", 0, "kv on host"),
     ], 2),
 )  # fmt: skip
 def test_windows_and_few_bits(
@@ -232,7 +232,7 @@ def test_windows_and_few_bits(
         ("llama, heads of 96", FULL, 2, 16, (30, 5), "kv on host"),
         ("normal", "h2o-v", 4, 4, (9, 4, 21), "kv on host"),
         ("llama, heads of 64", "vase", 4, 4, (9, 4, 21), "kv on disk"),
-        ("normal", "h2o-norm, summaries", "4/2", 8, (9, 4, 21, 30), "kv split three ways"),
+        ("normal", "h2o-norm", "4/2", 8, (9, 4, 21, 30), "kv split three ways"),
         ("head width 15", FULL, 4, 16, (9, 4, 21), "kv split three ways"),
         ("gpt_oss", "h2o", 4, 16, (9, 4, 21), "kv on disk"),
         ("qwen3_moe", "h2o", 4, 16, (9, 4, 21), "kv on disk"),

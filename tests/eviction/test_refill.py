@@ -76,9 +76,8 @@ ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
         ("llama", None, {}, "device, 2x3, attends on host", "kv on host and disk"),
         ("normal", None, {"compress_cache": True}, "device, 2x2", "everything split 30/30"),
         ("normal", None, {"attn_sparsity": 0.5}, "device, 2x2", "kv split three ways"),
-        ("llama", PAIRS["h2o, summaries"].engine, FEW_BITS, "device, 2x2", "kv split three ways"),
+        ("llama", PAIRS["h2o"].engine, FEW_BITS, "device, 2x2", "kv split three ways"),
         ("llama", PAIRS["h2o"].engine, {**FEW_BITS, "cache_rotation": True}, "device, 2x2", "kv split three ways"),
-        ("llama", PAIRS["h2o, summaries in one layer"].engine, FEW_BITS, "device, 2x2", "kv split three ways"),
     ], 2),
     ids=str,
 )  # fmt: skip

@@ -68,7 +68,7 @@ PLACES = places()
 # Of each policy, and with prefixes shorter and longer than the rows that are scored.
 SCORED = (
     "h2o", "h2o, ratios", "h2o, prompt only", "h2o, pyramid", "local", "h2o-norm, decayed", "tova", "snapkv",
-    "snapkv, narrow", "h2o-v, decayed", "random", "h2o, of the sequence", "h2o-norm, summaries", "vase",
+    "snapkv, narrow", "h2o-v, decayed", "random", "h2o, of the sequence", "h2o-norm", "vase",
     "triattention",
 )  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_every_policy(
         (shape, pair, next(PLACES))
         for shape, pair in (
             ("post-norm, narrow embedding (350m)", "snapkv"), ("llama", "h2o-norm, decayed"), ("gpt_neox", "snapkv"),
-            ("llama", "h2o, summaries"), ("llama", "h2o, summaries in one layer"), ("llama", "triattention"),
+            ("llama", "triattention"),
         )
     ],
 )  # fmt: skip

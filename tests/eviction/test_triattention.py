@@ -136,7 +136,7 @@ def test_an_entered_row_keeps_its_own_queries(
 
 def test_without_a_model_there_are_no_heads() -> None:
     with pytest.raises(UsageError, match=r"^eviction: triattention"):
-        record_of(TriAttention(), 9)
+        record_of(TriAttention())
 
 
 def test_tokens_do_not_depend_on_the_batch(known: Callable[[str], Known], tmp_path: Path) -> None:

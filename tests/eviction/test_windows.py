@@ -167,8 +167,8 @@ def made(known: Callable[[str], Known]) -> Callable[..., Wanted]:
 
 PLACES = ("kv split three ways", "kv on disk", "all on device", "kv on host and disk")
 POLICIES = (
-    "h2o", "h2o, pyramid", "h2o, first layer full", "h2o-norm, of the sequence", "h2o-norm, summaries", "snapkv",
-    "local, summaries", "random", "h2o, prompt only", "h2o, summaries in one layer",
+    "h2o", "h2o, pyramid", "h2o, first layer full", "h2o-norm, of the sequence", "h2o-norm", "snapkv",
+    "local", "random", "h2o, prompt only",
 )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def test_a_plan_counts_windows(known: Callable[[str], Known], tmp_path: Path) ->
     assert [need.columns(0, sweep, 4) for sweep in range(4)] == [4, 5, 6, 6]
     assert [need.columns(0, sweep, 20) for sweep in range(4)] == [6, 6, 6, 6]
     assert need.columns(1, 1, 10) == 11
-    record = RowRecord(("positions", "scores"), 3)
+    record = RowRecord(("positions", "scores"))
     layouts = [
         kv_layout(spec, Policy(attn_sparsity=0.5), 2, 8, record_in(spec, block, record), 4, True) for block in (0, 1)
     ]

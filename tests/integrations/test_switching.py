@@ -73,10 +73,6 @@ def test_two_models_evict_apart(known: Callable[[str], Known]) -> None:
         ({"kv_budget": 0.2}, "max_new_tokens: kv_budget is a share of prompt and new tokens; say how many"),
         ({"heavy_size": 3, "max_new_tokens": 8}, "max_new_tokens: only kv_budget and kv_bytes ask for it"),
         ({"kv_bytes": 0.2}, "max_new_tokens: kv_bytes is a share of prompt and new tokens; say how many"),
-        (
-            {"heavy_size": 3, "summaries": 4, "mode": "mask"},
-            "mode: mask drops nothing, so there is nothing to summarise",
-        ),
         ({"kv_budget": 0.2, "heavy_size": 3, "max_new_tokens": 8}, "kv_budget: says how many KV entries stay"),
         ({"kv_budget": 0.2, "max_new_tokens": 0}, "max_new_tokens: 0"),
         ({"kv_budget": 20, "max_new_tokens": 8}, "kv_budget: 20"),

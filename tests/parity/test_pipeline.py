@@ -132,8 +132,6 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         run_of(windows, Policy(2, 1, disk)),
         run_of(windows, Policy(2, 1, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
         run_of(reference("gpt_oss, all experts chosen, no biases"), Policy(2, 2, disk)),
-        run_of(three_blocks, Policy(2, 2), eviction="h2o:summaries=4,summary_layers=1", keeping={"heavy_size": 2}),
-        run_of(three_blocks, Policy(2, 2), eviction="h2o:summaries=4,summary_layers=2", keeping={"heavy_size": 2}),
     ]
     found = answers_of(forks, 2, runs, tmp_path)
     for run, answer in zip(runs, found, strict=True):

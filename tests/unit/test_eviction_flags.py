@@ -11,7 +11,7 @@ import pytest
 from flexgen_h2o import flags as engine_flags
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Evicting, Eviction, Full, H2ONorm, Local, SnapKV, Tova
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full, H2ONorm, Local, SnapKV, Tova
 from flexgen_h2o.parser import OneLineParser
 
 
@@ -71,7 +71,7 @@ def test_every_name_is_a_policy(name: str) -> None:
             "--attn-sparsity 0.5 --eviction h2o",
             ["--attn-sparsity:", "--eviction asks for h2o; leave one of them out"],
         ),
-        ("--attn-sparsity 0.5 --kv-bytes 0.2", ["--attn-sparsity:", "--kv-bytes asks for h2o-norm; leave one"]),
+        ("--attn-sparsity 0.5 --kv-bytes 0.2", ["--attn-sparsity:", "--kv-bytes asks for h2o; leave one"]),
         ("--attn-sparsity 0.5 --protect none --hh-size 4", ["--attn-sparsity:", "--hh-size asks for h2o; leave one"]),
         ("--hh-ratio 0", ["--hh-ratio:", "(0, 1]"]),
         ("--hh-ratio 1.5", ["--hh-ratio: 1.5"]),
@@ -101,18 +101,6 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--hh-size 4 --summary-layers 1", "--summary-layers: .*; give --summaries too"),
-        ("--hh-size 4 --summaries 99999999999999999999", "--summaries: 99999999999999999999 .*2147483647"),
-    ],
-)
-def test_summaries_that_cannot_be(flags: str, says: str) -> None:
-    with pytest.raises(UsageError, match=f"^{says}"):
-        parse(flags)
-
-
-@pytest.mark.parametrize(
     ("flags", "bits", "window"),
     [
         ("--kv-bytes 0.2", "4/3", 16), ("--kv-bytes 0.05", "4/3", 0), ("--kv-bytes 0.05 --cache-window 4", "4/3", 4),
@@ -125,18 +113,17 @@ def test_a_share_of_the_bytes_chooses_bits_and_window(flags: str, bits: int | st
 
 
 @pytest.mark.parametrize(
-    ("flags", "page", "layers"),
+    ("flags", "name"),
     [
-        ("--kv-bytes 0.5", None, None), ("--kv-bytes 0.2", 128, 2), ("--kv-bytes 0.2 --summaries 32", 32, 2),
-        ("--kv-bytes 0.1 --summary-layers 7", 128, 7), ("--kv-bytes 0.1 --eviction h2o --summaries 9", 9, None),
-        ("--kv-budget 0.1 --summaries 9 --summary-layers 1", 9, 1),
+        ("--kv-bytes 0.5", "h2o-norm"), ("--kv-bytes 0.2", "h2o"), ("--kv-bytes 0.05", "h2o"),
+        ("--kv-bytes 0.1 --eviction tova", "tova"), ("--kv-budget 0.1", "h2o"),
     ],
 )  # fmt: skip
-def test_a_share_of_the_bytes_chooses_summaries(flags: str, page: int | None, layers: int | None) -> None:
+def test_a_share_of_the_bytes_chooses_a_policy(flags: str, name: str) -> None:
     args = parser().parse_args(flags.split())
     policy, _ = engine_flags.policy_of(args)
     found = engine_flags.eviction_of(args, policy)
-    assert isinstance(found, Evicting) and (found.summaries, found.summary_layers) == (page, layers)
+    assert found.name == name
 
 
 def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:

@@ -3,7 +3,7 @@
 Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns) and h2o:kv-budget=R (--kv-budget R; 0.2
 keeps 20% of the columns of prompt and new tokens), each with -4bit (weights and KV in 4 bits) and -8bit, with -int8
 (weights and products in int8), and with -4bit-int8 (-4bit, products in int8); mix:kv-bytes=R (--kv-bytes R, which
-chooses columns, summaries and bits); paper-policy (a published FlexGen policy, see `flexgen_flags`). All but the last
+chooses columns and bits); paper-policy (a published FlexGen policy, see `flexgen_flags`). All but the last
 run `--policy auto`, which plans rows a block and placement for the budget. Nothing is warmed up but what the package
 does itself.
 """

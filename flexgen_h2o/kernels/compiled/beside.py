@@ -1,5 +1,4 @@
-"""The compiled loops over columns that lie beside the slots: pages, which are fp32, and whole columns beside packed
-slots."""
+"""The compiled loops over whole columns that lie beside packed slots."""
 
 from __future__ import annotations
 
@@ -11,21 +10,7 @@ from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.jit import jit, number_at, planes
 
 TILE = vectors.SLOTS  # columns that are computed together
-FLOAT = np.float32(0)  # the element of pages
-
-
-class PageAddresses(NamedTuple):
-    """The pages of rows (slots.Pages): how many a row, numbers of a mean, addresses. `pages` is 0 where there are
-    none."""
-
-    pages: int
-    width: int
-    keys: int
-    values: int
-    counts: int
-
-
-NO_PAGES = PageAddresses(0, 0, 0, 0, 0)
+FLOAT = np.float32(0)  # the element of sums
 
 
 class WholeAddresses(NamedTuple):
@@ -111,13 +96,3 @@ def add_sums(kind, scratch, sums):  # type: ignore[no-untyped-def]
                 for i in range(done - start, lanes):
                     sums[g, planes(kind) * (start + i) + plane] += scratch[g, c, plane, i]
             done = start + lanes
-
-
-@jit
-def page_keys(pages):  # type: ignore[no-untyped-def]
-    return Columns(pages.pages, pages.width, pages.keys)
-
-
-@jit
-def page_values(pages):  # type: ignore[no-untyped-def]
-    return Columns(pages.pages, pages.width, pages.values)

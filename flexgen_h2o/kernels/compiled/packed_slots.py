@@ -16,8 +16,6 @@ from flexgen_h2o.kernels.compiled.beside import (
     beside_dots,
     beside_mix,
     beside_scratch,
-    page_keys,
-    page_values,
     spread_beside,
 )
 from flexgen_h2o.kernels.compiled.slots import (
@@ -102,20 +100,16 @@ _BF16 = np.uint16(0)
 
 
 @jit
-def attend_rows(element, forms, jobs, state, beside, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, forms, jobs, state, whole, first, end):  # type: ignore[no-untyped-def]
     """`attend` over packed slots for the rows first..end-1.
 
     element: of the queries. forms, jobs: of keys and of values; jobs as of whole slots, `words` those of a packed slot.
-    beside: pages, whole columns.
+    whole: columns beside them.
     """
-    (form, of_values), (slots, value_slots), (pages, whole) = forms, jobs, beside
+    (form, of_values), (slots, value_slots) = forms, jobs
     query, attn_out = scratch_of(form, slots.group), scratch_of(of_values, slots.group)
-    end_of_slots = -(-slots.most // BLOCK) * BLOCK
-    p = np.empty((slots.group, end_of_slots + pages.pages), np.float32)
-    of_pages, of_whole = (
-        beside_scratch(FLOAT, slots.group, pages.width),
-        beside_scratch(element, slots.group, whole.width),
-    )
+    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
+    of_whole = beside_scratch(element, slots.group, whole.width)
     newest = np.empty((slots.group, whole.columns), np.float32)
     gathered = np.empty(BLOCK * max(slots.words, value_slots.words), np.uint32)
     one = np.empty((slots.group, form.width), np.float32)
@@ -123,9 +117,6 @@ def attend_rows(element, forms, jobs, state, beside, first, end):  # type: ignor
     for r in range(first, end):
         filled, q_at = np.int64(ints_at(slots.filled)[r]), slots.q + r * size
         spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
-        if pages.pages:
-            spread_beside(FLOAT, element, q_at, pages.width, of_pages)
-            beside_dots(FLOAT, page_keys(pages), r, of_pages, p, end_of_slots)
         if state.columns:
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(value_slots, slots.values, r)
@@ -136,16 +127,13 @@ def attend_rows(element, forms, jobs, state, beside, first, end):  # type: ignor
             spread_beside(element, element, q_at, whole.width, of_whole)
             beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, np.int64(0))
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
-        softmax(p, filled, slots, pages, r)
+        softmax(p, filled, slots, r)
         if whole.columns:
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, True)
         attn_out[:] = 0
         after = row_at(slots, slots.keys, r + 1)
         over_row(of_values, value_slots, Pass(False, values, after, filled), gathered, attn_out, p)
         gather(of_values, attn_out, one)
-        if pages.pages:
-            beside_mix(FLOAT, page_values(pages), r, of_pages, p, end_of_slots)
-            add_sums(FLOAT, of_pages, one)
         if whole.columns:
             beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, np.int64(0))
             add_sums(element, of_whole, one)

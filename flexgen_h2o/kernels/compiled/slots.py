@@ -11,16 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.kernels.compiled import vectors
-from flexgen_h2o.kernels.compiled.beside import (
-    FLOAT,
-    add_sums,
-    beside_dots,
-    beside_mix,
-    beside_scratch,
-    page_keys,
-    page_values,
-    spread_beside,
-)
 from flexgen_h2o.kernels.compiled.emitter import prefetch
 from flexgen_h2o.kernels.jit import (
     HIGH,
@@ -37,7 +27,6 @@ from flexgen_h2o.kernels.jit import (
     is_half,
     jit,
     longs_at,
-    number_at,
     ordered,
     planes,
     to_bf16,
@@ -101,34 +90,25 @@ class Pass(NamedTuple):
 
 
 @jit
-def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, slots, state, first, end):  # type: ignore[no-untyped-def]
     """`attend` or `attend_lse` of the rows first..end-1. In bf16 d is even."""
     lanes = vectors.WIDE if slots.words >= vectors.WIDE else 1
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     attn_out = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
-    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.pages), np.float32)
-    of_pages, sums = beside_scratch(FLOAT, slots.group, pages.width), np.empty((slots.group, pages.width), np.float32)
+    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = np.int64(ints_at(slots.filled)[r])
         offset = r * slots.group * slots.words * 4
-        if pages.pages:
-            spread_beside(FLOAT, element, slots.q + offset, pages.width, of_pages)
-            beside_dots(FLOAT, page_keys(pages), r, of_pages, p, p.shape[1] - pages.pages)
         unpack(element, slots.q + offset, slots.words, query)
         if state.columns:
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         over_row(element, slots, Pass(True, keys, values, filled), gathered, query, p)
-        softmax(p, filled, slots, pages, r)
+        softmax(p, filled, slots, r)
         attn_out[:] = 0
         over_row(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
-        if pages.pages:
-            beside_mix(FLOAT, page_values(pages), r, of_pages, p, p.shape[1] - pages.pages)
-            sums[:] = 0
-            add_sums(FLOAT, of_pages, sums)
-            add(element, sums, slots.words, attn_out)
         pack(element, attn_out, slots.words, slots.out + offset)
         if state.columns:
             score_row(state, r, filled, p)
@@ -208,30 +188,6 @@ def add(element, sums, words, attn_out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def sum_up(element, job, pages, numbers, first, end):  # type: ignore[no-untyped-def]
-    """What is in the one slot of `job` of the rows first..end-1 joins the means of their pages.
-
-    numbers: address of each row's page, int64; -1 for none.
-    """
-    for row in range(first, end):
-        page = longs_at(numbers)[row]
-        if page < 0:
-            continue
-        at = _place(job, row, longs_at(job.slots + row * job.slots_step)[0], job.key_bytes)
-        number = row * pages.pages + page
-        count = ints_at(pages.counts)[number] + np.int32(1)
-        ints_at(pages.counts)[number] = count
-        share = np.float32(1) / np.float32(count)
-        keys, values = (
-            floats_at(pages.keys + 4 * number * pages.width),
-            floats_at(pages.values + 4 * number * pages.width),
-        )
-        for i in range(pages.width):
-            keys[i] += (number_at(element, job.keys + at, i) - keys[i]) * share
-            values[i] += (number_at(element, job.values + at, i) - values[i]) * share
-
-
-@jit
 def row_at(slots, memory, r):  # type: ignore[no-untyped-def]
     """The address of row r in the first segment."""
     return memory + 4 * r * slots.per_segment * slots.words
@@ -301,38 +257,29 @@ def sink_of(slots, r, g):  # type: ignore[no-untyped-def]
 
 
 @jit
-def softmax(p, filled, slots, pages, r):  # type: ignore[no-untyped-def]
-    """p[g, :filled] = softmax(scale x p[g, :filled]), and the pages' part of it; the rest of the last block is 0.
+def softmax(p, filled, slots, r):  # type: ignore[no-untyped-def]
+    """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0.
 
-    Pages are the end of p. A sink is in the denominator, and in the log-sum-exp.
+    A sink is in the denominator, and in the log-sum-exp.
     """
-    factor, end = np.float32(slots.scale) * LOG2_E, p.shape[1] - pages.pages
-    counts = ints_at(pages.counts + 4 * r * pages.pages)
+    factor = np.float32(slots.scale) * LOG2_E
     for g in range(p.shape[0]):
         row, sink = p[g], sink_of(slots, r, g)
         largest = ordered(float_to_bits(sink))
         for j in range(filled):
             row[j] *= factor
             largest = max(largest, ordered(float_to_bits(row[j])))
-        for j in range(pages.pages):
-            if counts[j]:
-                row[end + j] = row[end + j] * factor + np.float32(np.log2(np.float32(counts[j])))
-                largest = max(largest, ordered(float_to_bits(row[end + j])))
         top = bits_to_float(np.uint32(ordered(largest)))
         total = np.float32(0)
         for j in range(filled):
             row[j] = exp2(row[j] - top)
             total += row[j]
-        for j in range(pages.pages):
-            row[end + j] = exp2(row[end + j] - top) if counts[j] else np.float32(0)
-            total += row[end + j]
         total += exp2(sink - top)
         if slots.lse:
             floats_at(slots.lse)[r * slots.group + g] = (top + np.log2(total)) * LN_2
         share = np.float32(1) / total
         for j in range(filled):
             row[j] *= share
-        row[end:] *= share
         row[filled : -(-filled // BLOCK) * BLOCK] = 0
 
 

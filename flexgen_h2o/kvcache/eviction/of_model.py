@@ -4,13 +4,12 @@ layers."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import UNIFORM, weights_of
 from flexgen_h2o.kvcache.eviction.full import Full
-from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, Needs, OfOther, RowBudget, is_rolling, with_sizes
+from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget, is_rolling, with_sizes
 from flexgen_h2o.kvcache.eviction.triattention import Heads, TriAttention
 
 if TYPE_CHECKING:
@@ -44,13 +43,6 @@ class Windowed(OfOther):
     """`policy` in the transformer blocks without a window, counted as if there were no others."""
 
     windows: tuple[int | None, ...]
-
-    @cached_property
-    def needs(self) -> Needs:
-        needs = self.policy.needs
-        others = [block for block, window in enumerate(self.windows) if window is None]
-        layers = others[needs.page_layers] if needs.page_layers < len(others) else needs.page_layers
-        return replace(needs, page_layers=layers)
 
     @property
     def while_decoding(self) -> bool:
@@ -123,9 +115,3 @@ class OfStage(OfOther):
 
     def rank(self, columns: Columns) -> torch.Tensor:
         return super().rank(replace(columns, block=self.first + columns.block))
-
-    @cached_property
-    def needs(self) -> Needs:
-        needs = self.policy.needs
-        layers = max(0, needs.page_layers - self.first)
-        return replace(needs, page=needs.page if layers else 0, page_layers=layers)

@@ -82,11 +82,7 @@ class Needs:
     themselves, so the decode kernel can find the column that leaves; with per_query it gives them over what the queries
     that saw the column weigh together (`query_weights`), which the kernel can do too.
 
-    value_range: NORMS are the largest less the smallest number of a value, not its L2 norm. page: positions of a page
-    (page = position // `page`); 0 for none. The columns of a page that were dropped are one more column of their row
-    and kv-head then: their mean key, their mean value, and log(how many) added to the logit. It has no score and never
-    leaves; what attention gives it is in the denominator of all others. page_layers: transformer blocks that have
-    pages, the first ones.
+    value_range: NORMS are the largest less the smallest number of a value, not its L2 norm.
 
     by_keys: makes the scores in place of attention, which then gives none (`gain` is 0).
     """
@@ -100,8 +96,6 @@ class Needs:
     ranks_by_score: bool = True
     per_query: bool = False
     value_range: bool = False
-    page: int = 0
-    page_layers: int = EVERYTHING
     by_keys: KeyScores | None = None
 
     def __post_init__(self) -> None:
@@ -119,46 +113,29 @@ class Needs:
     def launches_alike(self) -> bool:
         """Does a card launch the same in every decode step of as many rows? What queries weigh is in a table that
         grows."""
-        return self.in_one_launch and not self.per_query and not self.page
+        return self.in_one_launch and not self.per_query
 
 
 @dataclass(frozen=True)
 class RowRecord:
     """What is kept of a row besides its columns, where attention runs. names: of each slot (`Needs.record`); nothing
-    for the full cache. pages: of what was dropped (`Needs.page`), in the first `page_layers` transformer blocks.
-    query_numbers: of the prompt's queries, fp32, for each kv-head (`KeyScores.numbers`)."""
+    for the full cache. query_numbers: of the prompt's queries, fp32, for each kv-head (`KeyScores.numbers`)."""
 
     names: tuple[str, ...] = ()
-    pages: int = 0
-    page_layers: int = EVERYTHING
     query_numbers: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.names)
 
-    def covers(self, other: RowRecord) -> bool:
-        layers = [record.pages and record.page_layers for record in (self, other)]
-        if (self.names, self.query_numbers) != (other.names, other.query_numbers):
-            return False
-        return self.pages >= other.pages and layers[0] == layers[1]
-
-    def union(self, other: RowRecord) -> RowRecord:
-        """Of rows of one policy."""
-        return replace(self, pages=max(self.pages, other.pages))
-
-    def at(self, block: int) -> RowRecord:
-        """In one transformer block."""
-        return self if block < self.page_layers else RowRecord(self.names, query_numbers=self.query_numbers)
-
 
 NO_RECORD = RowRecord()
 
 
-def record_of(eviction: Eviction, tokens: int) -> RowRecord:
-    """The record of rows of at most `tokens` tokens, prompt and new ones."""
+def record_of(eviction: Eviction) -> RowRecord:
+    """What a policy keeps of each row."""
     needs = eviction.needs
     query_numbers = 0 if needs.by_keys is None else needs.by_keys.numbers
-    return RowRecord(needs.record, -(-tokens // needs.page) if needs.page else 0, needs.page_layers, query_numbers)
+    return RowRecord(needs.record, query_numbers)
 
 
 @dataclass(frozen=True)
@@ -275,8 +252,7 @@ class Evicting(EvictionSettings):
     def needs(self) -> Needs:
         found = self.measures
         record = (*found.record, RANKS) if self.positions == ROLLING else found.record
-        page, layers = self.summaries or 0, self.summary_layers or EVERYTHING
-        return replace(found, record=record, page=page, page_layers=layers, even=found.even and not page)
+        return replace(found, record=record)
 
     @property
     def measures(self) -> Needs:
@@ -311,13 +287,12 @@ class Evicting(EvictionSettings):
             return max(1, int((self.kv_budget or 0.0) * tokens))
         if self.kv_sizes is None:
             raise UsageError("kv_bytes: is a share of a model's KV cache; give the policy to an LLM")
-        share, pages = self.kv_bytes, record_of(self, tokens).pages
-        have_pages = min(self.needs.page_layers, num_blocks)
+        share = self.kv_bytes
         if self.layer_schedule == FIRST_FULL and num_blocks > 1:  # what the first layer takes is the others' loss
-            whole = self.kv_sizes.nbytes(tokens, pages) / (4 * self.kv_sizes.width * tokens)
+            whole = self.kv_sizes.nbytes(tokens) / (4 * self.kv_sizes.width * tokens)
             share = (share * num_blocks - whole) / (num_blocks - 1)
-            num_blocks, have_pages = num_blocks - 1, have_pages - 1
-        columns = _sized_columns(self, share, tokens, pages, have_pages / num_blocks, num_blocks)
+            num_blocks -= 1
+        columns = _sized_columns(self, share, tokens, num_blocks)
         if columns < 1:
             raise UsageError(
                 f"--kv-bytes {self.kv_bytes}: leaves no KV entry of a prompt and answer of {tokens} tokens in all; "
@@ -410,7 +385,7 @@ def _by_weight(weights: tuple[float, ...], columns: int, most: int, num_blocks: 
 
 
 @lru_cache(maxsize=4096)
-def _sized_columns(policy: Evicting, share: float, tokens: int, pages: int, have_pages: float, num_blocks: int) -> int:
+def _sized_columns(policy: Evicting, share: float, tokens: int, num_blocks: int) -> int:
     """Columns in the mean of the blocks that take this share of the bytes, as the schedule deals them out."""
     assert policy.kv_sizes is not None
     weights = weights_of(policy.layer_schedule)
@@ -418,7 +393,7 @@ def _sized_columns(policy: Evicting, share: float, tokens: int, pages: int, have
     def by_layer(columns: int) -> tuple[int, ...]:
         return _by_weight(weights, columns, tokens, num_blocks) if weights else (columns,)
 
-    return policy.kv_sizes.columns(share, tokens, pages, have_pages, by_layer)
+    return policy.kv_sizes.columns(share, tokens, by_layer)
 
 
 def with_sizes(eviction: Eviction, sizes: KVSizes) -> Eviction:

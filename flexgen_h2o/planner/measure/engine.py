@@ -435,7 +435,7 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     """An engine for the run; what is on disk is loaded ahead."""
     policy, kind, blocks = run.policy, getattr(torch, dtype), spec.num_blocks
     slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block, blocks) for block in range(blocks))
-    record = record_of(run.eviction, run.prompt_len + run.new_tokens)
+    record = record_of(run.eviction)
     shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, record)
     depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
     plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, depth)

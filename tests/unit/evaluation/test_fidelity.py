@@ -14,7 +14,7 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.core.packing import page_bytes, sketch_bytes, whole_bytes
+from flexgen_h2o.core.packing import sketch_bytes, whole_bytes
 from flexgen_h2o.evaluation.fidelity import FullWatch, Probe, Runner, divergence
 from flexgen_h2o.evaluation.figures import held_kv, kv_shares
 from flexgen_h2o.evaluation.rows import Case, TextRow
@@ -128,7 +128,7 @@ def test_a_case_s_own_policy_is_the_runner_s_for_that_case_alone(llm: LLM, rows:
             marks=pytest.mark.slow,
         ),
         pytest.param({"attn_sparsity": 0.1}, Full(), 74, 2 * 32 * 4, sketch_bytes(74, 32), marks=pytest.mark.slow),
-        ({}, H2O(heavy_size=4, recent_size=4, summaries=32), 9, 2 * 32 * 4, page_bytes(3, 32)),
+        ({}, H2O(heavy_size=4, recent_size=4), 9, 2 * 32 * 4, 0),
     ],
 )  # fmt: skip
 def test_bytes_that_are_held_and_read(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.packing import KVPacking, SlotPacking
 from flexgen_h2o.kernels import packed as packed_kernels
 from flexgen_h2o.kernels import slots as slot_kernels
-from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
+from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import (
     pack_columns,
     pack_columns_reference,
@@ -289,8 +289,8 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
 # ---- what lies beside packed slots
 
 
-def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: int, pages: int):  # type: ignore[no-untyped-def]
-    """Whole columns in some slots of each row, and pages, a few of them empty."""
+def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: int) -> WholeColumns:
+    """Whole columns in some slots of each row."""
     g = torch.Generator().manual_seed(rows * width)
     centres, ranges = (torch.randn(rows, width, generator=g), torch.rand(rows, width, generator=g) + 0.25)
     keys, values = (torch.randn(rows, count, width, generator=g).to(dtype) for _ in range(2))
@@ -298,9 +298,7 @@ def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: 
     for r, n in enumerate(filled):
         some = torch.randperm(n, generator=g)[: max(0, count - 1)]
         slots[r, torch.randperm(count, generator=g)[: len(some)]] = some.int()
-    whole = WholeColumns(centres.bfloat16(), ranges.bfloat16(), keys, values, slots)
-    means = [torch.randn(rows, pages, width, generator=g) for _ in range(2)]
-    return whole, Pages(*means, torch.randint(0, 4, (rows, pages), generator=g).int())
+    return WholeColumns(centres.bfloat16(), ranges.bfloat16(), keys, values, slots)
 
 
 FEW_NEW_COLUMNS = {(64, 4, torch.bfloat16), (80, "4/2", torch.float32), (128, 3, torch.float32)}
@@ -319,7 +317,7 @@ def test_new_columns_go_to_slots_and_among_whole_ones(
 ) -> None:
     """To the bit what smoothing, packing and putting give one after the other; as the reference but for a rounding."""
     rows, length, packing = 37, 7, KVPacking.of(width, bits)
-    whole, _ = beside(rows, width, dtype, [12] * rows, count, 0)
+    whole = beside(rows, width, dtype, [12] * rows, count)
     slots, (keys, values) = torch.randint(0, 14, (rows,)), torch.randn(2, rows, width).to(dtype)
     if count:
         slots[3] = int(whole.slots[3].max())  # its whole column is evicted
@@ -345,20 +343,19 @@ def test_new_columns_go_to_slots_and_among_whole_ones(
 @EACH_SLOT_LOOP
 @settings(max_examples=60, deadline=None)
 @given(
-    ragged, st.sampled_from([1, 2, 5, 8]), widths, draws, st.sampled_from([0, 4, 8]), st.sampled_from([0, 4, 12]),
-    st.booleans(),
+    ragged, st.sampled_from([1, 2, 5, 8]), widths, draws, st.sampled_from([0, 4, 8]), st.booleans(),
 )  # fmt: skip
-def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, count, pages, has_sinks) -> None:  # type: ignore[no-untyped-def]
-    """Whole columns in their slots, pages, sinks. By definition in double precision: smoothed keys restored, pages and
-    sinks as columns."""
+def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, count, has_sinks) -> None:  # type: ignore[no-untyped-def]
+    """Whole columns in their slots, sinks. By definition in double precision: smoothed keys restored, sinks as
+    columns."""
     bits, dtype = kinds[kind % len(kinds)]
     packing = KVPacking.of(width, bits)
     q, keys, values, counts = make(filled, group, packing.width, dtype)
-    whole, of_pages = beside(len(filled), packing.width, dtype, filled, count, pages)
+    whole = beside(len(filled), packing.width, dtype, filled, count)
     packed = pack_columns(whole.smoothed(keys), packing.keys), pack_columns(values, packing.values)
     pair = [in_segments(t.view(torch.float32), 7).view(torch.int32) for t in packed]
     sinks = 3 * torch.randn(len(filled), group) if has_sinks else None
-    form = SlotForm(packing, of_pages if pages else None, whole, sinks)
+    form = SlotForm(packing, whole, sinks)
     state = make_state(len(filled), max(filled) + 2)
     scores = state.scores.clone()
     found = attend(q, *pair, counts, 0.3, state, form)
@@ -370,10 +367,6 @@ def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, 
             if slot >= 0:
                 k[r, slot], v[r, slot] = whole.keys[r, entry].float(), whole.values[r, entry].float()
         logits, seen = 0.3 * (q[r].double() @ k[r, :n].double().T), v[r, :n].double()
-        if pages:
-            some = of_pages.counts[r] > 0
-            more = 0.3 * (q[r].double() @ of_pages.keys[r, some].double().T) + of_pages.counts[r, some].double().log()
-            logits, seen = torch.cat([logits, more], dim=1), torch.cat([seen, of_pages.values[r, some].double()])
         none = torch.full((group, 1), -torch.inf) if sinks is None else sinks[r].unsqueeze(1)
         p = torch.cat([logits, none.double()], dim=1).softmax(dim=1)[:, :-1]
         expected = p @ seen
@@ -388,11 +381,11 @@ def test_attention_with_all_that_lies_beside(kinds, filled, group, width, kind, 
 def test_what_does_not_go_together_is_refused() -> None:
     packing = KVPacking.of(64, 4)
     q, pair, _, counts = packed_inputs([5, 5], 1, packing, torch.float32, 7)
-    whole, pages = beside(2, 64, torch.float32, [5, 5], 4, 4)
+    whole = beside(2, 64, torch.float32, [5, 5], 4)
     for form in (
-        SlotForm(packing, None, replace(whole, slots=whole.slots[:, :3])),
-        SlotForm(packing, None, whole.map(lambda t: t[:1])), SlotForm(packing, pages.map(lambda t: t[:, :3])),
-        SlotForm(packing, replace(pages, counts=pages.counts.long())),
-    ):  # fmt: skip
+        SlotForm(packing, replace(whole, slots=whole.slots[:, :3])),
+        SlotForm(packing, whole.map(lambda t: t[:1])),
+        SlotForm(packing, replace(whole, slots=whole.slots.long())),
+    ):
         with pytest.raises(ValueError, match="do not go together"):
             attend(q, *pair, counts, 1.0, None, form)

@@ -131,7 +131,7 @@ def test_packed_columns(bits: int | str, window: int, width: int, dtype: torch.d
         for j in range(max(0, n - window), n):
             whole.keys[r, j % window], whole.values[r, j % window] = keys[r, j], values[r, j]
             whole.slots[r, j % window] = j
-    sketch, form = sketched(keys, values, filled), SlotForm(packing, None, whole)
+    sketch, form = sketched(keys, values, filled), SlotForm(packing, whole)
     areas = (
         pack_columns(in_segments(whole.smoothed(keys), 50), packing.keys),
         pack_columns(in_segments(values, 50), packing.values),

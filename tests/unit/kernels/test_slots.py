@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.kernels import slots as slot_kernels
-from flexgen_h2o.kernels.beside import Pages, SlotForm
+from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.slots import (
     Pair,
     ScoreState,
-    add_to_pages,
-    add_to_pages_reference,
     attend,
     attend_lse,
     attend_lse_reference,
@@ -139,32 +137,23 @@ def test_scores_and_victims(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.sampled_from([0, 4, 8, 20]),
-    st.booleans(),
+    ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.booleans(),
 )  # fmt: skip
-def test_pages_are_columns_of_their_counts_and_sinks_columns_without_values(
-    filled: list[int], group: int, width: int, dtype: torch.dtype, count: int, has_sinks: bool
+def test_sinks_are_columns_without_values(
+    filled: list[int], group: int, width: int, dtype: torch.dtype, has_sinks: bool
 ) -> None:
-    """By definition: log(count) added to a page's product, its mass in the denominator, no score for it."""
+    """By definition: in the denominator, and no score for them."""
     q, keys, values, counts = make(filled, group, width, dtype)
-    g = torch.Generator().manual_seed(count)
-    means = [torch.randn(len(filled), count, width, generator=g) for _ in range(2)]
-    pages = Pages(*means, torch.randint(0, 5, (len(filled), count), generator=g).int())
     columns, state = (in_segments(keys, 7), in_segments(values, 7)), make_state(len(filled), keys.shape[1])
     expected_state = copy_of(state)
-    sinks = 9 * torch.randn(len(filled), group, generator=g) if has_sinks else None
-    form = SlotForm(pages=pages if count else None, sinks=sinks)
+    sinks = 9 * torch.randn(len(filled), group, generator=torch.Generator().manual_seed(0)) if has_sinks else None
+    form = SlotForm(sinks=sinks)
     found = attend(q, *columns, counts, 0.3, state, form)
     reference = attend_reference(q.float(), *(t.float() for t in columns), counts, 0.3, expected_state, form)
     for r, n in enumerate(filled):
-        some = pages.counts[r] > 0
-        k, v = (
-            torch.cat([own[r, :n].double(), mean[r, some].double()])
-            for own, mean in ((keys, means[0]), (values, means[1]))
-        )
-        more = torch.cat([torch.zeros(n), pages.counts[r, some].float().log()]).double()
+        k, v = keys[r, :n].double(), values[r, :n].double()
         none = torch.full((group, 1), -torch.inf) if sinks is None else sinks[r].unsqueeze(1)
-        logits = torch.cat([0.3 * (q[r].double() @ k.T) + more, none.double()], dim=1)
+        logits = torch.cat([0.3 * (q[r].double() @ k.T), none.double()], dim=1)
         expected = torch.softmax(logits, dim=1)[:, :-1] @ v
         tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
         assert (found[r].double() - expected).abs().max() < 4 * tolerance
@@ -173,38 +162,11 @@ def test_pages_are_columns_of_their_counts_and_sinks_columns_without_values(
     assert torch.allclose(
         state.scores, expected_state.scores, atol=4e-6 if exact else 0.03, rtol=4e-6 if exact else 0.03
     )
-    if not count:
-        out, lse = attend_lse(q, *columns, counts, 0.3, sinks)
-        assert torch.equal(out, found)
-        whole, whole_lse = attend_lse_reference(q, *columns, counts, 0.3, sinks)
-        assert (lse - whole_lse).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-6) * 30
-        assert (whole - out).abs().max() <= 0.05 * max(1.0, float(out.abs().max()))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.data())
-def test_columns_join_pages(rows: int, width: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    """The compiled loop, torch and the mean of all that has joined."""
-    keys, values = (torch.randn(rows, 9, width).to(dtype) for _ in range(2))
-    areas = in_segments(keys, 4), in_segments(values, 4)
-    made = [
-        Pages(torch.zeros(rows, 4, width), torch.zeros(rows, 4, width), torch.zeros(rows, 4).int()) for _ in range(2)
-    ]
-    joined: dict[tuple[int, int], list[int]] = {}
-    for _ in range(7):
-        slots = torch.tensor(data.draw(st.lists(st.integers(0, 8), min_size=rows, max_size=rows)))
-        numbers = torch.tensor(data.draw(st.lists(st.integers(-1, 3), min_size=rows, max_size=rows)))
-        add_to_pages(areas, slots, numbers, SlotForm(pages=made[0]))
-        add_to_pages_reference(areas, slots, numbers, SlotForm(pages=made[1]))
-        for r, (slot, number) in enumerate(zip(slots.tolist(), numbers.tolist(), strict=True)):
-            if number >= 0:
-                joined.setdefault((r, number), []).append(slot)
-    for pages in made:
-        for (r, number), slots in joined.items():
-            assert int(pages.counts[r, number]) == len(slots)
-            assert torch.allclose(pages.keys[r, number], keys[r, slots].float().mean(0), atol=1e-5)
-            assert torch.allclose(pages.values[r, number], values[r, slots].float().mean(0), atol=1e-5)
-        assert int(pages.counts.sum()) == sum(map(len, joined.values()))
+    out, lse = attend_lse(q, *columns, counts, 0.3, sinks)
+    assert torch.equal(out, found)
+    whole, whole_lse = attend_lse_reference(q, *columns, counts, 0.3, sinks)
+    assert (lse - whole_lse).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-6) * 30
+    assert (whole - out).abs().max() <= 0.05 * max(1.0, float(out.abs().max()))
 
 
 def victims(state: ScoreState, filled: list[int]) -> list[int]:

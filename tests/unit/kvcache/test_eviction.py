@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import KVPacking, KVSizes
-from flexgen_h2o.kernels.beside import Pages
 from flexgen_h2o.kernels.prompt_columns import choose_kept
-from flexgen_h2o.kvcache.evict import sum_up_prompt
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
@@ -77,8 +75,6 @@ NO_SHARES: tuple[Any, ...] = (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", 10*
         (Local, "layer_schedule", ("cone",)),
         (Random, "positions", ("other",)),
         (H2O, "kv_bytes", NO_SHARES),
-        (Tova, "summaries", (0, -1, 1.5)),
-        (Local, "summary_layers", (0, -1, 1.5, 1)),  # 1: without summaries
         (Local, "protect", ("some", "-3", 0, -1, 1.5, True)),
         (SnapKV, "while_decoding", (1,)),
         (Local, "sinks", (-1, 1.5, True)),
@@ -187,19 +183,6 @@ def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int
     assert policy.budget(100, 40, 0, 1) == RowBudget(*expected)
 
 
-@pytest.mark.parametrize("page", [5, 6, 2**31 - 1])
-def test_a_page_may_be_longer_than_the_prompt(page: int) -> None:
-    """It is one page of what is dropped, and takes no room for positions that are not there."""
-    k, v = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(0))
-    kept = torch.tensor([[0, 4], [1, 2], [2, 3]])
-    pages = Pages(torch.full((3, 2, 4), 9.0), torch.full((3, 2, 4), 9.0), torch.full((3, 2), 9, dtype=torch.int32))
-    sum_up_prompt(pages, page, k, v, kept)
-    assert pages.counts.tolist() == [[3, 0]] * 3
-    for row, gone in enumerate(([1, 2, 3], [0, 3, 4], [0, 1, 4])):
-        for means, columns in ((pages.keys, k), (pages.values, v)):
-            torch.testing.assert_close(means[row], torch.stack([columns[gone, row].mean(0), torch.zeros(4)]))
-
-
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
@@ -229,32 +212,24 @@ def test_the_first_layer_is_whole_and_the_others_are_as_they_were() -> None:
         assert policy.budget(100, 40, block, 4) == plain.budget(100, 40, block, 4)
 
 
-def test_means_are_not_turned_by_a_rank() -> None:
-    with pytest.raises(UsageError, match=r"^summaries: .*leave positions at original"):
-        H2O(summaries=8, positions="rolling")
-
-
 packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (2, 3, 4, 8, "4/2"))])
 
 
 @given(
     share=st.floats(0.02, 1), prompt=st.integers(1, 600), gen=st.integers(1, 600), packing=packings,
-    window=st.sampled_from([0, 4, 16]), page=st.sampled_from([None, 16, 64]), layers=st.sampled_from([None, 1, 2, 9]),
-    schedule=st.sampled_from(["uniform", "first-full", "5/1/1/3", "1/9"]),
+    window=st.sampled_from([0, 4, 16]), schedule=st.sampled_from(["uniform", "first-full", "5/1/1/3", "1/9"]),
 )  # fmt: skip
 def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
-    share: float, prompt: int, gen: int, packing: KVPacking | None, window: int, page: int | None, layers: int | None,
-    schedule: str,
-) -> None:  # fmt: skip
+    share: float, prompt: int, gen: int, packing: KVPacking | None, window: int, schedule: str
+) -> None:
     """Over all layers, by the bytes that a unit's layout has."""
     tokens, sizes = prompt + gen, KVSizes(64, packing, window)
-    layers = layers if page else None
-    policy = with_sizes(H2O(kv_bytes=share, summaries=page, summary_layers=layers, layer_schedule=schedule), sizes)
-    record = record_of(policy, tokens)
+    policy = with_sizes(H2O(kv_bytes=share, layer_schedule=schedule), sizes)
+    record = record_of(policy)
 
     def held(more: int = 0) -> float:
-        slots = [(min(policy.slots(prompt, gen, block, 4) + more, tokens), record.at(block)) for block in range(4)]
-        layouts = (UnitLayout(1, 1, n, 64, 2, (0.0, 1.0, 0.0), of, False, packing, window) for n, of in slots)
+        slots = [min(policy.slots(prompt, gen, block, 4) + more, tokens) for block in range(4)]
+        layouts = (UnitLayout(1, 1, n, 64, 2, (0.0, 1.0, 0.0), record, False, packing, window) for n in slots)
         return sum(layout.sequence_bytes for layout in layouts) / (4 * tokens * 4 * 64)
 
     try:

@@ -51,8 +51,8 @@ def test_areas(layout: UnitLayout) -> None:
         assert layout.part_bytes(part) == layout.segments * sum(areas)
         columns = part.rows * WRITE_BACK_STEPS
         assert layout.overlay_bytes(part) == columns * sum(of_column) + 8 * columns
-        pages = -(-layout.record.pages // 4) * 4
-        words = layout.slots * len(layout.record.names) + 1 + pages * (2 * layout.width + 1) if layout.record else 0
+        queries = layout.record.query_numbers
+        words = layout.slots * len(layout.record.names) + 1 + queries if layout.record else 0
         beside = layout.metadata_bytes(part) - 4 * part.rows * words
         assert layout.metadata_bytes(part) % ALIGN == 0 and 0 <= beside < ALIGN
         packed = replace(layout, packing=KVPacking.of(layout.width, 4), window=16)
