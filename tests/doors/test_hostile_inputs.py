@@ -311,7 +311,7 @@ def test_fields_of_any_length_are_error_rows(
         "stop": ({"prompt": "a", "stop": [LONG]}, "invalid_request", "stop: "),
         "record": ({"article": "a", "data": LONG}, "invalid_request", "more than 16 KiB beside its prompt"),
         "url": ({"url": LONG, "body": {}}, "unknown_url", "url: "),
-        "a field": ({"prompt": "a", "n": LONG}, "unsupported", "n: "),
+        "a field": ({"prompt": "a", "n": LONG}, "invalid_request", "n: "),
         "a name": ({"url": "/v1/completions", "body": {"prompt": "a", LONG: 1}}, "unsupported", "xxx"),
     }
     lines = [{"custom_id": name, **line} for name, (line, _, _) in said.items()]  # type: ignore[dict-item]

@@ -74,8 +74,10 @@ def test_shares_are_what_percent_says(six: list[int]) -> None:
 @pytest.mark.parametrize(("bits", "switch"), COMPRESSION_OF.items())
 def test_bits_are_of_what_is_compressed(bits: str, switch: str) -> None:
     """A search may begin with bits that it need not use; what runs has none that mean nothing."""
-    policy, usual = Policy(**{bits: 8}), getattr(Policy, bits)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=f"^{bits}: 8 goes with {switch}, which is off; give both$"):
+    usual = getattr(Policy, bits)
+    other = True if isinstance(usual, bool) else 8
+    policy = Policy(**{bits: other})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"^{bits}: {other} goes with {switch}, which is off; give both$"):
         check_bits_used(policy)
     assert without_unused_bits(policy) == Policy()
     for fine in (Policy(**{bits: usual}), replace(policy, **{switch: True})):  # type: ignore[arg-type]
