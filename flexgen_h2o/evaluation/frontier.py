@@ -13,6 +13,7 @@ more settings, measures only what is missing there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import time
@@ -35,7 +36,8 @@ from flexgen_h2o.cli_common import (
     write_results,
 )
 from flexgen_h2o.core.config import BITS, CACHE_BITS, Policy, without_unused_bits
-from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import try_lock
 from flexgen_h2o.core.units import markdown_table, parse_bytes
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.evaluation import long_context
@@ -205,11 +207,12 @@ def run(args: argparse.Namespace) -> int:
         say_notes("evaluate frontier", args, llm)
         facts = _facts(args, llm.model, llm.dtype, prompts)
         kept = None if args.json is None else args.json.with_name(args.json.name + ".rows.jsonl")
-        measured = Measurements(kept, facts)
-        for setting in measured.settings:  # of earlier runs: they stand in the same table
-            cases.setdefault(setting, setting.case(base, is_auto))
-        measure(args, runner, prompts, cases, measured)
-        result = {**facts, "cells": _cells(args, runner, prompts, cases, measured)}
+        with contextlib.closing(Measurements(kept, facts)) as measured:
+            for setting in measured.settings:  # of earlier runs: they stand in the same table
+                cases.setdefault(setting, setting.case(base, is_auto))
+            study = Study(args, runner, prompts, cases, measured)
+            study.measure()
+        result = {**facts, "cells": study.cells()}
     result["seconds"] = time.perf_counter() - began
     write_results(args, result, markdown(result), draw)
     if args.learn:
@@ -455,177 +458,188 @@ class Measurements:
     """What each prompt gave, by setting and kind, appended to a file as it is measured.
 
     path: the file; None: nothing is kept. facts: of the run. settings: that the file has measurements of. UsageError
-    where the file is of another run.
+    where the file is of another run, or another process measures into it.
     """
 
     def __init__(self, path: Path | None, facts: Figures) -> None:
         self._path = path
-        self._found: dict[tuple[Setting, str, int], Any] = {}
+        self._found: dict[tuple[Setting, str], dict[int, Any]] = {}
         if path is None:
             return
-        if not path.exists():
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise UsageError(f"--json: {path}: {error.strerror or error}") from error
+        try:
+            self._load(facts)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, facts: Figures) -> None:
+        if not try_lock(self._file.fileno()):
+            raise UsageError(f"--json: another run measures into {self._path}; wait for it, or name another file")
+        self._file.seek(0)
+        lines = self._file.read().split(b"\n")
+        if lines == [b""]:
             self._append({"facts": facts})
             return
-        lines = path.read_bytes().split(b"\n")
-        whole = lines[:-1]
-        if lines[-1]:  # a line that a kill has cut
-            with path.open("r+b") as file:
-                file.truncate(sum(len(line) + 1 for line in whole))
+        self._read(lines[:-1], facts)
+        if lines[-1]:  # a kill has cut it
+            self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))
+
+    def _read(self, lines: Sequence[bytes], facts: Figures) -> None:
         try:
-            first, *others = (json.loads(line) for line in whole)
+            first, *others = (json.loads(line) for line in lines)
             same = first["facts"] == facts
             for line in others:
-                self._found[Setting(**line["setting"]), line["kind"], line["start"]] = line["values"]
+                self._keep(Setting(**line["setting"]), line["kind"], line["values"], line["start"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"--json: {path} is not what this command has written; remove it") from error
+            raise UsageError(f"--json: {self._path} is not what this command has written; remove it") from error
         if not same:
-            raise UsageError(f"--json: {path} has measurements of other prompts or lengths; remove it, or name another")
+            raise UsageError(
+                f"--json: {self._path} has measurements of other prompts or lengths; remove it, or name another file"
+            )
+
+    def close(self) -> None:
+        """Let other processes measure into the file."""
+        if self._path is not None:
+            self._file.close()
 
     @property
     def settings(self) -> list[Setting]:
-        return list(dict.fromkeys(setting for setting, _, _ in self._found))
+        return list(dict.fromkeys(setting for setting, _ in self._found))
 
     def __getitem__(self, key: tuple[Setting, str]) -> list[Any]:
         """Return the values of a setting's kind, in the order of the prompts."""
-        parts = [(at, values) for (setting, kind, at), values in self._found.items() if (setting, kind) == key]
-        return [value for _, values in sorted(parts) for value in values]
+        found = self._found.get(key, {})
+        return [found[number] for number in sorted(found)]
 
-    def lacks(self, setting: Setting, kind: str, start: int = 0) -> bool:
-        return (setting, kind, start) not in self._found
+    def lacks(self, setting: Setting, kind: str, numbers: range = range(1)) -> bool:
+        """Is a value of these prompts missing? numbers: of the prompts, from 0."""
+        return not self._found.get((setting, kind), {}).keys() >= set(numbers)
 
     def add(self, setting: Setting, kind: str, values: Sequence[Any], start: int = 0) -> None:
-        """Keep one value a prompt. start: the first prompt's number."""
-        self._found[setting, kind, start] = list(values)
+        """Keep one value a prompt. start: the first prompt's number. FlexgenError where the file cannot be written."""
+        self._keep(setting, kind, values, start)
         self._append({"setting": asdict(setting), "kind": kind, "start": start, "values": list(values)})
 
+    def _keep(self, setting: Setting, kind: str, values: Sequence[Any], start: int) -> None:
+        self._found.setdefault((setting, kind), {}).update(enumerate(values, start))
+
     def _append(self, line: Figures) -> None:
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        if self._path is None:
+            return
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise FlexgenError(f"--json: {self._path}: {error.strerror or error}") from error
 
 
 LOSSES = "losses"  # kind: [KL, share of changed tokens, negative log-likelihood] a prompt
-ANSWERS = "answers"  # kind: [tokens/s] and, with references, ROUGE a prompt
-SPEED = "tokens_per_s"
+ANSWERS = "answers"  # kind: ROUGE a prompt
+SPEED = "tokens_per_s"  # kind: of all prompts together
 
 
-def measure(
-    args: argparse.Namespace,
-    runner: Runner,
-    prompts: Prompts,
-    cases: Mapping[Setting, Case],
-    measured: Measurements,
-) -> None:
-    """Measure what `measured` lacks."""
-    _measure_losses(args, runner, prompts, cases, measured)
-    for setting, case in cases.items():
-        if not args.no_answers and measured.lacks(setting, SPEED):
-            _measure_answers(args, runner, prompts, setting, case, measured)
-        for task, questions in prompts.questions.items():
-            if measured.lacks(setting, task):
-                longest = max(one.max_tokens for one in questions)
-                texts = runner.answers(case, [one.prompt for one in questions], longest)
-                scores = [one.score(text) for one, text in zip(questions, texts, strict=True)]
-                measured.add(setting, task, scores)
-                say("evaluate", f"{setting.name}: {task} {np.mean(scores):.0%}")
+@dataclass(frozen=True)
+class Study:
+    """What is compared, on what, and what is known already. cases: settings as the runner takes them."""
 
+    args: argparse.Namespace
+    runner: Runner
+    prompts: Prompts
+    cases: Mapping[Setting, Case]
+    measured: Measurements
 
-def _measure_losses(
-    args: argparse.Namespace,
-    runner: Runner,
-    prompts: Prompts,
-    cases: Mapping[Setting, Case],
-    measured: Measurements,
-) -> None:
-    """Follow the rows with each setting, a chunk of rows at a time whose reference fits --keep-mem."""
-    others = {setting: case for setting, case in cases.items() if setting != REFERENCE}
-    size = runner.rows_at_once(prompts.rows, args.gen_len)
-    for start in range(0, len(prompts.rows), size):
-        missing = [one for one in cases if measured.lacks(one, LOSSES, start)]
-        if not missing:
-            continue
-        chunk = prompts.rows[start : start + size]
-        if not chunk[0].continuation:
-            chunk = runner.greedy(chunk, args.gen_len)
-        reference = runner.reference(chunk)
-        if REFERENCE in missing:
-            measured.add(REFERENCE, LOSSES, [[0.0, 0.0, nats] for nats in reference.nll.mean(axis=1).tolist()], start)
-        for setting in missing:
-            if setting == REFERENCE:
+    def measure(self) -> None:
+        """Measure what is not known yet."""
+        self._measure_losses()
+        for setting in self.cases:
+            if not self.args.no_answers and self.measured.lacks(setting, SPEED):
+                self._measure_answers(setting)
+            for task, questions in self.prompts.questions.items():
+                if self.measured.lacks(setting, task):
+                    self._measure_task(setting, task, questions)
+
+    def _measure_losses(self) -> None:
+        """Follow the rows with each setting, as many rows at a time as --keep-mem holds the reference of."""
+        rows, gen_len = self.prompts.rows, self.args.gen_len
+        size = self.runner.rows_at_once(rows, gen_len)
+        for start in range(0, len(rows), size):
+            chunk = rows[start : start + size]
+            numbers = range(start, start + len(chunk))
+            missing = [one for one in self.cases if self.measured.lacks(one, LOSSES, numbers)]
+            if not missing:
                 continue
-            found = runner.compare(chunk, reference, others[setting])
-            losses = np.stack([found.kl, found.flipped.astype(float), found.nll]).mean(axis=2)
-            measured.add(setting, LOSSES, losses.T.tolist(), start)
-            end = start + len(chunk)
-            say("evaluate", f"{setting.name}: prompts {start + 1} to {end}, KL {losses[0].mean():.4f}")
+            if not chunk[0].continuation:
+                chunk = self.runner.greedy(chunk, gen_len)
+            reference = self.runner.reference(chunk)
+            for setting in missing:
+                if setting == REFERENCE:
+                    nats = reference.nll.mean(axis=1).tolist()
+                    self.measured.add(setting, LOSSES, [[0.0, 0.0, one] for one in nats], start)
+                    continue
+                found = self.runner.compare(chunk, reference, self.cases[setting])
+                losses = np.stack([found.kl, found.flipped.astype(float), found.nll]).mean(axis=2)
+                self.measured.add(setting, LOSSES, losses.T.tolist(), start)
+                which = f"prompts {start + 1} to {numbers.stop}"
+                say("evaluate", f"{setting.name}: {which}, KL {losses[0].mean():.4f}")
 
-
-def _measure_answers(
-    args: argparse.Namespace,
-    runner: Runner,
-    prompts: Prompts,
-    setting: Setting,
-    case: Case,
-    measured: Measurements,
-) -> None:
-    texts = runner.answers(case, prompts.asked, args.gen_len, ignore_eos=not prompts.references)
-    assert runner.llm.report is not None
-    speed = runner.llm.report.total.tokens_per_s
-    if prompts.references:
-        from flexgen_h2o.evaluation.articles import Rouge
-
-        rouge = Rouge()
-        scores = [rouge(text, wanted)[: len(ROUGE)] for text, wanted in zip(texts, prompts.references, strict=True)]
-        measured.add(setting, ANSWERS, scores)
-    measured.add(setting, SPEED, [speed])
-    say("evaluate", f"{setting.name}: {speed:.1f} tokens/s")
-
-
-def _cells(
-    args: argparse.Namespace,
-    runner: Runner,
-    prompts: Prompts,
-    cases: Mapping[Setting, Case],
-    measured: Measurements,
-) -> list[Figures]:
-    """Return the figures of each setting, the full cache's first."""
-    from flexgen_h2o.evaluation.figures import Bootstrap
-
-    def intervals(values: Any) -> Figures:
-        return Bootstrap(len(values), args.resamples, args.seed).mean(np.array(values, dtype=float))
-
-    lengths = [(len(row.prompt), args.gen_len) for row in prompts.rows]
-    full_nats = np.array(measured[REFERENCE, LOSSES])[:, 2]
-    cells = []
-    for setting, case in cases.items():
-        losses = np.array(measured[setting, LOSSES])
-        kv_share, read_share = (1.0, 1.0) if setting == REFERENCE else runner.shares(case, lengths)
-        speeds, rouge = measured[setting, SPEED], measured[setting, ANSWERS]
-        tasks = {task: intervals(measured[setting, task]) for task in prompts.questions}
-        cells.append(
-            {
-                "name": setting.name,
-                "policy": setting.policy,
-                "kv_budget": setting.kv_budget,
-                "kv_bytes": setting.kv_bytes,
-                "kv_bits": setting.kv_bits,
-                "kv_window": setting.kv_window,
-                "kv_rotation": setting.kv_rotation,
-                "kv_read": setting.kv_read,
-                "weights": setting.weights,
-                "chosen_by": setting.chosen_by,
-                "eviction": case.eviction.to_json(),
-                "kv_share": kv_share,
-                "read_share": read_share,
-                "kl": intervals(losses[:, 0]),
-                "changed": intervals(losses[:, 1]),
-                "nll_less_full": intervals(losses[:, 2] - full_nats),
-                "tokens_per_s": speeds[0] if speeds else None,
-                "rouge": {name: intervals([one[i] for one in rouge]) for i, name in enumerate(ROUGE) if rouge},
-                "tasks": tasks,
-            }
+    def _measure_answers(self, setting: Setting) -> None:
+        references = self.prompts.references
+        texts = self.runner.answers(
+            self.cases[setting], self.prompts.asked, self.args.gen_len, ignore_eos=not references
         )
-    return cells
+        assert self.runner.llm.report is not None
+        speed = self.runner.llm.report.total.tokens_per_s
+        if references:
+            from flexgen_h2o.evaluation.articles import Rouge
+
+            rouge = Rouge()
+            scores = [rouge(text, wanted)[: len(ROUGE)] for text, wanted in zip(texts, references, strict=True)]
+            self.measured.add(setting, ANSWERS, scores)
+        self.measured.add(setting, SPEED, [speed])
+        say("evaluate", f"{setting.name}: {speed:.1f} tokens/s")
+
+    def _measure_task(self, setting: Setting, task: str, questions: Sequence[long_context.Question]) -> None:
+        longest = max(one.max_tokens for one in questions)
+        texts = self.runner.answers(self.cases[setting], [one.prompt for one in questions], longest)
+        scores = [one.score(text) for one, text in zip(questions, texts, strict=True)]
+        self.measured.add(setting, task, scores)
+        say("evaluate", f"{setting.name}: {task} {np.mean(scores):.0%}")
+
+    def cells(self) -> list[Figures]:
+        """Return the figures of each setting, the full cache's first."""
+        return [self._cell(setting) for setting in self.cases]
+
+    def _cell(self, setting: Setting) -> Figures:
+        losses = np.array(self.measured[setting, LOSSES])
+        full_nats = np.array(self.measured[REFERENCE, LOSSES])[:, 2]
+        kv_share, read_share = 1.0, 1.0
+        if replace(setting, weights=REFERENCE.weights) != REFERENCE:
+            lengths = [(len(row.prompt), self.args.gen_len) for row in self.prompts.rows]
+            kv_share, read_share = self.runner.shares(self.cases[setting], lengths)
+        speeds, rouge = self.measured[setting, SPEED], self.measured[setting, ANSWERS]
+        return {
+            "name": setting.name,
+            **asdict(setting),
+            "eviction": self.cases[setting].eviction.to_json(),
+            "kv_share": kv_share,
+            "read_share": read_share,
+            "kl": self._mean(losses[:, 0]),
+            "changed": self._mean(losses[:, 1]),
+            "nll_less_full": self._mean(losses[:, 2] - full_nats),
+            "tokens_per_s": speeds[0] if speeds else None,
+            "rouge": {name: self._mean([one[i] for one in rouge]) for i, name in enumerate(ROUGE) if rouge},
+            "tasks": {task: self._mean(self.measured[setting, task]) for task in self.prompts.questions},
+        }
+
+    def _mean(self, values: Any) -> Figures:
+        """Return the mean of one value a prompt, with its interval."""
+        from flexgen_h2o.evaluation.figures import Bootstrap
+
+        return Bootstrap(len(values), self.args.resamples, self.args.seed).mean(np.array(values, dtype=float))
 
 
 # ---- What is shown

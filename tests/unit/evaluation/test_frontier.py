@@ -130,15 +130,19 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
 def test_measurements_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = Measurements(path, FACTS)
+    with pytest.raises(UsageError, match="another run measures into"):
+        Measurements(path, FACTS)
     first.add(REFERENCE, LOSSES, [[0.0, 0.0, 1.5]])
     first.add(Setting("h2o", 0.2), LOSSES, [[0.1, 0.2, 1.0]], start=1)
     first.add(Setting("h2o", 0.2), LOSSES, [[0.3, 0.2, 1.0]])
     whole = path.read_bytes()
+    first.close()
     path.write_bytes(whole + b'{"setting": {"policy": "ful')
     again = Measurements(path, FACTS)
     assert again[Setting("h2o", 0.2), LOSSES] == [[0.3, 0.2, 1.0], [0.1, 0.2, 1.0]]
     assert again.settings == [REFERENCE, Setting("h2o", 0.2)]
     assert again.lacks(REFERENCE, SPEED) and not again.lacks(REFERENCE, LOSSES)
+    assert again.lacks(REFERENCE, LOSSES, range(2)) and not again.lacks(Setting("h2o", 0.2), LOSSES, range(2))
     assert path.read_bytes() == whole
 
 
