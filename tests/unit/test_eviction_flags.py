@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from flexgen_h2o import flags as engine_flags
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full, H2ONorm, Local, SnapKV, Tova
+from flexgen_h2o.kvcache.eviction.mixes import table_for
 from flexgen_h2o.parser import OneLineParser
 
 
@@ -100,30 +104,65 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "bits", "window"),
-    [
-        ("--kv-bytes 0.2", "4/3", 16), ("--kv-bytes 0.05", "4/3", 0), ("--kv-bytes 0.05 --cache-window 4", "4/3", 4),
-        ("--kv-bytes 0.05 --cache-bits 4/2", "4/2", 16),
+TABLE = {
+    "schema": 1,
+    "model": "m",
+    "mixes": [
+        {"least": 0.01, "eviction": "h2o-norm:decay=0.9", "cache_bits": 16, "cache_window": 16, "kl": {"value": 0.3}},
+        {"least": 0.1, "eviction": "tova", "cache_bits": "4/3", "cache_window": 0, "kl": {"value": 0.1}},
+        {"least": 0.5, "eviction": "full", "cache_bits": 8, "cache_window": 16, "kl": {"value": 0.0}},
     ],
-)  # fmt: skip
-def test_a_share_of_the_bytes_chooses_bits_and_window(flags: str, bits: int | str, window: int) -> None:
-    policy, _ = engine_flags.policy_of(parser().parse_args(flags.split()))
-    assert policy.compress_cache and (policy.cache_bits, policy.cache_window) == (bits, window)
+    "small_losses": [{"settings": {}, "kl": {"value": 0.0}}],
+}
+
+
+@pytest.fixture
+def of_own_table(tmp_path: Path) -> list[str]:
+    """Flags of a model that has a table of its own."""
+    path = tmp_path / "kv-size" / "some--model.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(TABLE))
+    return ["--model", "some/model", "--offload-dir", str(tmp_path)]
 
 
 @pytest.mark.parametrize(
-    ("flags", "name"),
+    ("flags", "name", "bits", "window"),
     [
-        ("--kv-bytes 0.5", "h2o-norm"), ("--kv-bytes 0.2", "h2o"), ("--kv-bytes 0.05", "h2o"),
-        ("--kv-bytes 0.1 --eviction tova", "tova"), ("--kv-budget 0.1", "h2o"),
+        ("--kv-bytes 0.6", "full", 8, 16),
+        ("--kv-bytes 0.2", "tova", "4/3", 0),
+        ("--kv-bytes 0.1 --cache-window 4", "tova", "4/3", 4),
+        ("--kv-bytes 0.1 --cache-bits 4/2", "tova", "4/2", 16),
+        ("--kv-bytes 0.1 --eviction local", "local", None, None),
+        ("--kv-bytes 0.05", "h2o-norm", None, None),
+        ("--kv-bytes 0.001", "h2o-norm", None, None),
+        ("--kv-budget 0.1", "h2o", None, None),
     ],
-)  # fmt: skip
-def test_a_share_of_the_bytes_chooses_a_policy(flags: str, name: str) -> None:
-    args = parser().parse_args(flags.split())
+)
+def test_a_share_of_the_bytes_chooses_by_the_models_table(
+    of_own_table: list[str], flags: str, name: str, bits: int | str | None, window: int | None
+) -> None:
+    args = parser().parse_args([*of_own_table, *flags.split()])
     policy, _ = engine_flags.policy_of(args)
-    found = engine_flags.eviction_of(args, policy)
-    assert found.name == name
+    assert engine_flags.eviction_of(args, policy).name == name
+    assert policy.compress_cache == (bits is not None)
+    if bits is not None:
+        assert (policy.cache_bits, policy.cache_window) == (bits, window)
+
+
+@pytest.mark.parametrize("share", ["1", "0.33", "0.2", "0.01"])
+def test_a_model_without_a_table_takes_the_shipped_one(share: str) -> None:
+    args = parser().parse_args(["--model", "some/model", "--kv-bytes", share])
+    policy, _ = engine_flags.policy_of(args)
+    mix = table_for().mix_of(float(share))
+    assert (policy.cache_bits, policy.cache_window) == (mix.cache_bits, mix.cache_window)
+    assert engine_flags.eviction_of(args, policy).name == mix.eviction.partition(":")[0]
+
+
+@pytest.mark.parametrize("damage", [{"mixes": []}, {"schema": 9}, {"mixes": [{"least": 1}]}, {"small_losses": 1}])
+def test_a_damaged_table_is_named(of_own_table: list[str], tmp_path: Path, damage: dict[str, Any]) -> None:
+    (tmp_path / "kv-size" / "some--model.json").write_text(json.dumps({**TABLE, **damage}))
+    with pytest.raises(UsageError, match=r"--kv-size: .*some--model.json is no table of .*; remove it, or make it"):
+        engine_flags.policy_of(parser().parse_args([*of_own_table, "--kv-bytes", "0.2"]))
 
 
 def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
