@@ -26,7 +26,7 @@ from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
-from flexgen_h2o.kvcache.eviction.mixes import table_for
+from flexgen_h2o.kvcache.eviction.mixes import WHOLE, table_for
 from flexgen_h2o.parser import EVICTION, FILES, KV, MEMORY, MODEL, PLACEMENT_FLAGS, SAMPLING, OneLineParser
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in fields(EvictionSettings)}
-WHOLE_BITS = 16  # of keys and values that are not packed, where a table says so
 PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
 _FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for kind in (Policy, EvictionSettings) for f in fields(kind)}
 _FIELDS = re.compile("|".join(name for name in _FLAGS if "_" in name))
@@ -408,9 +407,7 @@ def _choose_mix(args: argparse.Namespace) -> None:
         return
     mix = table_for(args.model, args.offload_dir).mix_of(share)
     args.eviction = mix.eviction
-    if args.eviction == Full.name:  # in so many bits every entry fits
-        args.kv_bytes = None
-    if mix.cache_bits != WHOLE_BITS and args.compress_cache is None and args.policy in (None, "auto"):
+    if mix.cache_bits != WHOLE and args.compress_cache is None and args.policy in (None, "auto"):
         args.compress_cache = True
         if args.cache_bits is None:
             args.cache_bits = mix.cache_bits

@@ -157,7 +157,11 @@ def _take_workload(args: argparse.Namespace) -> None:
     taken = []
     for field in ("num_prompts", "prompt_len", "gen_len"):
         value = saved.get(field)
-        if field not in args.given and type(value) is int and value > 0:
+        if value is not None and (type(value) is not int or value < 1):
+            raise UsageError(
+                f"--policy {args.policy}: workload: {field} is {value!r:.60}, and must be a count; mend it"
+            )
+        if field not in args.given and value is not None:
             setattr(args, field, value)
             taken.append(f"{'--max-tokens' if field == 'gen_len' else flag_of(field)} {value}")
     if taken:
@@ -353,7 +357,7 @@ def _fastest(args: argparse.Namespace) -> Answer:
         tried = replace(question, space=replace(space, base=replace(space.base, **kept.settings)), kv_loss=kept)
         answers.append(_answered(tried))
     fitting = [answer for answer in answers if answer.plan is not None]
-    found = min(fitting, key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0, default=answers[1])
+    found = min(fitting, key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0, default=answers[-1])
     return _with_details(replace(found, seconds=sum(answer.seconds for answer in answers)))
 
 

@@ -43,9 +43,9 @@ from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.evaluation import long_context
 from flexgen_h2o.evaluation.rows import BYTES, SEQUENCE, Case, TextRow, check_distinct
 from flexgen_h2o.flags import add_engine_flags, check_positions, model_of, open_llm, policy_of, say_notes
-from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Full, make_eviction, says_budget
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Full, make_eviction, says_budget
 from flexgen_h2o.kvcache.eviction.mixes import SCHEMA as TABLE_SCHEMA
-from flexgen_h2o.kvcache.eviction.mixes import Mix, table_file, table_for
+from flexgen_h2o.kvcache.eviction.mixes import SHIPPED, WHOLE, Mix, read_table, table_file, table_for
 from flexgen_h2o.parser import OneLineParser
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.load import Model
 
 SCHEMA = 1
-WHOLE = 16  # bits of what is not packed
 INT8 = "int8"  # of --weight-bits: int8_compute
 DEFAULT_POLICIES = (Full.name, "h2o", "local", "random")
 DEFAULT_BUDGETS = (0.5, 0.2)
@@ -98,12 +97,10 @@ class Setting:
     @property
     def name(self) -> str:
         """What tables call it, and the file of measurements."""
-        parts = [self.policy]
-        if self.chosen_by:
-            return self.chosen_by
+        parts = [f"{self.chosen_by}: {self.policy}" if self.chosen_by else self.policy]
         if self.kv_budget is not None:
             parts.append(f"{self.kv_budget:.3g} of the entries")
-        if self.kv_bytes is not None:
+        if self.kv_bytes is not None and not self.chosen_by:
             parts.append(f"{self.kv_bytes:.3g} of the bytes")
         if self.kv_bits != WHOLE:
             window = "" if self.kv_window is None else f" but for the newest {self.kv_window}"
@@ -205,11 +202,14 @@ def run(args: argparse.Namespace) -> int:
         runner.check(list(cases.values()))
         prompts = read_prompts(args, llm.model)
         say_notes("evaluate frontier", args, llm)
-        facts = _facts(args, llm.model, llm.dtype, prompts)
+        facts = {**_facts(args, llm.model, llm.dtype, prompts), "weights": llm.digests()["weights"]}
         kept = None if args.json is None else args.json.with_name(args.json.name + ".rows.jsonl")
         with contextlib.closing(Measurements(kept, facts)) as measured:
             for setting in measured.settings:  # of earlier runs: they stand in the same table
-                cases.setdefault(setting, setting.case(base, is_auto))
+                try:
+                    cases.setdefault(setting, setting.case(base, is_auto))
+                except UsageError as error:
+                    raise UsageError(f"--json: {kept} has a setting that is none here ({error}); remove it") from error
             study = Study(args, runner, prompts, cases, measured)
             study.measure()
         result = {**facts, "cells": study.cells()}
@@ -221,6 +221,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _keep_table(path: Path, table: Figures) -> None:
+    if not table["mixes"]:
+        raise UsageError(
+            "--learn: no setting is as small as the shares of --kv-bytes, so there is nothing to choose; give more "
+            "policies or fewer bits"
+        )
     from flexgen_h2o.core.files import write_whole
 
     try:
@@ -243,7 +248,7 @@ def _check(args: argparse.Namespace) -> list[Setting]:
     args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
     check_files(args, ("prompts",), ("json", "markdown", "plot"))
     if not args.prompts.is_file():
-        raise UsageError(f"--prompts {args.prompts}: no such file; name a .txt or .jsonl file of prompts")
+        raise UsageError(f"--prompts {args.prompts}: there is no such file; name a .txt or .jsonl file of prompts")
     if args.plot is not None:
         check_picture(args.plot)
     for task in args.tasks or ():
@@ -262,6 +267,8 @@ def _check(args: argparse.Namespace) -> list[Setting]:
     ):
         check_distinct(flag, given or ())
     settings = grid(args)
+    if args.plot is not None and len(settings) == 1:
+        raise UsageError("--plot: nothing is compared with the full cache; name a policy or --kv-bits too")
     for setting in settings:
         setting.case(Policy(), False)  # what it refuses is refused before torch is imported
     for name in GRID_FIELDS:
@@ -276,7 +283,8 @@ def grid(args: argparse.Namespace) -> list[Setting]:
     policies = args.policies or (() if chosen and not args.kv_budget and not args.learn else DEFAULT_POLICIES)
     budgets = args.kv_budget or (() if chosen else DEFAULT_BUDGETS)
     evicting = [policy for policy in policies if policy != Full.name]
-    table = table_for(args.model, args.offload_dir)
+    # A table that is to be made anew may be damaged.
+    table = read_table(SHIPPED) if args.learn else table_for(args.model, args.offload_dir)
     for policy in evicting:
         if policy.partition(":")[0] not in EVICTING:
             raise UsageError(f"--policies {policy}: is not one of {', '.join(POLICIES)}")
@@ -481,7 +489,8 @@ class Measurements:
             raise UsageError(f"--json: another run measures into {self._path}; wait for it, or name another file")
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
-        if lines == [b""]:
+        if len(lines) == 1 and b'{"facts": '.startswith(lines[0][:10]):  # new, or its first line was cut
+            self._file.truncate(0)
             self._append({"facts": facts})
             return
         self._read(lines[:-1], facts)
@@ -493,6 +502,8 @@ class Measurements:
             first, *others = (json.loads(line) for line in lines)
             same = first["facts"] == facts
             for line in others:
+                if line["kind"] == LOSSES and any(len(value) != 3 for value in line["values"]):
+                    raise ValueError("three losses a prompt are expected")
                 self._keep(Setting(**line["setting"]), line["kind"], line["values"], line["start"])
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"--json: {self._path} is not what this command has written; remove it") from error
@@ -664,16 +675,23 @@ def learned(result: Figures) -> Figures:
     A share of --kv-bytes has the setting with the lowest KL among those that need no more than these bytes. Ways to
     keep every entry are of small loss where their KL is at most SMALL.
     """
-    cells = [cell for cell in result["cells"] if cell["weights"] == str(WHOLE) and not cell["chosen_by"]]
+    cells = [
+        cell
+        for cell in result["cells"]
+        if cell["weights"] == str(WHOLE) and not cell["chosen_by"] and not cell["kv_rotation"]
+    ]
     mixes = []
     for size in sorted({cell["kv_bytes"] for cell in cells if cell["kv_bytes"]}, reverse=True):
         fitting = [cell for cell in cells if cell["kv_share"] <= size * ROUNDED and cell["kv_read"] == 1]
+        if not fitting:
+            continue
         best = min(fitting, key=lambda cell: cell["kl"]["value"])
         window = Policy.cache_window if best["kv_window"] is None else best["kv_window"]
         mixes.append(
             {
                 "least": size,
-                "eviction": best["policy"],
+                # Where all entries fit, nothing is dropped; in longer rows the policy sees to the bytes.
+                "eviction": H2O.name if best["policy"] == Full.name else best["policy"],
                 "cache_bits": best["kv_bits"],
                 "cache_window": window,
                 "kl": best["kl"],

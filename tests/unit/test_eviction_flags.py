@@ -110,7 +110,7 @@ TABLE = {
     "mixes": [
         {"least": 0.01, "eviction": "h2o-norm:decay=0.9", "cache_bits": 16, "cache_window": 16, "kl": {"value": 0.3}},
         {"least": 0.1, "eviction": "tova", "cache_bits": "4/3", "cache_window": 0, "kl": {"value": 0.1}},
-        {"least": 0.5, "eviction": "full", "cache_bits": 8, "cache_window": 16, "kl": {"value": 0.0}},
+        {"least": 0.5, "eviction": "local", "cache_bits": 8, "cache_window": 16, "kl": {"value": 0.0}},
     ],
     "small_losses": [{"settings": {}, "kl": {"value": 0.0}}],
 }
@@ -128,7 +128,7 @@ def of_own_table(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "name", "bits", "window"),
     [
-        ("--kv-bytes 0.6", "full", 8, 16),
+        ("--kv-bytes 0.6", "local", 8, 16),
         ("--kv-bytes 0.2", "tova", "4/3", 0),
         ("--kv-bytes 0.1 --cache-window 4", "tova", "4/3", 4),
         ("--kv-bytes 0.1 --cache-bits 4/2", "tova", "4/2", 16),
@@ -158,7 +158,18 @@ def test_a_model_without_a_table_takes_the_shipped_one(share: str) -> None:
     assert engine_flags.eviction_of(args, policy).name == mix.eviction.partition(":")[0]
 
 
-@pytest.mark.parametrize("damage", [{"mixes": []}, {"schema": 9}, {"mixes": [{"least": 1}]}, {"small_losses": 1}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"mixes": []},
+        {"schema": 9},
+        {"mixes": [{"least": 1}]},
+        {"small_losses": 1},
+        {"mixes": [{**TABLE["mixes"][0], "cache_bits": None}]},
+        {"mixes": [{**TABLE["mixes"][0], "eviction": "full"}]},
+        {"small_losses": [{"settings": {"nope": 1}, "kl": {"value": 0.0}}]},
+    ],
+)
 def test_a_damaged_table_is_named(of_own_table: list[str], tmp_path: Path, damage: dict[str, Any]) -> None:
     (tmp_path / "kv-size" / "some--model.json").write_text(json.dumps({**TABLE, **damage}))
     with pytest.raises(UsageError, match=r"--kv-size: .*some--model.json is no table of .*; remove it, or make it"):

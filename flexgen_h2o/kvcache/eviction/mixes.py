@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, read_object, usable_path
+from flexgen_h2o.kvcache.eviction import make_eviction
 
 SHIPPED = Path(__file__).with_name("kv_size.json")
 FOLDER = "kv-size"  # in the offload folder: a table for each model
 SCHEMA = 1
+WHOLE = 16  # bits of keys and values that are not packed
 _NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _MOST_CHARACTERS = 200  # of a file's name
 
@@ -25,7 +28,7 @@ _MOST_CHARACTERS = 200  # of a file's name
 class Mix:
     """What loses least of all that fits into so small a share of the KV cache's bytes.
 
-    least: the smallest share that it is for. eviction: as of `make_eviction`, or `full`. cache_bits, cache_window: as
+    least: the smallest share that it is for. eviction: as of `make_eviction`. cache_bits, cache_window: as
     of `Policy`; cache_bits 16: not packed. kl: nats to the full cache, where it was measured.
     """
 
@@ -71,13 +74,13 @@ def table_file(model: str, offload_dir: str | Path | None) -> Path:
 def table_for(model: str | None = None, offload_dir: str | Path | None = None) -> MixTable:
     """Return the table of a model, or the shipped one where it has none. UsageError names a file that is none."""
     own = None if model is None else table_file(model, offload_dir)
-    return read_table(own if own is not None and own.is_file() else SHIPPED)
+    return read_table(own if own is not None and own.exists() else SHIPPED)
 
 
 def read_table(path: Path) -> MixTable:
     """Return the table of a file. UsageError where it is not what `evaluate frontier --learn` writes."""
-    body = read_object(path, f"--kv-size: {path}")
     try:
+        body = read_object(path, f"{path}")
         if body["schema"] != SCHEMA:
             raise ValueError(f"schema is {body['schema']!r}, and this version reads {SCHEMA}")
         mixes = [
@@ -92,9 +95,15 @@ def read_table(path: Path) -> MixTable:
         ]
         model = str(body["model"])
         small = [KeptWhole(dict(one["settings"]), float(one["kl"]["value"]), model) for one in body["small_losses"]]
+        for mix in mixes:
+            make_eviction(mix.eviction, kv_bytes=mix.least)
+            packed: dict[str, Any] = {} if mix.cache_bits == WHOLE else {"cache_bits": mix.cache_bits}
+            Policy(compress_cache=bool(packed), cache_window=mix.cache_window, **packed)
+        for one in small:
+            Policy(**one.settings)
         if not mixes or not small:
             raise ValueError("there is nothing to choose from")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, UsageError) as error:
         raise UsageError(
             f"--kv-size: {path} is no table of `evaluate frontier --learn` ({error}); remove it, or make it again"
         ) from error

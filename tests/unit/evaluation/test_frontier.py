@@ -51,6 +51,7 @@ def cell(name: str, size: float, kl: float, spread: float = 0.01, **more: Any) -
         "kv_bits": 16,
         "kv_window": None,
         "chosen_by": "",
+        "kv_rotation": False,
     }
     return {"name": name, "kv_share": size, "read_share": size, "kl": interval, "changed": interval, **usual, **more}
 
@@ -78,7 +79,7 @@ def test_a_share_of_the_bytes_is_what_kv_size_chooses() -> None:
     _, found = grid(flags(kv_sizes=[0.2]))
     mix = table_for().mix_of(0.2)
     assert (found.policy, found.kv_bits, found.kv_bytes) == (mix.eviction, mix.cache_bits, 0.2)
-    assert found.name == "--kv-size 0.2"
+    assert found.name == f"--kv-size 0.2: {mix.eviction}, KV in {mix.cache_bits} bits but for the newest 16"
 
 
 def test_learning_tries_policies_and_bits_of_equal_bytes() -> None:
@@ -105,6 +106,8 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
     cells = [
         cell("full", 1.0, 0.0),
         cell("full", 0.32, 0.01, kv_bits=4),
+        cell("h2o", 0.4, 0.2, kv_bytes=0.4),
+        cell("h2o", 0.2, 0.0, kv_bytes=0.2, kv_bits=4, kv_rotation=True),
         cell("h2o", 0.2, 0.3, kv_bytes=0.2),
         cell("h2o-norm", 0.2, 0.1, kv_bytes=0.2, kv_bits=3, kv_window=0),
         cell("h2o", 0.2, 0.01, kv_bytes=0.2, chosen_by="--kv-size 0.2"),
@@ -117,6 +120,7 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
     path.write_text(json.dumps(learned({**about, "model": "small", "cells": cells})))
     table = read_table(path)
     assert [(mix.least, mix.eviction, mix.cache_bits, mix.cache_window) for mix in table.mixes] == [
+        (0.4, "h2o", 4, 16),
         (0.2, "h2o-norm", 3, 0),
         (0.1, "snapkv", 16, 16),
     ]
@@ -125,6 +129,14 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
         ({"compress_cache": True, "cache_bits": 4}, 0.01, "small"),
         ({"attn_sparsity": 0.1}, 0.02, "small"),
     ]
+
+
+@pytest.mark.parametrize("body", [b"", b'{"fac', b'{"facts": {"model": "m", "dig'])
+def test_a_file_whose_first_line_was_cut_is_begun_anew(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(body)
+    Measurements(path, FACTS).close()
+    assert json.loads(path.read_text()) == {"facts": FACTS}
 
 
 def test_measurements_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: Path) -> None:
@@ -146,7 +158,9 @@ def test_measurements_are_there_again_and_a_line_that_was_cut_is_not(tmp_path: P
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("body", [b"[]\n", b"not json\n", b'{"facts": {"model": "other", "digest": "d"}}\n'])
+@pytest.mark.parametrize(
+    "body", [b"[]\n", b"not json\n", b"no line", b'{"facts": {"model": "other", "digest": "d"}}\n']
+)
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(body)
