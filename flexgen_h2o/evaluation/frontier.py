@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -365,12 +366,12 @@ def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
         model.check_chat()
     answers_itself = args.chat or args.continuation == "greedy"
     length = args.prompt_len + (0 if answers_itself else args.gen_len)
-    ids, references, asked = [], [], []
-    for tokens, summary in _lines(args, model, length):
+    ids: list[tuple[int, ...]] = []
+    articles: list[Article] = []
+    for tokens, article in _lines(args, model, length):
         ids.append(tokens)
-        if summary is not None:
-            references.append(summary[1])
-            asked.append(summary[0])
+        if article is not None:
+            articles.append(article)
     if args.join:
         ids = list(_joined(ids, length))
     elif not answers_itself:
@@ -383,9 +384,13 @@ def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
         )
     cut = [tokens[:length] for tokens in ids]
     rows = [TextRow(tokens[: args.prompt_len], tokens[args.prompt_len :]) for tokens in cut]
-    count = len(rows)
-    asked = asked[:count] if len(asked) >= count else [row.prompt for row in rows]
-    references = references[:count] if len(references) >= count else []
+    # Cutting an article to its length encodes it several times: only as many as are asked for.
+    summaries = list(islice(_summaries(args, model, articles), len(rows)))
+    asked = [row.prompt for row in rows]
+    references: list[str] = []
+    if len(summaries) == len(rows):
+        asked = [prompt for prompt, _ in summaries]
+        references = [reference for _, reference in summaries]
     questions = {
         task: long_context.questions(task, model, args.prompt_len, args.num_questions, args.seed)
         for task in args.tasks or ()
@@ -393,29 +398,22 @@ def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
     return Prompts(rows, asked, references, questions)
 
 
-Summary = tuple[tuple[int, ...], str]  # a prompt that asks for a summary, and a person's
+Article = tuple[str, str]  # a text that asks for a summary, and a person's summary
 
 
-def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tuple[tuple[int, ...], Summary | None]]:
+def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tuple[tuple[int, ...], Article | None]]:
     """Yield token ids of each line, at least `length` of a longer one. UsageError names the line."""
     from flexgen_h2o.engine.sampling import SamplingParams
-    from flexgen_h2o.evaluation.articles import shortened
     from flexgen_h2o.jobs.input import read_lines
     from flexgen_h2o.jobs.requests import RequestReader, RowError
 
     reader = RequestReader(model, SamplingParams(args.gen_len), chat=args.chat)
-    encode = model.encode_message if args.chat else model.encode
-
-    def fits(text: str) -> bool:
-        return bool(len(encode(text)) <= args.prompt_len)
-
     for line in read_lines(args.prompts):
         try:
             value = line.parse()
         except ValueError as error:
             raise UsageError(f"--prompts {args.prompts}:{line.number}: {error}") from error
         text = next((value[name] for name in ("article", "prompt", "text") if isinstance(value.get(name), str)), None)
-        summary: Summary | None = None
         if text is not None and not args.chat and model.tokenizer is not None:
             ids = tuple(model.encode_beginning(text, length))
         else:
@@ -423,11 +421,25 @@ def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tupl
                 ids = reader.read(line).prompt.token_ids
             except RowError as error:
                 raise UsageError(f"--prompts {args.prompts}:{line.number}: {error}") from error
-        if isinstance(value.get("article"), str) and isinstance(value.get("summary_gt"), str):
-            whole = shortened(value["article"], fits)
-            if whole is not None:
-                summary = tuple(encode(whole)), value["summary_gt"]
-        yield ids, summary
+        article, reference = value.get("article"), value.get("summary_gt")
+        yield ids, (article, reference) if isinstance(article, str) and isinstance(reference, str) else None
+
+
+def _summaries(
+    args: argparse.Namespace, model: Model, articles: Iterable[Article]
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield prompts of at most --prompt-len tokens, with what a person wrote, of the articles that can be cut so."""
+    from flexgen_h2o.evaluation.articles import shortened
+
+    encode = model.encode_message if args.chat else model.encode
+
+    def fits(text: str) -> bool:
+        return bool(len(encode(text)) <= args.prompt_len)
+
+    for article, reference in articles:
+        whole = shortened(article, fits)
+        if whole is not None:
+            yield tuple(encode(whole)), reference
 
 
 def _joined(ids: Iterable[tuple[int, ...]], length: int) -> Iterator[tuple[int, ...]]:

@@ -71,6 +71,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
     requests = args.output_dir / "requests.jsonl"
     _write_requests(requests, lines)
     found: list[Figures] = []
+    result = {**facts, "cells": found}
     for cell in cells:
         print(f"# {cell.title}", flush=True)
         run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, SamplingParams())
@@ -86,8 +87,8 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
                 "results": results,
             }
         )  # fmt: skip
-        write_summary(args.output_dir / "summary.json", {**facts, "cells": found})
-    write_results(args, {**facts, "cells": found}, grid_table({**facts, "cells": found}) + "\n", draw_grid)
+        write_summary(args.output_dir / "summary.json", result)
+    write_results(args, result, grid_table(result) + "\n", draw_grid)
     return EXIT_DONE
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -92,17 +92,24 @@ def _filler(size: int) -> list[str]:
     return [sentences[i % len(sentences)] for i in range(size)]
 
 
+def _hidden(rng: random.Random, size: int, sentences: Sequence[str]) -> str:
+    """Return filler of `size` sentences with others in their order at random places among them."""
+    places = sorted(rng.choices(range(size + 1), k=len(sentences)))
+    text = _filler(size)
+    for place, sentence in reversed(list(zip(places, sentences, strict=True))):
+        text.insert(place, sentence)
+    return " ".join(text)
+
+
 def _needles(rng: random.Random, size: int, keys: int) -> tuple[str, tuple[str, ...]]:
     names = rng.sample(WORDS, keys)
     numbers = [str(rng.randrange(10**6, 10**7)) for _ in names]
-    places = sorted(rng.choices(range(size + 1), k=keys))
-    text = _filler(size)
-    for place, name, number in reversed(list(zip(places, names, numbers, strict=True))):
-        text.insert(place, f"The secret number of the {name} is {number}.")
+    needles = [f"The secret number of the {name} is {number}." for name, number in zip(names, numbers, strict=True)]
+    text = _hidden(rng, size, needles)
     asked = rng.randrange(keys)
     prompt = (
         "Remember the secret numbers in this text. There will be a question about them.\n"
-        f"{' '.join(text)}\n"
+        f"{text}\n"
         f"Question: What is the secret number of the {names[asked]} in the text?\n"
         f"Answer: The secret number of the {names[asked]} is"
     )
@@ -122,13 +129,10 @@ def _chain(rng: random.Random, size: int) -> tuple[str, tuple[str, ...]]:
     value = str(rng.randrange(10**4, 10**5))
     steps = [f"VAR {names[0]} = {value}."]
     steps += [f"VAR {later} = VAR {earlier}." for earlier, later in pairwise(names)]
-    places = sorted(rng.choices(range(size + 1), k=CHAIN))
-    text = _filler(size)
-    for place, step in reversed(list(zip(places, steps, strict=True))):
-        text.insert(place, step)
+    text = _hidden(rng, size, steps)
     prompt = (
         "Follow the assignments of variables in this text.\n"
-        f"{' '.join(text)}\n"
+        f"{text}\n"
         f"Question: Which {CHAIN} variables have the value {value}?\n"
         f"Answer: The {CHAIN} variables with the value {value} are VAR"
     )
