@@ -23,7 +23,7 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Row, Silent
 from flexgen_h2o.engine.prompts import CODE_INTERNAL, Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, at_once, id_digest, which_are_in
+from flexgen_h2o.jobs.input import STEP_LINES, Digests, Line, Steps, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, row_errors
 from flexgen_h2o.jobs.responses import error_row, success_row
@@ -68,11 +68,6 @@ class Before:
     errors: Counter[str]
     others: tuple[int, int] = (0, 0)
     sidecar: Sidecar | None = None
-
-
-def rows_before(output: OutputFile, ids: Digests) -> Before:
-    """Read the output back; its torn end is cut off."""
-    return at_once(rows_before_steps(output.rows(), ids))
 
 
 def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Before]:

@@ -14,10 +14,10 @@ from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import Cut, read_cut, scan_input
+from flexgen_h2o.jobs.input import Cut, Digests, at_once, read_cut, scan_input
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Job, JobWriter, rows_before
+from flexgen_h2o.jobs.runner import Before, Job, JobWriter, rows_before_steps
 from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.models.load import Model
@@ -100,6 +100,11 @@ class Ran:
     @property
     def status(self) -> Status:
         return self.writer.status
+
+
+def rows_before(output: OutputFile, ids: Digests) -> Before:
+    """Read the output back; its torn end is cut off."""
+    return at_once(rows_before_steps(output.rows(), ids))
 
 
 def run_job(llm: Any, source: Path, output: Path, max_errors: int | None = None, **options: Any) -> Ran:

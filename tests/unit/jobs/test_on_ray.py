@@ -21,9 +21,9 @@ from flexgen_h2o.jobs.input import Cut, cut_input, read_cut, read_lines, scan_in
 from flexgen_h2o.jobs.on_ray import Opening, Pool, Raised, RayJob, find_pool, run_window, window_size
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, JobWriter, Notes, rows_before
+from flexgen_h2o.jobs.runner import Answer, JobWriter, Notes
 from flexgen_h2o.models.load import Model
-from tests.unit.jobs.stub import StubLLM, read_rows, write_lines
+from tests.unit.jobs.stub import StubLLM, read_rows, rows_before, write_lines
 
 GIB = 2**30
 

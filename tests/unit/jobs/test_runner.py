@@ -26,10 +26,10 @@ from flexgen_h2o.jobs.input import Cut, read_cut, scan_input
 from flexgen_h2o.jobs.on_ray import AnswerSink
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, Job, JobRows, JobWriter, rows_before, window_rows
+from flexgen_h2o.jobs.runner import Answer, Job, JobRows, JobWriter, window_rows
 from flexgen_h2o.jobs.sidecar import Sidecar, read_sidecar, read_status, sidecar_path
 from flexgen_h2o.models.load import Model
-from tests.unit.jobs.stub import StubLLM, read_rows, run_job, write_lines
+from tests.unit.jobs.stub import StubLLM, read_rows, rows_before, run_job, write_lines
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
