@@ -64,7 +64,7 @@ ROWS = (
         f"{EVALUATE} attention {_6B} --prompts wikitext.jsonl --prompt-len 1024 --gen-len 128 --plot attention.png",
         "OPT-6.7B; WikiText-103 as JSONL with `prompt`",
         f"{_6B} --prompt-len 1024 --gen-len 128 --num-prompts 448",
-        measured="[attention.md](../results/notes/attention.md#what-the-h2o-paper-observes-of-attention)",
+        measured="[papers](../../docs/lab/papers.md#attention)",
         real=f'{EVALUATE} attention --model "$MODEL" {TEXTS} --json "$WORK/attention.json"',
     ),
     Row(
@@ -87,7 +87,7 @@ ROWS = (
         "--policies local:sinks=0 local random h2o h2o-norm snapkv --budgets 0.5 0.2 0.1 0.04",
         "OPT-30B; text as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 1408",
-        measured="[quality.md](../results/notes/quality.md#opt-tiny-256--96-tokens)",
+        measured="[papers](../../docs/lab/papers.md#fidelity)",
         real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies random local:sinks=0 local h2o '
         '--budgets 0.5 0.2 --json "$WORK/fidelity.json"',
     ),
@@ -127,7 +127,7 @@ ROWS = (
         "LLaMA-2-7B; a long text",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 1 --gen-len 4000 --num-prompts 8 --hh-size 1024 --recent-size "
         "1024",
-        "a100-80", "[attention.md](../results/notes/attention.md#streams-past-the-trained-length)",
+        "a100-80", "[papers](../../docs/lab/papers.md#streaming)",
         real='for policy in h2o local; do\nname="$WORK/streaming-$policy.json"; [ -s "$name" ] || '
         f'{EVALUATE} streaming --model "$MODEL" --text "$WORK/long.txt" --streams 1 --stream-len 20000 --policies '
         '$policy --hh-size 256 --recent-size 256 --positions rolling --json "$name" || exit\ndone',
@@ -165,7 +165,7 @@ ROWS = (
         "--tasks copa,openbookqa,piqa --num-fewshot 5 --download $kept\ndone",
         "OPT-30B; data sets",
         f"{_30B} --prompt-len 384 --gen-len 8 --num-prompts 4000 --hh-ratio 0.1 --compress-cache",
-        measured="[kv-frontier.md](../results/notes/kv-frontier.md#compressed-kv)",
+        measured="[papers](../../docs/lab/papers.md#h2o-4bit)",
         real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies h2o --budgets 0.2 --kv-bits 4 '
         '--json "$WORK/h2o-4bit.json"',
     ),
@@ -198,7 +198,7 @@ ROWS = (
         "niah-multikey vt cwe fwe --num-questions 100 --policies local:sinks=0 h2o h2o-norm snapkv --kv-budget 0.5 0.2",
         "Llama-3.1-8B; LongBench itself is not read here",
         "--model meta-llama/Llama-3.1-8B --prompt-len 4096 --gen-len 128 --num-prompts 2500 --hh-ratio 0.1", "a100-80",
-        "[quality.md](../results/notes/quality.md#ruler-type-tasks)",
+        "[papers](../../docs/lab/papers.md#ruler)",
         real=f'{EVALUATE} frontier --model "$MODEL" --prompts "$WORK/prompts.jsonl" --num-prompts 4 --prompt-len 384 '
         '--gen-len 16 --tasks niah niah-multikey --num-questions 20 --policies local:sinks=0 h2o --kv-budget 0.5 0.2 '
         '--no-answers --json "$WORK/ruler.json"',
@@ -255,7 +255,7 @@ ROWS = (
         "$bits\ndone",
         "OPT-30B; WikiText or LAMBADA as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 128 --compress-weight --compress-cache",
-        measured="[quality.md](../results/notes/quality.md#compressed-weights-and-products-in-int8)",
+        measured="[papers](../../docs/lab/papers.md#compression)",
         real=f'{EVALUATE} fidelity --model "$MODEL" {TEXTS} --mass-steps 0 --policies h2o --budgets 0.2 '
         '--weight-bits 4 --kv-bits 4 --json "$WORK/compression.json"',
     ),
