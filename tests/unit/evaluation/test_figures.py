@@ -132,7 +132,7 @@ def result() -> dict[str, Any]:
     scale = {"local": 3.0, "h2o": 2.0, "h2o-norm": 1.0}
     found = [
         TextFidelity(
-            cell, 10, 0.5, 0.25, np.full((N, STEPS), scale[cell.label]) * np.arange(1, N + 1)[:, None],
+            cell, 10, 0.5, np.full((N, STEPS), scale[cell.label]) * np.arange(1, N + 1)[:, None],
             full_nll + scale[cell.label], np.zeros((N, STEPS), dtype=bool), np.full((N, 2), 0.25),
         )
         for cell in cells
