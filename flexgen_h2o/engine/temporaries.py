@@ -163,7 +163,7 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
         row = shape.most_slots * spec.head_dim
         numbers = min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row))
         probabilities = numbers // spec.head_dim * (spec.num_heads // spec.num_kv_heads)
-        unpacking = 2 * UNPACK_KV_BYTES if policy.compress_cache else 0
+        unpacking = UNPACK_KV_BYTES + 2 * itemsize if policy.compress_cache else 0
         decode += probabilities * LARGEST_BYTES + numbers * (itemsize + unpacking)
     # Probabilities, sorted and summed in float64 with their indices.
     logits = shape.logits * spec.vocab_size if spec.head else 0
