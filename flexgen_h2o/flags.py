@@ -47,7 +47,6 @@ SHOWN_AS = {
     "--kv-bytes": "--kv-size",
     "--cache-bits": "--kv-bits",
     "--cache-rotation": "--kv-rotation",
-    "--attn-sparsity": "--kv-read",
     "--gen-len": "--max-tokens",
 }
 SCRIPTS_RATIO = 0.1  # of heavy and of recent KV entries, in h2o_hf's scripts
@@ -59,7 +58,6 @@ SECTION_OF = {
     "cache_bits": KV,
     "cache_window": KV,
     "cache_rotation": KV,
-    "attn_sparsity": KV,
     "kv_bytes": KV,
 }
 # Flags of the engine and of sampling that `--help` shows; the others are under `--help-all`.

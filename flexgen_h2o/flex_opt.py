@@ -45,7 +45,6 @@ from flexgen_h2o.engine.report import (
     project_decode_seconds,
     ranks_line,
     sizes_line,
-    sparsity_line,
 )
 from flexgen_h2o.flags import (
     SHOWN_OF_ENGINE,
@@ -292,8 +291,6 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
     if args.verbose >= 1:
         print(f"policy: {as_flags(report.policy)}")
         print(eviction_line(report))
-        if report.policy.attn_sparsity < 1:
-            print(sparsity_line(report))
         print(ranks_line(report) if args.pipeline else prediction_line(report))
         print(log_block(report))
     if args.json is not None:

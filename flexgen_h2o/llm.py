@@ -40,7 +40,7 @@ from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
-from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up, warm_up_selection
+from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
@@ -418,8 +418,6 @@ class LLM:
                 warm_up, place, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
                 part.spec.rotary is not None, partial(formats.warm_up, form, experts=bool(part.spec.experts)),
             )  # fmt: skip
-        if policy.attn_sparsity < 1:
-            compile_subprocess(warm_up_selection, self._device.torch_device, dtype, packing_of(part.spec, policy))
         checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint
         if not self.model.random:  # what is packed now must be what was opened at first
             self._checkpoint.check_unchanged()

@@ -352,8 +352,6 @@ def _fastest(args: argparse.Namespace) -> Answer:
     table = table_for(args.model, args.offload_dir)
     for kept in table.small_losses:
         space = question.space
-        if "attn_sparsity" in kept.settings and not space.machine.profile.device_is_host:
-            continue  # a card has no kernel for it
         tried = replace(question, space=replace(space, base=replace(space.base, **kept.settings)), kv_loss=kept)
         answers.append(_answered(tried))
     fitting = [answer for answer in answers if answer.plan is not None]

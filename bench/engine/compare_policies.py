@@ -113,7 +113,7 @@ CLAIMS = {
     "disk": Claim({"in RAM": {}, "on disk": {"percent": ON_DISK}}, 256, 8, 9),
     "int8": Claim({"bf16": {}, "int8": {"int8_compute": True}}, 128, 16, 13),
     "kv-disk": Claim(SMALLER_KV, 8, 1536, 512, KV_ON_DISK),
-    "kv-ram": Claim(SMALLER_KV | {"a tenth read": {"attn_sparsity": 0.1}}, 8, 1536, 512),
+    "kv-ram": Claim(SMALLER_KV, 8, 1536, 512),
     "kv-device": Claim(SMALLER_KV, 16, 512, 512, KV_BEHIND_A_LINK, "3GiB"),
     "kv-rows": Claim(ROWS_OF_8_GIB, None, 512, 512, A_THIRD),
 }  # fmt: skip

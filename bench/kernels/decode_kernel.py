@@ -4,10 +4,9 @@ over slots packed in 4 bits it is >= 1.5x as fast a column.
 Method: KV caches of some layers' heads, larger than the last cache, all slots filled; in turn, in one process and with
 the same threads: a plain sum over the same bytes (torch.sum of int64: the probe of the memory), `attend`, the same with
 scores, `attend_reference` (torch: bmm, softmax, bmm) and SDPA with one query, on the better of two layouts (heads
-apart, tokens apart), `attend` over the same columns in 2, 3, 4 and 8 bits, keys smoothed and the newest 16 whole;
-`attend_selected` of 5, 10 and 20% of the columns, whole and in 4 bits, which a random query chooses anywhere. All in
-bytes of keys and values per second, those beside the slots among them; for packed slots also in values per second.
-Medians of the ratios of each round.
+apart, tokens apart), `attend` over the same columns in 2, 3, 4 and 8 bits, keys smoothed and the newest 16 whole.
+All in bytes of keys and values per second, those beside the slots among them; for packed slots also in values per
+second. Medians of the ratios of each round.
 
 Then `column_sums` of a prefill, as a share of the matrix products and the attention of one layer (measured on 1,024
 tokens, scaled to the micro-batch), in turn in each round.
@@ -33,7 +32,6 @@ from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
-from flexgen_h2o.kernels.select import Selection, attend_selected, empty_sketch, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -41,7 +39,6 @@ HEADS = {"opt-1.3b": (32, 64), "opt-6.7b": (32, 128), "opt-30b": (56, 128)}  # h
 SLOTS = (103, 1100)
 LAYERS = {"opt-1.3b": (32, 64, 8192, 8192), "opt-6.7b": (32, 128, 16384, 4096)}  # heads, width, ffn, tokens
 PROMPTS = (512, 1024)
-SHARES = (0.05, 0.1, 0.2)  # of the columns that are read
 WINDOW = 16  # newest columns that are whole
 CHUNK = 1024  # tokens whose matrix products are timed
 Seconds = dict[str, list[float]]
@@ -106,12 +103,6 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     packed = {name: [pack_columns(keys, p.keys), pack_columns(values, p.values)] for name, p in packings.items()}
     whole = _beside(rows, slots, width, dtype)
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
-    sketch = empty_sketch(rows, slots, width)
-    fill_sketch(sketch, *(t[0].transpose(0, 1).contiguous() for t in (keys, values)))
-
-    def select(share: float, name: str = "") -> Callable[[], object]:
-        areas, form = (packed[name], SlotForm(packings[name], whole)) if name else ((keys, values), SlotForm())
-        return lambda: attend_selected(q, *areas, filled, scale, Selection(sketch, (filled * share).int()), form)
 
     def attend_over(name: str, book: ScoreState | None = None) -> Callable[[], object]:
         return lambda: attend(q, *packed[name], filled, scale, book, SlotForm(packings[name], whole))
@@ -121,8 +112,6 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
         {
             **{name: attend_over(name) for name in packings},
             **{f"{name}_scored": attend_over(name, book) for name in packings},
-            **{f"select_{share:.0%}": select(share) for share in SHARES},
-            **{f"select_{share:.0%}_packed_4": select(share, "packed_4") for share in SHARES},
             "pack_4": lambda: [pack_columns(t, packings["packed_4"].keys) for t in one],
             "memory": lambda: [t.view(torch.int64).sum() for t in (keys, values)],
             "attend": lambda: attend(q, keys, values, filled, scale),
@@ -137,7 +126,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     speeds = {
         name: Spread([_bytes_of(name, moved, dtype, packings, whole) / s for s in values])
         for name, values in seconds.items()
-        if name != "pack_4" and not name.startswith("select")
+        if name != "pack_4"
     }
     per_s = {name: Spread([moved / dtype.itemsize / s for s in seconds[name]]) for name in ("attend", *packings)}
     per_s["pack_4"] = Spread([2 * rows * width / s for s in seconds["pack_4"]])
@@ -154,7 +143,6 @@ def _ratios(seconds: Seconds, speeds: dict[str, Spread], packings: list[str]) ->
         "attend_over_sdpa": _ratio(seconds, "attend", "sdpa"),
         "attend_over_torch": _ratio(seconds, "attend", "torch"),
         "scored_time_over_unscored": _ratio(seconds, "attend", "attend_scored"),
-        **{f"{name}_over_attend": _ratio(seconds, name, "attend") for name in seconds if name.startswith("select")},
         **{f"{n}_of_memory": ratio_of(speeds[n].values, speeds["memory"].values) for n in packings},
         **{f"{name}_over_attend": _ratio(seconds, name, "attend") for name in packings},
         **{f"{n}_scored_over_attend_scored": _ratio(seconds, f"{n}_scored", "attend_scored") for n in packings},

@@ -250,9 +250,9 @@ ROWS = (
         "what weights and KV in 4 bits cost",
         f"{EVALUATE} fidelity {TINY} --num-prompts 6 --recall-prompts 0 --prompt-len 128 --gen-len 16 --policies h2o "
         "--budgets 0.5 --resamples 200 --weight-bits 4 --kv-bits 4 --gpu-batch-size 8",
-        f"for bits in '--weight-bits 4' '--kv-bits 4' '--weight-bits 4 --kv-bits 4' '--kv-read 10%'; do\n{EVALUATE} "
-        f"fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --policies h2o --budgets 0.2 "
-        "$bits\ndone",
+        "for bits in '--weight-bits 4' '--kv-bits 4' '--weight-bits 4 --kv-bits 4' '--attn-sparsity 10%'; do\n"
+        f"{EVALUATE} fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --policies h2o "
+        "--budgets 0.2 $bits\ndone",
         "OPT-30B; WikiText or LAMBADA as JSONL",
         f"{_30B} --prompt-len 256 --gen-len 96 --num-prompts 128 --compress-weight --compress-cache",
         measured="[papers](../../docs/lab/papers.md#compression)",

@@ -127,7 +127,7 @@ def _measure_ours(folder: Path, cell: Cell, systems: Iterable[System], model: st
             continue
         for variant, policy in variants:
             line = of_cell(cell, variant, model)
-            line |= {name: cells[policy][name] for name in ("kl", "flips", "kv_share", "read_share")}
+            line |= {name: cells[policy][name] for name in ("kl", "flips", "kv_share")}
             _keep(folder, line | {"command": command})
 
 

@@ -87,7 +87,8 @@ class Policy:
     pin_weight: bool = setting(True, "pin what RAM holds, with a GPU")
     attn_sparsity: float = setting(
         1.0,
-        "share of the KV entries that each step reads: 10% reads the tenth that matters most and approximates the rest",
+        "FlexGen's flag: attention adds up this share of the values, those with the largest probabilities; an "
+        "experiment: saves no memory and little time",
         share=True,
     )
 

@@ -11,10 +11,7 @@ from statistics import fmean
 from flexgen_h2o.core.units import round_up
 
 WORD = 4  # bytes
-SKETCH_BLOCK = 32  # columns whose sketches lie together
-LEAST_PROMPT = 64  # columns that a sketch's grid is made of, at least: rows with shorter prompts read all of theirs
-SKETCH_CODES = 8  # of one channel after another, in a 16-bit number
-COLUMN_STEP = 4  # whole columns of a row, and blocks of a sketch, are multiples of it, as the decode kernel reads them
+COLUMN_STEP = 4  # whole columns of a row are multiples of it, as the decode kernel reads them
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's codes; those with the fourth bit set are negative
 GROUP = 64  # values that share a scale and a least value, at most
 _STEP = 8  # values; groups are multiples of it, so that in 4 and in 8 bits they begin with a word
@@ -135,28 +132,15 @@ def whole_bytes(columns: int, width: int, itemsize: int) -> int:
     return columns * (2 * width * itemsize + WORD) + 4 * width
 
 
-def sketch_shape(slots: int, width: int) -> tuple[int, int]:
-    """Blocks of a row's sketch, and 16-bit numbers for each of their columns (kernels/select.Sketch)."""
-    return round_up(-(-slots // SKETCH_BLOCK), COLUMN_STEP), -(-width // SKETCH_CODES)
-
-
-def sketch_bytes(slots: int, width: int) -> int:
-    """The sketch of a row and kv-head: keys in 2 bits, sums of a block's values, and the grid of each channel, fp32."""
-    blocks, numbers = sketch_shape(slots, width)
-    return blocks * (2 * numbers * SKETCH_BLOCK + width * WORD) + 2 * width * WORD
-
-
 @dataclass(frozen=True)
 class KVSizes:
     """What a row's keys and values take in one layer and kv-head, with `width` numbers a key. window: newest columns
-    that are whole beside packed slots, at most. itemsize: of a number that is not packed; bf16's by default. selects:
-    a sketch of all slots lies beside them (`Policy.attn_sparsity`)."""
+    that are whole beside packed slots, at most. itemsize: of a number that is not packed; bf16's by default."""
 
     width: int
     packing: KVPacking | None = None
     window: int = 0
     itemsize: int = 2
-    selects: bool = False
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
@@ -171,11 +155,10 @@ class KVSizes:
         return sum(self.slot_bytes)
 
     def beside(self, slots: int) -> int:
-        """What lies beside so many slots where they are packed, and their sketch."""
-        found = 0
-        if self.packing is not None:
-            found += whole_bytes(window_of(self.window, slots), self.width, self.itemsize)
-        return found + (sketch_bytes(slots, self.width) if self.selects else 0)
+        """What lies beside so many slots where they are packed."""
+        if self.packing is None:
+            return 0
+        return whole_bytes(window_of(self.window, slots), self.width, self.itemsize)
 
     def nbytes(self, slots: int) -> int:
         """Slots, and what lies beside them; not what a policy records of slots."""

@@ -137,7 +137,15 @@ class UnitAttention:
             of_rows = budgets.select(slice(0, first))
             beside = common if window is None else None
             decoding = KVRows(
-                policy, block, self._kv_heads, of_rows, before, beside, window=window, hadamard=self._hadamard
+                policy,
+                block,
+                self._kv_heads,
+                of_rows,
+                before,
+                beside,
+                window=window,
+                hadamard=self._hadamard,
+                attn_sparsity=self._sparsity if window is None else 1.0,
             )
             new.append(decoding.new_columns(self._step_numbers(block, table, fed)))
         if behind:
@@ -207,4 +215,4 @@ class UnitAttention:
             rolling.rotate((q,), new.filled - 1)
         elif rotation is not None:
             rotation.rotate((q, k), positions)
-        attend_slots((q, k, v), rows, new, self._scale, out, self._sparsity, rolling)
+        attend_slots((q, k, v), rows, new, self._scale, out, rolling)

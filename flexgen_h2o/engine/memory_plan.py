@@ -222,7 +222,6 @@ def kv_layout(
     return UnitLayout(
         sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares,
         NO_RECORD if record is None else record, streamed, packing_of(spec, policy), policy.cache_window,
-        policy.attn_sparsity < 1 and record is not None,
     )  # fmt: skip
 
 
@@ -238,7 +237,7 @@ def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:
 
 def kv_sizes_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVSizes:
     """What KV columns take; with bf16's itemsize for policies that count bytes."""
-    return KVSizes(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize, policy.attn_sparsity < 1)
+    return KVSizes(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize)
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:

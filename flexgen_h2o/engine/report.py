@@ -16,7 +16,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import LANES
-from flexgen_h2o.core.units import GIB, format_bytes
+from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_layout, kv_sizes_of, record_in
 from flexgen_h2o.engine.workload import WorkloadShape, need_of
 
@@ -117,7 +117,6 @@ def make_report(
     shape = need_of(eviction, table.sizes.total(), set(table.sizes), spec.num_blocks, spec.windows)
     copied = common * spec.kv_bytes_per_token(itemsize)
     model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, table.sizes, itemsize)
-    saves = {"attn_sparsity_saves": "memory reads, no traffic"} if engine.policy.attn_sparsity < 1 else {}
     joined = {"refilled": scheduler.joined} if scheduler.is_continuous else {}
     report = RunReport(
         model=table.model.name,
@@ -154,7 +153,6 @@ def make_report(
             **joined,
             "prefill_fed_tokens": sum(b.fed_tokens for b in blocks),
             "common_prefix": {"tokens": common, "kv_bytes": copied},
-            **saves,
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
     )
@@ -263,16 +261,6 @@ def eviction_line(report: RunReport) -> str:
     return (
         f"eviction: {report.eviction['name']}, {report.kv['slots']} slots a row{behind}, "
         f"{share:.1%} of the full KV cache"
-    )
-
-
-def sparsity_line(report: RunReport) -> str:
-    """What --attn-sparsity saved, and what not."""
-    moved = ", ".join(f"{link} {format_bytes(n)}" for link, n in report.io_bytes_by_kind["kv"].items() if n)
-    return (
-        f"attention sparsity: a decode step reads {report.policy.attn_sparsity} of a sequence's KV entries; that "
-        "saves memory "
-        f"reads, no traffic (KV moved: {moved or 'nothing'})"
     )
 
 

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
 # Of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each.
 UNPACK_KV_BYTES = 28
-SELECT_BYTES = 40  # of a number of KV, where torch operations choose columns
-THREADS = 16  # that attend at once, at most, of which each has memory of its own
+LARGEST_BYTES = 40  # of a probability while the largest are chosen: itself, sorted, with int64 places and ranks
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 QUERY_KEY_BYTES = 24  # of a number of a key or a query while a policy looks at it
 ROUTER_BYTES = 20  # of a token and expert: logits and probabilities in fp32, and their order
@@ -160,9 +159,12 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     if spec.windows:  # the mask of some queries within a window
         seen = min(max(shape.sharing, shape.tokens), MASK_ROWS + max(w or 0 for w in spec.windows))
         prefill += MASK_ROWS * seen * itemsize
-    if policy.attn_sparsity < 1:  # a thread's estimates, shares, places, and the columns that it gathered
-        group = spec.num_heads // spec.num_kv_heads
-        decode += THREADS * shape.most_slots * (12 * group + 2 * itemsize * spec.head_dim)
+    if policy.attn_sparsity < 1:  # probabilities of some rows; their values, or keys and values as they are unpacked
+        row = shape.most_slots * spec.head_dim
+        numbers = min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row))
+        probabilities = numbers // spec.head_dim * (spec.num_heads // spec.num_kv_heads)
+        unpacking = UNPACK_KV_BYTES + 2 * itemsize if policy.compress_cache else 0
+        decode += probabilities * LARGEST_BYTES + numbers * (itemsize + unpacking)
     # Probabilities, sorted and summed in float64 with their indices.
     logits = shape.logits * spec.vocab_size if spec.head else 0
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
@@ -189,21 +191,18 @@ def _routing_bytes(spec: ModelSpec, shape: BlockShape) -> int:
 def unpacked_cache_bytes(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
 ) -> int:
-    """Of KV that a card unpacks to read, or chooses columns of, some rows at a time. A host does so in place."""
+    """Of KV that a card unpacks to read, some rows at a time. A host does so in place."""
     on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
-    each = UNPACK_KV_BYTES + 2 * itemsize if policy.compress_cache else 0
-    each += SELECT_BYTES if policy.attn_sparsity < 1 else 0
-    if not each or not on_card:
+    if not policy.compress_cache or not on_card:
         return 0
     row = shape.most_slots * spec.head_dim
-    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * each
+    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (UNPACK_KV_BYTES + 2 * itemsize)
 
 
 def brought_prompt_bytes(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
 ) -> int:
-    """Of keys and values of a prompt that a card has computed and the host packs or sketches, a layer at a time."""
-    makes_more = policy.compress_cache or policy.attn_sparsity < 1
-    if device_is_host or not policy.cpu_cache_compute or not makes_more:
+    """Of keys and values of a prompt that a card has computed and the host packs, a layer at a time."""
+    if device_is_host or not policy.cpu_cache_compute or not policy.compress_cache:
         return 0
     return 2 * shape.most_attending * spec.num_kv_heads * spec.head_dim * itemsize

@@ -25,7 +25,7 @@ from flexgen_h2o.evaluation.figures import (
     TextFidelity,
     by_step,
     draw,
-    kv_shares,
+    kv_share,
     markdown,
     summarise_divergence,
     summarise_recall,
@@ -294,11 +294,10 @@ class Runner:
         found = self._use(case).generate(prompts, params)
         return [one.text if one.text is not None else " ".join(map(str, one.token_ids)) for one in found]
 
-    def shares(self, case: Case, lengths: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        """Means of `kv_shares` over rows. lengths: their prompt tokens and most new tokens."""
+    def share(self, case: Case, lengths: Sequence[tuple[int, int]]) -> float:
+        """The mean of `kv_share` over rows. lengths: their prompt tokens and most new tokens."""
         spec, policy, eviction = self.llm.model.spec, base_of(self._placed(case)), self._use(case).eviction
-        held, read = np.mean([kv_shares(spec, policy, eviction, row) for row in lengths], axis=0).tolist()
-        return held, read
+        return float(np.mean([kv_share(spec, policy, eviction, row) for row in lengths]))
 
     def recall(self, rows: Sequence[TextRow], case: Case | None) -> list[list[bool]]:
         """For each row and question: are all tokens of the answer the likeliest ones? case: None for the reference."""
@@ -368,9 +367,9 @@ class Runner:
             for block in range(blocks)
         ]
         mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
-        held, read = self.shares(case, [row.lengths for row in rows])
+        share = self.share(case, [row.lengths for row in rows])
         return TextFidelity(
-            case, sum(kept) / len(kept), held, read, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
+            case, sum(kept) / len(kept), share, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
         )
 
     def _watch_full(self, rows: Sequence[TextRow]) -> FullWatch:

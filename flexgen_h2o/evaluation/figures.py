@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.packing import LEAST_PROMPT
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.generation import LogitsWatch
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in
@@ -92,7 +91,7 @@ def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]
 def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
     """Columns and bytes of all transformer blocks together, as the LLM's last run held them, once a row has got so
     many new tokens; the newest has no column yet. Bytes are those of keys and values, with scales, and of what lies
-    beside slots: centres, whole columns and sketches, for which all room is reserved.
+    beside slots: centres and whole columns, for which all room is reserved.
 
     row: its prompt tokens and most new tokens.
     """
@@ -106,18 +105,12 @@ def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
     return held, nbytes
 
 
-def kv_shares(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int]) -> tuple[float, float]:
-    """Bytes of a row's keys and values when it has all its tokens, with scales, centres, whole columns and
-    sketches, over those of the full cache in bf16; and the same of what the last decode step reads.
-    row: its prompt tokens and most new tokens."""
-    held = read = 0
-    for layout in _layouts(spec, policy, eviction, row, BF16_BYTES):
-        held += layout.sequence_bytes
-        some = layout.selects and row[0] >= LEAST_PROMPT
-        columns = max(1, int(policy.attn_sparsity * layout.slots)) if some else layout.slots
-        read += layout.kv_heads * (columns * layout.column_bytes + layout.beside_bytes)
+def kv_share(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int]) -> float:
+    """Bytes of a row's keys and values when it has all its tokens, with scales, centres and whole columns, over those
+    of the full cache in bf16. row: its prompt tokens and most new tokens."""
+    held = sum(layout.sequence_bytes for layout in _layouts(spec, policy, eviction, row, BF16_BYTES))
     full: int = sizes_of(spec, {row: 1}, BF16_BYTES)[1]
-    return held / full, read / full
+    return held / full
 
 
 def _layouts(
@@ -136,15 +129,14 @@ class TextFidelity:
     """How far a policy is from the full cache along the continuations of n rows.
 
     columns: mean columns kept per row and block, capped at the columns that the budget is a share of. share: of the
-    full cache's bytes in bf16, and read: of those that a step reads, means over rows (`kv_shares`). kl, nll: (n, steps)
-    float64, nats, and flipped: bool, of the decode steps: the first token comes from the prefill, which is exact. mass:
-    (n, blocks) float64, means over heads and watched steps; None if it was not watched.
+    full cache's bytes in bf16, a mean over rows (`kv_share`). kl, nll: (n, steps) float64, nats, and flipped: bool, of
+    the decode steps: the first token comes from the prefill, which is exact. mass: (n, blocks) float64, means over
+    heads and watched steps; None if it was not watched.
     """
 
     case: Case
     columns: float
     share: float
-    read: float
     kl: Array
     nll: Array
     flipped: NDArray[np.bool_]
@@ -155,14 +147,13 @@ class TextFidelity:
         """Return the parts of one case as one. rows: of each part."""
         first = parts[0]
         weights = np.array(rows) / sum(rows)
-        columns, share, read = (
-            float(weights @ [getattr(part, name) for part in parts]) for name in ("columns", "share", "read")
-        )
+        columns = float(weights @ [part.columns for part in parts])
+        share = float(weights @ [part.share for part in parts])
         kl, nll, flipped = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("kl", "nll", "flipped")
         )
         mass = None if first.mass is None else np.concatenate([part.mass for part in parts if part.mass is not None])
-        return cls(first.case, columns, share, read, kl, nll, flipped, mass)
+        return cls(first.case, columns, share, kl, nll, flipped, mass)
 
 
 def summarise_texts(
@@ -195,7 +186,7 @@ def summarise_texts(
         }  # fmt: skip
         figures: Figures = {
             "policy": found.case.label, "budget": found.case.budget, "budget_of": found.case.budget_of,
-            "columns": found.columns, "kv_share": found.share, "read_share": found.read,
+            "columns": found.columns, "kv_share": found.share,
             "eviction": found.case.eviction.to_json(),
         }  # fmt: skip
         figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
@@ -292,7 +283,6 @@ def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
         ("policy", name_of, reference),
         ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_columns']:.0f}"),
         ("KV bytes / full bf16", lambda cell: f"{cell['kv_share']:.1%}", "100%"),
-        ("KV bytes read per step", lambda cell: f"{cell['read_share']:.1%}", "100%"),
         ("KL, nats", lambda cell: number(cell["kl"], 3), "0"),
         ("KL p95", lambda cell: number(cell["kl_p95"], 2), "0"),
         ("flips", lambda cell: percent(cell["flips"]), "0"),

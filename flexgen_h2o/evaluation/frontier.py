@@ -3,7 +3,7 @@
 Each setting is an eviction policy at a size, with a precision of KV cache and weights. It follows the same
 continuations as the full cache in the precision of --dtype does (teacher forcing). Its losses are the KL divergence of
 the next token, the share of steps whose likeliest token changes, and the negative log-likelihood of the text. They
-stand against the bytes of the KV cache that it holds, the bytes that one step reads, and tokens/s.
+stand against the bytes of the KV cache that it holds, and tokens/s.
 
 Every figure is a mean over prompts with the 95% interval of a percentile bootstrap (Efron and Tibshirani 1993, chapter
 13). What each prompt gave is appended to FILE.rows.jsonl beside --json FILE. The same command after a kill, or with
@@ -81,8 +81,8 @@ class Setting:
     policy: eviction policy, with settings of its own behind a colon. kv_budget: share of the KV entries of prompt and
     answer that stay. kv_bytes: share of the full bf16 cache's bytes instead. kv_bits: of a key or value, 16 where they
     are not packed; "4/2": keys in 4, values in 2. kv_window: newest entries that packing leaves whole (None: the
-    default). kv_rotation: keys and values are rotated before they are packed. kv_read: share of the entries that a step
-    reads. weights: bits of a weight ("16": as computed), or INT8. chosen_by: the flag that stands for policy and bits.
+    default). kv_rotation: keys and values are rotated before they are packed. weights: bits of a weight ("16": as
+    computed), or INT8. chosen_by: the flag that stands for policy and bits.
     """
 
     policy: str = Full.name
@@ -91,7 +91,6 @@ class Setting:
     kv_bits: int | str = WHOLE
     kv_window: int | None = None
     kv_rotation: bool = False
-    kv_read: float = 1.0
     weights: str = str(WHOLE)
     chosen_by: str = ""
 
@@ -107,15 +106,13 @@ class Setting:
             window = "" if self.kv_window is None else f" but for the newest {self.kv_window}"
             rotated = ", rotated" if self.kv_rotation else ""
             parts.append(f"KV in {self.kv_bits} bits{window}{rotated}")
-        if self.kv_read < 1:
-            parts.append(f"{self.kv_read:.3g} read a step")
         if self.weights != str(WHOLE):
             parts.append(f"weights in {self.weights}" + (" bits" if self.weights != INT8 else ""))
         return ", ".join(parts)
 
     def case(self, base: Policy, is_auto: bool) -> Case:
         """Return what the runner takes. UsageError names --policies."""
-        changes: dict[str, Any] = {"attn_sparsity": self.kv_read}
+        changes: dict[str, Any] = {}
         if self.kv_bits != WHOLE:
             changes |= {"compress_cache": True, "cache_bits": self.kv_bits, "cache_rotation": self.kv_rotation}
             if self.kv_window is not None:
@@ -169,8 +166,6 @@ def add_flags(parser: OneLineParser) -> None:
     kv_bytes = "shares of the KV cache's bytes: what --kv-size chooses; with --learn every policy and bits"
     add("--kv-bytes", "--kv-size", dest="kv_sizes", type=share, nargs="+", metavar="SHARE", help=kv_bytes)
     add("--kv-rotation", action="store_true", help="rotate keys and values before --kv-bits packs them")
-    reads = "shares of the KV entries that a step reads, all entries kept"
-    add("--kv-read", type=share, nargs="+", metavar="SHARE", help=reads)
     weights = f"weights in {', '.join(map(str, BITS))} bits or {INT8}, with all KV entries and each --kv-bits"
     add("--weight-bits", nargs="+", metavar="N", help=weights)
     tasks = f"also score long-context tasks of --prompt-len tokens: {', '.join(long_context.TASKS)}"
@@ -262,7 +257,6 @@ def _check(args: argparse.Namespace) -> list[Setting]:
         ("--kv-budget", args.kv_budget),
         ("--kv-bits", args.kv_bits),
         ("--kv-bytes", args.kv_sizes),
-        ("--kv-read", args.kv_read),
         ("--weight-bits", args.weight_bits),
         ("--tasks", args.tasks),
     ):
@@ -280,7 +274,7 @@ def _check(args: argparse.Namespace) -> list[Setting]:
 def grid(args: argparse.Namespace) -> list[Setting]:
     """Return every setting that the flags ask for, once, the full cache first. UsageError names the flag."""
     bits = [_kv_bits(text) for text in args.kv_bits or ("16", "8", "4")]
-    chosen = bool(args.kv_sizes or args.kv_read or args.weight_bits)
+    chosen = bool(args.kv_sizes or args.weight_bits)
     policies = args.policies or (() if chosen and not args.kv_budget and not args.learn else DEFAULT_POLICIES)
     budgets = args.kv_budget or (() if chosen else DEFAULT_BUDGETS)
     evicting = [policy for policy in policies if policy != Full.name]
@@ -304,7 +298,6 @@ def grid(args: argparse.Namespace) -> list[Setting]:
                 for one in bits
                 for window in ((None,) if one == WHOLE else (Policy.cache_window, 0))
             ]
-    found += [Setting(kv_read=read, kv_bits=one) for read in args.kv_read or () for one in packed]
     for weights in args.weight_bits or ():
         if weights != INT8 and weights not in map(str, BITS):
             raise UsageError(f"--weight-bits {weights}: is not one of {', '.join(map(str, BITS))}, {INT8}")
@@ -516,7 +509,9 @@ class Measurements:
             for line in others:
                 if line["kind"] == LOSSES and any(len(value) != 3 for value in line["values"]):
                     raise ValueError("three losses a prompt are expected")
-                self._keep(Setting(**line["setting"]), line["kind"], line["values"], line["start"])
+                # Older files have settings that read a share of the entries, which this version does not measure.
+                if line["setting"].pop("kv_read", 1) == 1:
+                    self._keep(Setting(**line["setting"]), line["kind"], line["values"], line["start"])
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"--json: {self._path} is not what this command has written; remove it") from error
         if not same:
@@ -639,17 +634,17 @@ class Study:
     def _cell(self, setting: Setting) -> Figures:
         losses = np.array(self.measured[setting, LOSSES])
         full_nats = np.array(self.measured[REFERENCE, LOSSES])[:, 2]
-        kv_share, read_share = 1.0, 1.0
+        kv_share = 1.0
         if replace(setting, weights=REFERENCE.weights) != REFERENCE:
             lengths = [(len(row.prompt), self.args.gen_len) for row in self.prompts.rows]
-            kv_share, read_share = self.runner.shares(self.cases[setting], lengths)
+            kv_share = self.runner.share(self.cases[setting], lengths)
         speeds, rouge = self.measured[setting, SPEED], self.measured[setting, ANSWERS]
         return {
             "name": setting.name,
             **asdict(setting),
             "eviction": self.cases[setting].eviction.to_json(),
             "kv_share": kv_share,
-            "read_share": read_share,
+            "read_share": kv_share,  # a step reads all that is held
             "kl": self._mean(losses[:, 0]),
             "changed": self._mean(losses[:, 1]),
             "nll_less_full": self._mean(losses[:, 2] - full_nats),
@@ -668,12 +663,12 @@ class Study:
 # ---- What is shown
 
 
-def on_frontier(cells: Sequence[Figures], size: str = "kv_share") -> list[Figures]:
+def on_frontier(cells: Sequence[Figures]) -> list[Figures]:
     """Return the cells that no cell of at most their size beats, smallest first.
 
     A cell beats another if its KL is lower and their intervals do not overlap.
     """
-    ordered = sorted(cells, key=lambda cell: (cell[size], cell["kl"]["value"]))
+    ordered = sorted(cells, key=lambda cell: (cell["kv_share"], cell["kl"]["value"]))
     return [
         cell
         for i, cell in enumerate(ordered)
@@ -694,7 +689,7 @@ def learned(result: Figures) -> Figures:
     ]
     mixes = []
     for size in sorted({cell["kv_bytes"] for cell in cells if cell["kv_bytes"]}, reverse=True):
-        fitting = [cell for cell in cells if cell["kv_share"] <= size * ROUNDED and cell["kv_read"] == 1]
+        fitting = [cell for cell in cells if cell["kv_share"] <= size * ROUNDED]
         if not fitting:
             continue
         best = min(fitting, key=lambda cell: cell["kl"]["value"])
@@ -722,12 +717,9 @@ def learned(result: Figures) -> Figures:
 
 def _of_policy(cell: Figures) -> dict[str, Any]:
     """Return the settings of `Policy` with which every entry is kept."""
-    found: dict[str, Any] = {}
-    if cell["kv_read"] < 1:
-        found["attn_sparsity"] = cell["kv_read"]
-    if cell["kv_bits"] != WHOLE:
-        found |= {"compress_cache": True, "cache_bits": cell["kv_bits"]}
-    return found
+    if cell["kv_bits"] == WHOLE:
+        return {}
+    return {"compress_cache": True, "cache_bits": cell["kv_bits"]}
 
 
 def markdown(result: Figures) -> str:
@@ -743,7 +735,6 @@ def markdown(result: Figures) -> str:
     columns: list[tuple[str, Callable[[Figures], str]]] = [
         ("setting", lambda cell: cell["name"] + (" *" if cell["name"] in best else "")),
         ("KV bytes held", lambda cell: f"{cell['kv_share']:.1%}"),
-        ("read a step", lambda cell: f"{cell['read_share']:.1%}"),
         ("KL, nats", lambda cell: number(cell["kl"], 4)),
         ("changed tokens", lambda cell: percent(cell["changed"])),
         ("NLL - full", lambda cell: number(cell["nll_less_full"], 3)),
@@ -760,47 +751,46 @@ def markdown(result: Figures) -> str:
 
 
 def draw(result: Figures, path: Path) -> None:
-    """Draw KL against the bytes held and the bytes read a step. FlexgenError names --plot."""
+    """Draw KL against the bytes held. FlexgenError names --plot."""
     from matplotlib.figure import Figure
 
     from flexgen_h2o.core.files import write_picture
     from flexgen_h2o.evaluation.figures import MARKS
 
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    ax = figure.subplots()
     cells = [cell for cell in result["cells"] if cell["kl"]["value"] > 0]
     kinds: dict[str, list[Figures]] = {}
     for cell in cells:
         kind = cell["policy"] if cell["weights"] == str(WHOLE) else f"weights in {cell['weights']}"
         if cell["kv_bits"] != WHOLE:
             kind += f", KV in {cell['kv_bits']} bits"
-        if cell["kv_read"] < 1:
-            kind += ", some read"
         kinds.setdefault(kind, []).append(cell)
-    for ax, size, below in (
-        (axes[0], "kv_share", "bytes of the KV cache, share of bf16"),
-        (axes[1], "read_share", "bytes that one step reads, share of bf16"),
-    ):
-        for i, (kind, of_kind) in enumerate(sorted(kinds.items())):
-            of_kind.sort(key=lambda cell: cell[size])
-            low = [cell["kl"]["value"] - cell["kl"]["low"] for cell in of_kind]
-            high = [cell["kl"]["high"] - cell["kl"]["value"] for cell in of_kind]
-            ax.errorbar(
-                [cell[size] for cell in of_kind],
-                [cell["kl"]["value"] for cell in of_kind],
-                yerr=[np.maximum(low, 0), np.maximum(high, 0)],
-                marker=MARKS[i % len(MARKS)],
-                color=f"C{i % 10}",
-                linewidth=0.8,
-                capsize=2,
-                label=kind,
-            )
-        line = on_frontier(cells, size)
-        x, y = [cell[size] for cell in line], [cell["kl"]["value"] for cell in line]
-        ax.plot(x, y, color="black", linestyle=":", label="nothing smaller is better")
-        ax.set(xscale="log", yscale="log", xlabel=below)
-        ax.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel("KL to the full cache, nats")
-    axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    for i, (kind, of_kind) in enumerate(sorted(kinds.items())):
+        of_kind.sort(key=lambda cell: cell["kv_share"])
+        low = [cell["kl"]["value"] - cell["kl"]["low"] for cell in of_kind]
+        high = [cell["kl"]["high"] - cell["kl"]["value"] for cell in of_kind]
+        ax.errorbar(
+            [cell["kv_share"] for cell in of_kind],
+            [cell["kl"]["value"] for cell in of_kind],
+            yerr=[np.maximum(low, 0), np.maximum(high, 0)],
+            marker=MARKS[i % len(MARKS)],
+            color=f"C{i % 10}",
+            linewidth=0.8,
+            capsize=2,
+            label=kind,
+        )
+    line = on_frontier(cells)
+    x = [cell["kv_share"] for cell in line]
+    y = [cell["kl"]["value"] for cell in line]
+    ax.plot(x, y, color="black", linestyle=":", label="nothing smaller is better")
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes of the KV cache, share of bf16",
+        ylabel="KL to the full cache, nats",
+    )
+    ax.grid(alpha=0.3, which="both")
+    ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(f"{result['model']}: {result['num_prompts']} prompts, {result['prompt_len']} + {result['gen_len']}")
     write_picture(path, figure)

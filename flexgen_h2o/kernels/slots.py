@@ -127,6 +127,41 @@ def attend_reference(
     return out
 
 
+def attend_largest(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, share: float,
+    form: SlotForm = WHOLE,
+) -> torch.Tensor:  # fmt: skip
+    """`attend`, of the values with the largest probabilities alone: FlexGen's `--attn-sparsity`.
+
+    Slots hold columns in their order, the newest last. Of a row with n columns each query has the newest, and of the
+    others the int(share x (n - 1)) with the largest probabilities, of equal ones the older. The softmax is over all
+    columns, and the probabilities that are left are not renormalised.
+
+    In torch operations, some rows at a time.
+    """
+    out = torch.empty_like(q)
+    step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * q.shape[2]))
+    for a in range(0, len(q), step):
+        rows = slice(a, a + step)
+        beside = form.rows(rows)
+        k, v = unpacked(keys[:, rows], values[:, rows], beside, q.dtype)
+        p = softmax(slot_products(q[rows], k, filled[rows], scale), beside.sinks)
+        p.masked_fill_(~_are_largest(p, filled[rows], share), 0)
+        out[rows] = _mix(p, v, filled[rows]).to(q.dtype)
+    return out
+
+
+def _are_largest(p: torch.Tensor, filled: torch.Tensor, share: float) -> torch.Tensor:
+    """(R, g, longest) bool: which probabilities `attend_largest` leaves."""
+    newest = (filled.long() - 1).view(-1, 1, 1)
+    counts = (share * newest.double()).long()
+    others = p.scatter(2, newest.expand(-1, p.shape[1], 1), -1.0)
+    order = others.sort(dim=2, descending=True, stable=True).indices
+    places = torch.arange(p.shape[2], device=p.device)
+    ranks = torch.empty_like(order).scatter_(2, order, places.expand_as(order))
+    return (ranks < counts) | (places == newest)
+
+
 def attend_lse_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None, scale: float,
     sinks: torch.Tensor | None = None,

@@ -27,7 +27,6 @@ from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, choose_kept, put_prompts
-from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, empty_sketch, fill_sketch
 from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, get_last_slots, put_packed, put_slots
 from flexgen_h2o.kernels.workspace import warm_up_helpers
 
@@ -200,13 +199,3 @@ def _stored(
     ranges, slots_of_none = q.new_ones(rows, width, dtype=torch.bfloat16), q.new_zeros(rows, 0, dtype=torch.int32)
     form = SlotForm(packing, WholeColumns(ranges, ranges, none, none, slots_of_none))
     return (pack_columns(slots, packing.keys), pack_columns(slots, packing.values)), form, q
-
-
-def warm_up_selection(device: torch.device, dtype: torch.dtype, packing: KVPacking | None = None) -> None:
-    """The same for attention that reads some of the columns."""
-    stored, form, q = _stored(packing, dtype, device)
-    slot = torch.zeros(_ROWS, dtype=torch.int64, device=device)
-    sketch, filled = empty_sketch(_ROWS, _SLOTS, q.shape[2], device), slot.int() + _SLOTS
-    fill_sketch(sketch, q, q)
-    add_to_sketch(sketch, slot, q[:, 0], q[:, 0])
-    attend_selected(q, *stored, filled, 1.0, Selection(sketch, filled), form)

@@ -28,8 +28,7 @@ from flexgen_h2o.kernels.prefill_attention import (
     with_sinks,
 )
 from flexgen_h2o.kernels.prompt_columns import PromptSlots, are_put_together, keep_whole, put_prompts
-from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, counts_of, fill_sketch
-from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_lse
+from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, attend_largest, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
     PrefixQueries,
@@ -220,7 +219,7 @@ def write_prompts(
     """
     k, v = kv
     n, kv_heads, width = k.shape[1:]
-    if are_put_together(k, view.keys) and unit.is_plain(view):
+    if are_put_together(k, view.keys) and unit.is_plain:
         _write_at_once(view, sequence, kv, kept, unit)
         return
     for i, (keys, values) in enumerate(zip(k, v, strict=True)):
@@ -230,7 +229,7 @@ def write_prompts(
             continue
         heads, rows = slice(a - first, b - first), slice(a - view.start, b - view.start)
         # What more is made of them is made where they are held, which may not be where prompts are computed.
-        here = k.device if view.whole is None and unit.is_plain(view) else view.keys.device
+        here = k.device if view.whole is None and unit.is_plain else view.keys.device
         own = keys[:, heads].to(here), values[:, heads].to(here)
         positions = kept.positions[i, heads].to(here)
         if view.whole is not None:
@@ -243,8 +242,6 @@ def write_prompts(
             index = positions * (b - a) + torch.arange(b - a, device=here).unsqueeze(1)
             chosen = (t.reshape(-1, width).index_select(0, index.flatten()) for t in own)
             put_first_columns(view, rows.start, rows.stop, *(t.view(b - a, -1, width) for t in chosen))
-        if view.sketch is not None:
-            fill_sketch(view.sketch.map(lambda t, rows=rows: t[rows]), *own)  # type: ignore[misc]
         if view.metadata is not None:
             record_prompts(view.metadata, rows, kept, slice(i * kv_heads + heads.start, i * kv_heads + heads.stop))
 
@@ -279,7 +276,7 @@ def _write_packed(
 ) -> None:
     """`write_prompts` of prompts that lie one behind the other, k and v (tokens, kv_heads, d)."""
     k, v = (t.unsqueeze(0) for t in kv)
-    if are_put_together(k, view.keys) and unit.is_plain(view):
+    if are_put_together(k, view.keys) and unit.is_plain:
         start, stop = (i * unit.kv_heads for i in (sequence, sequence + len(lines)))
         a, b = max(start, view.start), min(stop, view.end)
         if a < b:
@@ -297,12 +294,11 @@ def _write_packed(
 
 def attend_slots(
     qkv: Sequence[torch.Tensor], rows: KVRows, new: NewColumns, scale: float, out: torch.Tensor,
-    sparsity: float = 1.0, rotation: Rotation | None = None,
+    rotation: Rotation | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
 
     Where the policy scores, the slots' scores grow by what they received and each row's next victim is named.
-    sparsity: `Policy.attn_sparsity`, of the full cache: how much is read where views have sketches (`counts_of`).
     rotation: turns the keys by their ranks as they are read.
 
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d), changed in place; out: (sequences, heads x d).
@@ -343,11 +339,8 @@ def attend_slots(
             attn_out[here].copy_(joined(before_rows, own))
         elif rotation is not None:
             _attend_rolling(rotation, (queries, held, state, form), view, scale, attn_out[here])
-        elif view.sketch is not None:
-            add_to_sketch(view.sketch, slots, keys, values)
-            prompts = rows.budgets.prompts.repeat_interleave(rows.kv_heads)[here].to(where)
-            reads = Selection(view.sketch, counts_of(sparsity, held, prompts))
-            attn_out[here].copy_(attend_selected(queries, view.keys, view.values, held, scale, reads, form))
+        elif rows.attn_sparsity < 1:
+            attn_out[here].copy_(attend_largest(queries, view.keys, view.values, held, scale, rows.attn_sparsity, form))
         else:
             attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, form))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:

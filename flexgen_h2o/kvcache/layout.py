@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o.core.packing import KVPacking, KVSizes, sketch_bytes, window_of
+from flexgen_h2o.core.packing import KVPacking, KVSizes, window_of
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
@@ -27,7 +27,7 @@ class UnitLayout:
     shares: of the unit's rows on device, host and disk. record: what an eviction policy keeps besides columns.
     streamed: some part is brought from another tier for each use. packing: how compressed columns lie in their slots;
     None where a slot holds `width` numbers of `itemsize` bytes. window: at most this many of the newest columns are
-    also kept unpacked (`window_of`). selects: a sketch of all slots lies beside them (kernels/select.Sketch).
+    also kept unpacked (`window_of`).
     """
 
     sequences: int
@@ -40,7 +40,6 @@ class UnitLayout:
     streamed: bool = True
     packing: KVPacking | None = None
     window: int = 0
-    selects: bool = False
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -49,7 +48,7 @@ class UnitLayout:
     @cached_property
     def sizes(self) -> KVSizes:
         """What a row and kv-head takes."""
-        return KVSizes(self.width, self.packing, self.window, self.itemsize, self.selects)
+        return KVSizes(self.width, self.packing, self.window, self.itemsize)
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
@@ -63,7 +62,7 @@ class UnitLayout:
 
     @property
     def beside_bytes(self) -> int:
-        """Of a row: what lies beside packed slots, and its sketch."""
+        """Of a row: what lies beside packed slots."""
         return self.sizes.beside(self.slots)
 
     @property
@@ -130,22 +129,17 @@ class UnitLayout:
 
     @property
     def sequence_bytes(self) -> int:
-        """What a sequence holds of keys and values: slots, what lies beside packed slots, and sketches. Not what is
-        recorded of slots (positions, scores, ...)."""
+        """What a sequence holds of keys and values: slots, and what lies beside packed slots. Not what is recorded of
+        slots (positions, scores, ...)."""
         return self.kv_heads * self.sizes.nbytes(self.slots)
 
     def metadata_bytes(self, part: Part) -> int:
-        """What the policy records of the part's slots, a victim for each row, what lies beside packed slots, and
-        sketches."""
+        """What the policy records of the part's slots, a victim for each row, and what lies beside packed slots."""
         return round_up(part.rows * (self._record_bytes + self.beside_bytes), ALIGN)
 
     def metadata_end(self, part: Part) -> int:
         """Where whole columns begin."""
         return part.rows * self._record_bytes
-
-    def whole_end(self, part: Part) -> int:
-        """Where sketches begin, if there are some: they are the last."""
-        return part.rows * (self._record_bytes + self.beside_bytes - sketch_bytes(self.slots, self.width))
 
     @property
     def _record_bytes(self) -> int:

@@ -33,7 +33,7 @@ class Sharing:
 
 # What sharing costs is copies of keys and values (a row's own queries see the prefix in front of its own columns) and,
 # with one copy of its KV, up to 0.2 ms a layer in each decode step. What it saves is all products of the prefix. Both
-# bounds are measured where prefill gains least, with two rows (docs/lab/speed-notes.md, "10. Whole jobs"). `share`
+# bounds are measured where prefill gains least, with two rows (docs/lab/speed-notes.md, "9. Whole jobs"). `share`
 # looks at the prefix, not at the number of rows, so that a plan for equal prompts bounds what is fed.
 WHERE_IT_PAYS = Sharing(least=32, share=0.125)
 SHARINGS: dict[str, Sharing | None] = {"auto": WHERE_IT_PAYS, "on": Sharing(1, 0.0), "off": None}

@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import SKETCH_BLOCK, KVPacking, sketch_shape
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.select import Sketch
 from flexgen_h2o.kernels.slots import put_packed, put_slots
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
@@ -67,7 +65,7 @@ class PartView:
 
     keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots]. With
     `packing` the width is a key's or a value's words, int32. metadata: None with the full cache. whole: goes with
-    `packing`. sketch: where attention reads some of the columns.
+    `packing`.
     """
 
     start: int
@@ -76,7 +74,6 @@ class PartView:
     metadata: SlotMetadata | None = None
     packing: KVPacking | None = None
     whole: WholeColumns | None = None
-    sketch: Sketch | None = None
 
     @property
     def rows(self) -> int:
@@ -90,9 +87,8 @@ class PartView:
         """The view's rows [first, end), numbered from `start` on."""
         metadata = self.metadata.map(lambda t: t[first:end]) if self.metadata is not None else None
         whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
-        sketch = self.sketch.map(lambda t: t[first:end]) if self.sketch is not None else None
         keys, values = self.keys[:, first:end], self.values[:, first:end]
-        return PartView(start, keys, values, metadata, self.packing, whole, sketch)
+        return PartView(start, keys, values, metadata, self.packing, whole)
 
     @property
     def form(self) -> SlotForm:
@@ -103,8 +99,8 @@ class PartView:
         """Every tensor of the view with its rows first."""
         columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1)]
         columns += self.metadata.tensors() if self.metadata is not None else []
-        beside = [vars(t).values() for t in (self.whole, self.sketch) if t is not None]
-        return [*columns, *chain(*beside)]
+        columns += vars(self.whole).values() if self.whole is not None else []
+        return columns
 
 
 def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], list[PartView]]:
@@ -116,7 +112,7 @@ def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], li
 
 def part_view(
     layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, metadata: SlotMetadata | None = None,
-    whole: WholeColumns | None = None, sketch: Sketch | None = None,
+    whole: WholeColumns | None = None,
 ) -> PartView:  # fmt: skip
     """The part whose bytes `data` holds. dtype: of numbers that are not packed."""
     dtype = stored_dtype(layout, dtype)
@@ -125,7 +121,7 @@ def part_view(
     for areas, nbytes in zip(of_segments, layout.slot_bytes, strict=True):
         shape = part.rows, layout.segment_slots, nbytes // dtype.itemsize
         views.append(areas[:, : math.prod(shape)].unflatten(1, shape))
-    return PartView(part.start, views[0], views[1], metadata, layout.packing, whole, sketch)
+    return PartView(part.start, views[0], views[1], metadata, layout.packing, whole)
 
 
 def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
@@ -163,20 +159,6 @@ def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.
     both = [t.view(torch.bfloat16).view(rows, width) for t in (centres, ranges)]
     of_columns = [t.view(dtype).view(rows, columns, width) for t in (keys, values)]
     return WholeColumns(both[0], both[1], of_columns[0], of_columns[1], slots.view(torch.int32).view(rows, columns))
-
-
-def sketch_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> Sketch | None:
-    """The sketches, in the bytes behind what lies beside packed slots; None where attention reads all columns."""
-    if not layout.selects:
-        return None
-    rows, width, (blocks, numbers) = part.rows, layout.width, sketch_shape(layout.slots, layout.width)
-    shapes = (rows, width), (rows, width), (rows, blocks, width), (rows, blocks, numbers, SKETCH_BLOCK)
-    sizes = [4 * math.prod(shape) for shape in shapes[:3]] + [2 * math.prod(shapes[3])]
-    start = layout.whole_end(part)
-    parts = data[start : start + sum(sizes)].split(sizes)
-    kinds = (torch.float32, torch.float32, torch.float32, torch.int16)
-    centres, steps, sums, codes = (t.view(k).view(s) for t, k, s in zip(parts, kinds, shapes, strict=True))
-    return Sketch(centres, steps, codes, sums)
 
 
 def put_columns(
@@ -272,6 +254,7 @@ class KVRows:
     sinks: (heads,), learned logits that join the softmax of each query of their head and have no values.
     hadamard: slots hold transformed keys and values (kernels/hadamard.py), and keys are not smoothed; those of
     `common` are not transformed.
+    attn_sparsity: the share of the entries whose values a new token adds up (`attend_largest`).
     """
 
     policy: Eviction
@@ -284,6 +267,7 @@ class KVRows:
     window: int | None = None
     sinks: torch.Tensor | None = None
     hadamard: bool = False
+    attn_sparsity: float = 1.0
 
     def sinks_of_rows(self, count: int) -> torch.Tensor | None:
         """Of `count` sequences: (rows, g) fp32."""
@@ -317,11 +301,12 @@ class KVRows:
 
     def is_one_launch(self, view: PartView) -> bool:
         """Does `attend_step` take a decode step of the view's rows?"""
-        return triton.takes(view.keys) and self.is_plain(view)
+        return triton.takes(view.keys) and self.is_plain and self.attn_sparsity == 1
 
-    def is_plain(self, view: PartView) -> bool:
-        """Is nothing more recorded of the view's rows than a decode step in one launch keeps?"""
-        return self.policy.needs.in_one_launch and view.sketch is None
+    @property
+    def is_plain(self) -> bool:
+        """Is nothing more recorded of slots than a decode step in one launch keeps?"""
+        return self.policy.needs.in_one_launch
 
 
 # ---- compaction

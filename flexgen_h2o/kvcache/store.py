@@ -17,7 +17,6 @@ import torch
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.units import PAGE, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.kernels.beside import WholeColumns
-from flexgen_h2o.kernels.select import Sketch
 from flexgen_h2o.kernels.slots import get_last_slots, put_slots
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.rows import Move
@@ -27,7 +26,6 @@ from flexgen_h2o.kvcache.slots import (
     metadata_view,
     move_rows,
     part_view,
-    sketch_view,
     split_views,
     stored_dtype,
     whole_view,
@@ -94,7 +92,6 @@ class _Home:
     overlay: Overlay | None = None
     metadata: SlotMetadata | None = None
     whole: WholeColumns | None = None
-    sketch: Sketch | None = None
 
 
 @dataclass
@@ -272,7 +269,6 @@ class CacheStore:
             data = take(self._metadata[place], f"metadata on {place}", nbytes)
             home.metadata = metadata_view(layout, part, data)
             home.whole = whole_view(layout, part, data, self._dtype)
-            home.sketch = sketch_view(layout, part, data)
         if part.tier == "disk":
             home.overlay = Overlay(
                 layout, part, take(self._overlay, "overlay", layout.overlay_bytes(part)), self._dtype
@@ -299,7 +295,7 @@ class CacheStore:
 
     def _views(self, unit: Unit, region: Region | None) -> list[PartView]:
         return [
-            part_view(unit.layout, home.part, data, self._dtype, home.metadata, home.whole, home.sketch)
+            part_view(unit.layout, home.part, data, self._dtype, home.metadata, home.whole)
             for home, data in zip(unit.homes, self._data(unit, region), strict=True)
         ]
 

@@ -27,9 +27,6 @@ WHOLE: Shares = (1.0, 0.0, 0.0)
 LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on
 STORE_LANES = {"disk": "disk_write", "host": "d2h"}
 PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
-# --attn-sparsity, in bytes that attention reads meanwhile (bench.kernels.decode_kernel): to estimate one column for one
-# query head; and how many times as long a gathered byte takes.
-SELECT_BYTES, GATHER_FACTOR = 60, 2.0
 
 
 @dataclass(frozen=True)
@@ -377,7 +374,7 @@ def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Wor
 
 def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: int) -> Work:
     """The step with attention over the KV slots of rows."""
-    spec, sparsity = at.spec, at.policy.attn_sparsity
+    spec = at.spec
     q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
     stored, packing = _column(at, block, batch)
     columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
@@ -385,9 +382,6 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
     in_window = spec.window(block) is not None
     common = 0 if in_window else at.need.common
-    if sparsity < 1 and at.on_host and not in_window:  # a card reads all columns, and so do windows
-        read -= columns * stored * (1 - sparsity * GATHER_FACTOR)
-        read += columns * spec.num_heads * SELECT_BYTES
     on_device = cache[0] if at.on_host and not at.device_is_host else 1.0
     elementwise = alone.elementwise
     if "ranks" in at.need.record.names and spec.rotary and not in_window:  # keys are rotated as they are read

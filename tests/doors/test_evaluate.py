@@ -506,7 +506,7 @@ FRONTIER = "frontier --prompts prompts.jsonl --prompt-len 48 --gen-len 8 --offlo
 
 def test_frontier_says_what_each_setting_loses_and_saves(evaluate: Door, tmp_path: Path) -> None:
     write_prompts(tmp_path)
-    grid = "--policies full h2o --kv-budget 1.0 0.2 --kv-bits 16 8 --kv-bytes 0.2 --kv-read 0.5 --weight-bits 8"
+    grid = "--policies full h2o --kv-budget 1.0 0.2 --kv-bits 16 8 --kv-bytes 0.2 --weight-bits 8"
     out = evaluate(f"{FRONTIER} {grid} --json r.json --markdown r.md --resamples 20")
     assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
     cells = {cell["name"]: cell for cell in figures(tmp_path / "r.json")["cells"]}

@@ -171,16 +171,15 @@ def test_eviction_counts_and_is_printed(plan: Door) -> None:
 
 
 def test_small_losses_are_the_fastest_way_to_have_all_columns(plan: Door) -> None:
-    """It never drops a column, says what it costs, and its command runs it; without a card it may read a share."""
+    """It never drops a column, says what it costs, and its command runs it."""
     asked = "--model facebook/opt-125m --num-prompts 16 --prompt-len 1000 --gen-len 100 --host-mem 1GiB"
     for hardware in ("card", "host"):
         none, small = (object_of(plan(f"{asked} --kv-loss {loss} --json", hardware)) for loss in ("none", "small"))
         assert small["eta_s"] <= none["eta_s"] and small["details"]["workload"]["eviction"]["name"] == "full"
         policy = Policy(**small["policy"])
-        assert Policy(**none["policy"]).attn_sparsity == 1 and not none["policy"]["compress_cache"]
+        assert not none["policy"]["compress_cache"]
         assert none["details"]["kv_loss_kl"] is None and 0 <= small["details"]["kv_loss_kl"] < 0.03
-        assert policy.compress_cache or policy.attn_sparsity < 1 or small["details"]["kv_loss_kl"] == 0
-        assert policy.attn_sparsity == 1 or hardware == "host"
+        assert policy.compress_cache or small["details"]["kv_loss_kl"] == 0
     lines = plan(f"{asked} --kv-loss small", "host").out.splitlines()
     assert lines[1].startswith("quality: KL ") or policy == Policy(**none["policy"])
     args = flex_opt._parser().parse_args(shlex.split(lines[lines.index("benchmark it:") + 1])[2:])

@@ -108,18 +108,13 @@ def test_bytes_by_kind_say_what_percent_placed(
     assert held["workspace"]["device" if device_mem else "host"] > 0
 
 
-def test_attn_sparsity_says_that_it_saves_no_traffic(door: Callable[..., Answer]) -> None:
-    """And it does not."""
+def test_attn_sparsity_saves_no_traffic(door: Callable[..., Answer]) -> None:
     flags = ("--percent", 100, 0, 0, 100, 100, 0, "--device-mem", "32MiB", "--prompt-len", 40, "--no-log")
     whole, sparse = (door(*flags, "--attn-sparsity", s, "--json", f"{s}.json") for s in (1.0, 0.2))
     assert_done(whole)
     assert_done(sparse)
     kv, less = (json.loads(Path(f"{s}.json").read_text()) for s in (1.0, 0.2))
     assert kv["io_bytes_by_kind"] == less["io_bytes_by_kind"] and kv["io_bytes"]["h2d"] > 0
-    assert "sparsity" not in whole.out and "attn_sparsity_saves" not in kv["extra"]
-    [line] = [text for text in sparse.out.splitlines() if text.startswith("attention sparsity")]
-    assert "saves memory reads, no traffic (KV moved: " in line and " h2d " in f" {line}"
-    assert less["extra"]["attn_sparsity_saves"] == "memory reads, no traffic"
 
 
 def test_rows_that_end_early_are_counted_as_they_are(

@@ -79,7 +79,7 @@ class Scorer:
 @dataclass(frozen=True)
 class Policy:
     """`sizes` of a row by its prompt tokens, its most new tokens and the layer. in_decode False: only the prefill
-    evicts. share: of the columns that are read, below 1 for a policy that keeps all."""
+    evicts. share: of the columns whose values count, below 1 for a policy that keeps all."""
 
     sizes: Callable[[int, int, int], Sizes]
     scorer: Callable[[int, Sizes], Scorer]

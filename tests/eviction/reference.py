@@ -47,7 +47,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Cache:
-    """stored: what becomes of all but the newest `windows` (by layer) columns. selection: reads some of the columns;
+    """stored: what becomes of all but the newest `windows` (by layer) columns. selection: some of the values count;
     all are kept."""
 
     stored: Stored | None = None
@@ -137,7 +137,7 @@ def forward(
         if cache.selection is not None and model.windows[layer] is None:
             found = v[:, None].expand(-1, len(ids), -1, -1)
             found = found if stored is None else torch.where(is_whole[..., None], found, new[:, None])
-            chosen = cache.selection.mixed(q, k, v, scores, none, found, prompt_len or len(ids))
+            chosen = cache.selection.mixed(scores, none, found, prompt_len or len(ids))
             mixed[prompt_len or len(ids) :] = chosen.permute(2, 0, 1, 3)
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
         held = k if stored is None else torch.where(is_whole[-1, :, None], k, old)
@@ -247,7 +247,7 @@ class Evicted:
     step; the last token is never fed back, so there are as many as tokens; no heads of layers with windows. least_gap:
     the smallest distance in score between a column that stayed and one that went (infinite when there was never a
     choice). promotions: how often a column that left the recent ones took an older one's place; without any, decode
-    scores decided nothing. given: the steps whose tokens were. is_near: rounding may choose other columns to read,
+    scores decided nothing. given: the steps whose tokens were. is_near: rounding may choose other columns,
     or others' codes; what follows the step that showed it is left out.
     """
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kernels import select
 from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Local, Random, SnapKV, Tova, TriAttention, ValueH2O, VaSE
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
@@ -86,7 +85,7 @@ def draw_policy(rng: random.Random, one_layer: bool) -> Pair:
 
 
 def draw_placement(rng: random.Random, share: float) -> Policy:
-    """Where things lie, how columns are compressed, and the share that is read."""
+    """Where things lie, how columns are compressed, and the share that counts."""
 
     def shares() -> tuple[int, int]:
         device = rng.choice((0, 0, 30, 50, 100))
@@ -111,7 +110,7 @@ def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     shape = rng.choice(SHAPES)
     one, pair = known(shape), draw_policy(rng, shape == "one layer")
     policy, eviction = draw_placement(rng, pair.plain.share), pair.engine if pair.plain.share == 1 else None
-    if policy.compress_cache and pair.plain.share == 1:  # the reference's sketches are of keys as they are
+    if policy.compress_cache:
         policy = replace(policy, cache_rotation=random.Random(-index).random() < 0.4)
     rows, header = rng.randint(1, 5), random_prompts((rng.choice((0, 0, 6)) or 1,), index)[0]
     lengths, most = [rng.randint(1, 20) for _ in range(rows)], [rng.randint(1, 9) for _ in range(rows)]
@@ -149,12 +148,6 @@ def references(
             return None
         found.append(row)
     return found
-
-
-@pytest.fixture(autouse=True)
-def short_prompts_have_grids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models here have few positions."""
-    monkeypatch.setattr(select, "LEAST_PROMPT", 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kernels import select
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
@@ -83,10 +82,9 @@ ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
 )  # fmt: skip
 def test_other_ways_of_keeping_columns(
     shape: str, eviction: Eviction | None, switches: dict[str, Any], configuration: str, placement: str,
-    known: Callable[[str], Known], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    known: Callable[[str], Known], tmp_path: Path,
 ) -> None:  # fmt: skip
     """As without refill, which other tests hold against their references."""
-    monkeypatch.setattr(select, "LEAST_PROMPT", 1)
     chosen, params = CONFIGURATIONS[configuration], [SamplingParams(max_tokens=n) for n in ASKED]
     policy, lengths = chosen.policy(PLACEMENTS[placement], **switches), [1 + i * 5 % 17 for i in range(len(ASKED))]
     with LLM(str(known(shape).folder), policy, eviction, "auto", "float32", chosen.budget, tmp_path) as llm:

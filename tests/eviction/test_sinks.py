@@ -14,7 +14,6 @@ import torch
 
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.kernels import select
 from flexgen_h2o.kernels.linear import DenseRows, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attention, Weights, llama
@@ -55,7 +54,6 @@ def _engine_has_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(spec, {**w, "sinks": (DenseRows(sinks),)}, x, ws)
 
     monkeypatch.setattr(llama, "attention", attention)
-    monkeypatch.setattr(select, "LEAST_PROMPT", 1)
 
 
 @pytest.fixture(scope="module")

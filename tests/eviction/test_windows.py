@@ -18,7 +18,6 @@ from flexgen_h2o.core.settings import DECODE, PREFILL
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in
 from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.evaluation.fidelity import Probe
-from flexgen_h2o.kernels import select
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from flexgen_h2o.kvcache.eviction.policy import RowBudget, RowRecord
@@ -199,10 +198,7 @@ def test_rolling_positions(known: Callable[[str], Known], made: Callable[..., Wa
     assert_same(want, ran)
 
 
-def test_selection_reads_whole_windows(
-    known: Callable[[str], Known], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(select, "LEAST_PROMPT", 1)
+def test_windows_count_whole_beside_selection(known: Callable[[str], Known], tmp_path: Path) -> None:
     found = wanted(known(MIXED).plain, reading(0.3), (9, 14), 8)
     want = Wanted(found.prompts, [row.without_kept() for row in found.rows])
     policy = Policy(2, 1, PLACEMENTS["kv on host"], attn_sparsity=0.3)
@@ -243,11 +239,8 @@ def test_a_plan_counts_windows(known: Callable[[str], Known], tmp_path: Path) ->
     assert [need.columns(0, sweep, 20) for sweep in range(4)] == [6, 6, 6, 6]
     assert need.columns(1, 1, 10) == 11
     record = RowRecord(("positions", "scores"))
-    layouts = [
-        kv_layout(spec, Policy(attn_sparsity=0.5), 2, 8, record_in(spec, block, record), 4, True) for block in (0, 1)
-    ]
+    layouts = [kv_layout(spec, Policy(), 2, 8, record_in(spec, block, record), 4, True) for block in (0, 1)]
     assert [layout.record for layout in layouts] == [RowRecord(), record]
-    assert [layout.selects for layout in layouts] == [False, True]
 
 
 @pytest.mark.parametrize("how", [{"heavy_size": 3, "recent_size": 3}, {"kv_budget": 0.5}])

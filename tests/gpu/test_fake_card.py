@@ -98,9 +98,7 @@ EIGHT = H2O(heavy_size=6, recent_size=3)
         (None, {"attn_sparsity": 0.5}),
     ],
 )
-def test_prompts_are_packed_and_sketched_where_they_are_held(
-    tmp_path, eviction: Any, more: dict[str, Any], placement: str
-) -> None:
+def test_prompts_are_packed_where_they_are_held(tmp_path, eviction: Any, more: dict[str, Any], placement: str) -> None:
     folder, params = model_folder(tmp_path, CONFIGS["llama"]), params_of(placement)
     expected, *_ = generate(
         folder, Policy(4, 1, **more), "cpu", MemoryBudget(host="1GiB"), eviction=eviction, params=params

@@ -94,7 +94,11 @@ def read_table(path: Path) -> MixTable:
             for one in body["mixes"]
         ]
         model = str(body["model"])
-        small = [KeptWhole(dict(one["settings"]), float(one["kl"]["value"]), model) for one in body["small_losses"]]
+        small = [
+            KeptWhole(dict(one["settings"]), float(one["kl"]["value"]), model)
+            for one in body["small_losses"]
+            if "attn_sparsity" not in one["settings"]  # of older tables: it saves nothing any more
+        ]
         for mix in mixes:
             make_eviction(mix.eviction, kv_bytes=mix.least)
             packed: dict[str, Any] = {} if mix.cache_bits == WHOLE else {"cache_bits": mix.cache_bits}

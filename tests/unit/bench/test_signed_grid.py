@@ -196,7 +196,7 @@ def test_quality_is_measured_with_the_flags_of_the_speed(variant: str, flags: st
 def test_quality_is_made_once_and_one_run_compares_what_has_the_same_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran, loss = [], {"kl": {"value": 0.5}, "flips": {"value": 0.25}, "kv_share": 0.2, "read_share": 0.2}
+    ran, loss = [], {"kl": {"value": 0.5}, "flips": {"value": 0.25}, "kv_share": 0.2}
 
     def cells(command: list[str], offload_dir: Path) -> dict[str, Any] | str:
         ran.append(command)

@@ -132,7 +132,7 @@ def result() -> dict[str, Any]:
     scale = {"local": 3.0, "h2o": 2.0, "h2o-norm": 1.0}
     found = [
         TextFidelity(
-            cell, 10, 0.5, 0.25, np.full((N, STEPS), scale[cell.label]) * np.arange(1, N + 1)[:, None],
+            cell, 10, 0.5, np.full((N, STEPS), scale[cell.label]) * np.arange(1, N + 1)[:, None],
             full_nll + scale[cell.label], np.zeros((N, STEPS), dtype=bool), np.full((N, 2), 0.25),
         )
         for cell in cells
@@ -176,7 +176,7 @@ def test_tables_put_the_worst_policy_first_and_the_full_cache_last(result: dict[
     start = next(i for i, line in enumerate(lines) if line.startswith("### 10%"))
     table = [line for line in lines[start : start + 9] if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in table[2:]] == ["`local`", "`h2o`", "`h2o-norm`", "full"]
-    assert "| 50.0% | 25.0% |" in table[4] and "| 100% | 100% |" in table[5]
+    assert "| 10 | 50.0% |" in table[4] and "| 20 | 100% |" in table[5]
     assert table[5].endswith("| 13 |"), "all greedy tokens are equal"
     assert "-3.500 [" in table[4] and "25.0% [25.0, 25.0]" in table[4]
     every = [line for line in lines if line.startswith("|")]

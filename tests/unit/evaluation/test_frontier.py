@@ -31,7 +31,6 @@ def flags(**given: Any) -> argparse.Namespace:
         "kv_budget",
         "kv_bits",
         "kv_sizes",
-        "kv_read",
         "weight_bits",
         "learn",
         "kv_rotation",
@@ -44,7 +43,6 @@ def flags(**given: Any) -> argparse.Namespace:
 def cell(name: str, size: float, kl: float, spread: float = 0.01, **more: Any) -> dict[str, Any]:
     interval = {"value": kl, "low": kl - spread, "high": kl + spread}
     usual = {
-        "kv_read": 1,
         "weights": "16",
         "kv_bytes": None,
         "policy": name,
@@ -65,12 +63,11 @@ def test_every_policy_at_every_size_in_all_bits_and_the_full_cache_first() -> No
     ]
 
 
-def test_reading_and_weights_go_with_all_entries() -> None:
-    found = grid(flags(kv_read=[0.1], weight_bits=["4", "int8"], kv_bits=["4"]))
+def test_weights_go_with_all_entries() -> None:
+    found = grid(flags(weight_bits=["4", "int8"], kv_bits=["4"]))
     assert found == [
         REFERENCE,
         Setting(kv_bits=4),
-        Setting(kv_read=0.1, kv_bits=4),
         *(Setting(kv_bits=bits, weights=weights) for weights in ("4", "int8") for bits in (16, 4)),
     ]
 
@@ -111,7 +108,6 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
         cell("h2o", 0.2, 0.3, kv_bytes=0.2),
         cell("h2o-norm", 0.2, 0.1, kv_bytes=0.2, kv_bits=3, kv_window=0),
         cell("h2o", 0.2, 0.01, kv_bytes=0.2, chosen_by="--kv-size 0.2"),
-        cell("full", 0.1, 0.02, kv_read=0.1),
         cell("full", 0.1, 0.0, weights="4"),
         cell("snapkv", 0.1, 0.5, kv_bytes=0.1),
     ]
@@ -127,8 +123,26 @@ def test_the_mix_of_a_share_loses_least_of_what_fits_into_it(tmp_path: Path) -> 
     assert [(kept.settings, kept.kl, kept.model) for kept in table.small_losses] == [
         ({}, 0.0, "small"),
         ({"compress_cache": True, "cache_bits": 4}, 0.01, "small"),
-        ({"attn_sparsity": 0.1}, 0.02, "small"),
     ]
+
+
+def test_a_table_of_an_older_version_has_no_partial_reading(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    about = dict.fromkeys(("dtype", "prompts", "num_prompts", "prompt_len", "gen_len", "continuation"))
+    body = learned({**about, "model": "small", "cells": [cell("full", 1.0, 0.0), cell("h2o", 0.4, 0.2, kv_bytes=0.4)]})
+    body["small_losses"].append({"settings": {"attn_sparsity": 0.1}, "kl": {"value": 0.02}})
+    path.write_text(json.dumps(body))
+    assert [kept.settings for kept in read_table(path).small_losses] == [{}]
+
+
+@pytest.mark.parametrize("kv_read", [1.0, 0.1])
+def test_rows_of_an_older_version_are_read_but_for_partial_reading(kv_read: float, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    line = {"setting": {"policy": "full", "kv_read": kv_read}, "kind": LOSSES, "start": 0, "values": [[0.0, 0.0, 1.5]]}
+    path.write_text(json.dumps({"facts": FACTS}) + "\n" + json.dumps(line) + "\n")
+    found = Measurements(path, FACTS)
+    assert found.settings == ([REFERENCE] if kv_read == 1 else [])
+    found.close()
 
 
 @pytest.mark.parametrize("body", [b"", b'{"fac', b'{"facts": {"model": "m", "dig'])

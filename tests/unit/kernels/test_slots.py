@@ -10,12 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.beside import SlotForm
+from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slots import (
     Pair,
     ScoreState,
     attend,
+    attend_largest,
     attend_lse,
     attend_lse_reference,
     attend_reference,
@@ -345,3 +348,51 @@ def test_what_is_not_filled_is_masked_some_rows_at_a_time(monkeypatch: pytest.Mo
         found.append(attend_lse_reference(q, keys, values, filled, 0.25)[0])
     torch.testing.assert_close(*found)
     assert found[0].isfinite().all()
+
+
+def largest_by_loops(products: list[float], sink: float, values: torch.Tensor, share: float) -> torch.Tensor:
+    """One query by definition (FlexGen's _sparse_attention_value). products, values: of the columns of its row."""
+    total = sum(math.exp(x) for x in [*products, sink])
+    p = [math.exp(x) / total for x in products]
+    newest = len(p) - 1
+    order = sorted(range(newest), key=lambda j: (-products[j], j))
+    out = p[newest] * values[newest].double()
+    for j in order[: int(share * newest)]:
+        out += p[j] * values[j].double()
+    return out
+
+
+@pytest.mark.parametrize("chunk", [2**22, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("share", "group", "length"), [(0.2, 3, 7), (0.001, 1, 30), (0.5, 9, 5), (0.9, 2, 12)])
+def test_the_largest_probabilities(
+    share: float, group: int, length: int, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result of a row is of that row alone. In half products are rounded, so some are equal."""
+    monkeypatch.setattr(slot_kernels, "PACKED_CHUNK", chunk)
+    filled = [21, 1, 2, 8, 21]
+    q, keys, values, counts = make(filled, group, 16, dtype)
+    areas = in_segments(keys, length), in_segments(values, length)
+    sinks = torch.randn(len(filled), group)
+    products = slot_products(q, areas[0], counts, 0.3)
+    for joining in (None, sinks):
+        found = attend_largest(q, *areas, counts, 0.3, share, SlotForm(sinks=joining))
+        assert found.shape == q.shape and found.dtype == dtype
+        for r, n in enumerate(filled):
+            for x in range(group):
+                sink = -math.inf if joining is None else float(sinks[r, x])
+                want = largest_by_loops(products[r, x, :n].tolist(), sink, values[r], share)
+                assert (found[r, x].double() - want).abs().max() < 4 * TOLERANCE[dtype] * max(1.0, want.abs().max())
+
+
+@pytest.mark.parametrize("bits", [8, "4/2"])
+def test_the_largest_probabilities_of_packed_slots(bits: int | str) -> None:
+    q, keys, values, counts = make([21, 3, 9], 4, 32, torch.float32)
+    packing = KVPacking.of(32, bits)
+    areas = in_segments(keys.nan_to_num(), 6), in_segments(values.nan_to_num(), 6, 0.0)
+    packed = pack_columns(areas[0].nan_to_num(), packing.keys), pack_columns(areas[1], packing.values)
+    k, v = slot_kernels.unpacked(*packed, SlotForm(packing), torch.float32)
+    want = attend_largest(q, k, v, counts, 0.3, 0.25)
+    assert torch.equal(attend_largest(q, *packed, counts, 0.3, 0.25, SlotForm(packing)), want)
+    every = attend_largest(q, *packed, counts, 0.3, 1.0, SlotForm(packing))
+    assert (every - attend(q, *packed, counts, 0.3, None, SlotForm(packing))).abs().max() < 1e-4

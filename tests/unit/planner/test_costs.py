@@ -78,17 +78,9 @@ def test_a_window_costs_its_columns() -> None:
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_attention_that_reads_some_columns_reads_the_sketch_of_all(on_host: bool) -> None:
-    """On the host, where they are chosen; a card reads all."""
-    seconds, read = [], []
-    for sparsity in (0.01, 0.2, 0.9):
-        policy = Policy(6, 1, (100, 0, 0, 100, 100, 0), cpu_cache_compute=on_host, attn_sparsity=sparsity)
-        work = attention(context(policy), 2)
-        read.append(work.device_kv + work.host_kv)
-        seconds.append(sum(costs_of(policy, NEED, machine(False)).compute_seconds(work)))
-    assert seconds == sorted(seconds) and (seconds[0] < seconds[2]) is on_host
-    beside = context(policy).kv_layout(0, Batch.even(6, 10)).beside_bytes
-    assert read[0] > 6 * context(policy).spec.num_kv_heads * beside > 0
+def test_attention_to_a_share_of_the_values_costs_what_the_full_cache_does(on_host: bool) -> None:
+    policy = Policy(6, 1, (100, 0, 0, 100, 100, 0), cpu_cache_compute=on_host)
+    assert attention(context(replace(policy, attn_sparsity=0.1)), 2) == attention(context(policy), 2)
 
 
 def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[int, int]]:
