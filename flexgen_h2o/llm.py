@@ -44,10 +44,12 @@ from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.self_test import (
+    BLOCK_STEP_S,
     JOB_OVER_TEST,
     MOST_KL,
     PACKED,
     PASSES,
+    STEPS,
     likeliest_divergence,
     requests_of_test,
     tokens_of_test,
@@ -449,14 +451,15 @@ class LLM:
     def _test_bits(self, rows: Sequence[Row], planned: Planned) -> None:
         """Warn if the bits of the KV cache are too few for this model, once, before the engine is opened for `rows`.
 
-        Nothing is tested if 50 such tests take longer than the job, if keys and values have 8 bits, or in a pipeline.
+        Nothing is tested if JOB_OVER_TEST such tests take longer than the job, if keys and values have 8 bits, or in a
+        pipeline.
         """
         bits = bits_of_kv(planned.policy.cache_bits)
-        ids = tokens_of_test(self.model)
-        if not ids or min(bits) >= 8 or self._planner.part.pipeline is not None:
+        if min(bits) >= 8 or self._planner.part.pipeline is not None:
             return
         with contextlib.suppress(FlexgenError), self._for_test(planned.policy) as other:
-            if not self._is_cheap(other, ids, rows, planned):
+            ids = tokens_of_test(self.model)
+            if not ids or not self._is_cheap(other, ids, rows, planned):
                 return
             self.tests_bits = False
             logits: list[torch.Tensor] = []
@@ -497,9 +500,10 @@ class LLM:
         if test is None or job is None:
             return False
         held = checkpoint_bytes(self.model.spec, DTYPE_BYTES[self.dtype]) * (1 - policy.weight_shares[2])
-        opening_s = held / self.profile.disk_read_bytes_per_s
+        test_s = held / self.profile.disk_read_bytes_per_s + 2 * test.total_s
+        test_s += STEPS * self.model.spec.num_blocks * BLOCK_STEP_S
         job_s = job.total_s * max(1, self._planner.job_rows / len(rows))
-        return job_s > JOB_OVER_TEST * (2 * test.total_s + opening_s)
+        return job_s > JOB_OVER_TEST * test_s
 
     @cached_property
     def _planner(self) -> Planner:
