@@ -238,6 +238,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
         hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
         max_model_len=args.max_model_len,
     )  # fmt: skip
+    llm.tests_bits = False  # commands that measure, and those that answer at once, do without
     if vars(args).get("model_family") is not None:
         try:
             check_family(llm.model.spec, args.model_family, args.given["model_family"])

@@ -197,7 +197,7 @@ def _run_job(args: argparse.Namespace) -> int:
     if args.dry_run:
         return plan_job(args, args.input, policy, is_auto, eviction, defaults)
     with contextlib.closing(OutputFile(args.output)) as output:
-        return run(args, output, policy, is_auto, eviction, defaults)
+        return run(args, output, policy, is_auto, eviction, defaults, tests_bits=True)
 
 
 def _kept_prompts(texts: Sequence[str], output: Path) -> Path:
@@ -319,6 +319,7 @@ def print_completions(
     """
     from flexgen_h2o.opening import opening_line
 
+    llm.tests_bits = True
     llm.prepare(prompts, params)
     print(f"# {opening_line(llm, prompts, params, len(prompts))}", file=sys.stderr, flush=True)
     if len(prompts) == 1:

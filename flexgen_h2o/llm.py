@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -17,8 +18,10 @@ from flexgen_h2o.checkpoint import Checkpoint, formats
 from flexgen_h2o.checkpoint.formats import PackedFormat, weight_format
 from flexgen_h2o.core import forks, interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
-from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.core.notes import say_once
+from flexgen_h2o.core.packing import bits_of_kv
 from flexgen_h2o.core.settings import DECODE
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
@@ -31,22 +34,35 @@ from flexgen_h2o.engine.generation import (
     LogitsWatch,
     Progress,
     Row,
+    Silent,
     SlotsWatch,
 )
-from flexgen_h2o.engine.memory_plan import kv_sizes_of, packing_of
+from flexgen_h2o.engine.memory_plan import checkpoint_bytes, kv_sizes_of, packing_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
 from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
+from flexgen_h2o.engine.self_test import (
+    BLOCK_STEP_S,
+    JOB_OVER_TEST,
+    MOST_KL,
+    PACKED,
+    PASSES,
+    STEPS,
+    likeliest_divergence,
+    requests_of_test,
+    tokens_of_test,
+    warning_of,
+)
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
-from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
+from flexgen_h2o.kvcache.eviction import Eviction, Full, check_eviction
 from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
 from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model, has_safetensors, said_dtype
-from flexgen_h2o.planner.plans import Planner
+from flexgen_h2o.planner.plans import Planned, Planner
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.report import Answer
@@ -117,6 +133,7 @@ class LLM:
         self._running = threading.Lock()
         self._blocks: list[BlockStats] = []  # of the newest run
         self._common: TokenIds = ()  # that its rows begin with, held in one copy
+        self.tests_bits = True  # warn if the KV cache's bits are too few for this model, once, if the test is cheap
 
     def __enter__(self) -> LLM:
         return self
@@ -411,6 +428,8 @@ class LLM:
         if self._on_plan is not None:
             self._on_plan(planner.answer(rows, planned, asked, budgets))
         self._policy = policy = planned.policy
+        if self.tests_bits and policy.compress_cache:
+            self._test_bits(rows, planned)
         form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
         places = {self._device.torch_device, *([torch.device("cpu")] if policy.cpu_cache_compute else [])}
         for place in sorted(places, key=str):
@@ -426,6 +445,63 @@ class LLM:
         site = Site(self._device, budgets, self.offload_dir)
         self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
         return self._engine
+
+    def _test_bits(self, rows: Sequence[Row], planned: Planned) -> None:
+        """Warn if the bits of the KV cache are too few for this model, once, before the engine is opened for `rows`.
+
+        Nothing is tested if JOB_OVER_TEST such tests take longer than the job, if keys and values have 8 bits, or in a
+        pipeline.
+        """
+        bits = bits_of_kv(planned.policy.cache_bits)
+        if min(bits) >= 8 or self._planner.part.pipeline is not None:
+            return
+        with contextlib.suppress(FlexgenError), self._for_test(planned.policy) as other:
+            ids = tokens_of_test(self.model)
+            if not ids or not self._is_cheap(other, ids, rows, planned):
+                return
+            self.tests_bits = False
+            logits: list[torch.Tensor] = []
+
+            def see(indices: list[int], of_rows: torch.Tensor) -> None:
+                logits.extend(of_rows[i].clone() for i, index in enumerate(indices) if index == PACKED)
+
+            done: list[Completion] = []
+            other.run(*requests_of_test(ids), done.extend, Callbacks(see, listener=Silent()))
+            whole = min(done, key=lambda completion: completion.index).logprobs
+            assert whole is not None
+            # The first token follows on the prompt, whose attention read nothing packed.
+            found = [likeliest_divergence(*pair) for pair in zip(whole[1:], logits[1:], strict=True)]
+            kl = sum(found) / len(found)
+            if kl > MOST_KL:
+                say_once(warning_of(bits, kl))
+
+    def _for_test(self, policy: Policy) -> LLM:
+        """Return an LLM of the same model under the same budgets, which keeps all KV entries of two sequences."""
+        other = copy.copy(self)
+        other.__dict__.pop("_planner")
+        other._hardware = self.profile
+        other._eviction = Full()
+        other._on_plan = None
+        other._running = threading.Lock()
+        other.timeline = Timeline()
+        other.tests_bits = False
+        other.asked_policy = replace(policy, gpu_batch_size=2, num_gpu_batches=1, attn_sparsity=1.0)
+        other.share_prefix = "off"
+        return other
+
+    def _is_cheap(self, other: LLM, ids: Sequence[int], rows: Sequence[Row], planned: Planned) -> bool:
+        """Does the job take so much longer than the test of these tokens that nobody notices the test?"""
+        policy, planner = base_of(other.asked_policy), other._planner
+        of_test = other._table([Prompt(0, tuple(ids), None)], SamplingParams(PASSES, ignore_eos=True)).rows
+        test = planner.foresee(of_test, policy, planner.plan(of_test, policy, other._budgets()).memory)
+        job = self._planner.foresee(rows, planned.policy, planned.memory)
+        if test is None or job is None:
+            return False
+        held = checkpoint_bytes(self.model.spec, DTYPE_BYTES[self.dtype]) * (1 - policy.weight_shares[2])
+        test_s = held / self.profile.disk_read_bytes_per_s + 2 * test.total_s
+        test_s += STEPS * self.model.spec.num_blocks * BLOCK_STEP_S
+        job_s = job.total_s * max(1, self._planner.job_rows / len(rows))
+        return job_s > JOB_OVER_TEST * test_s
 
     @cached_property
     def _planner(self) -> Planner:

@@ -110,11 +110,12 @@ def plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: P
 
 def run(
     args: argparse.Namespace, output: OutputFile, policy: Policy, is_auto: bool, eviction: Eviction,
-    defaults: SamplingParams,
+    defaults: SamplingParams, tests_bits: bool = False,
 ) -> int:  # fmt: skip
-    """Do what the output lacks, here or on Ray; returns the exit code."""
+    """Do what the output lacks, here or on Ray; returns the exit code. tests_bits: as of `LLM`, if it runs here."""
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
+        llm.tests_bits = tests_bits
         llm.check_plan()
         digests = llm.digests()
         reader = reader_of(args, llm, defaults)
