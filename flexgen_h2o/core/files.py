@@ -106,7 +106,7 @@ def read_object(path: Path, where: str) -> dict[str, Any]:
     try:
         body = read_json(path)
     except OSError as error:
-        raise UsageError(f"{where}: {error.strerror or error}") from error
+        raise UsageError(f"{where}: {error.strerror or error}; name a JSON file that can be read") from error
     except ValueError as error:
         raise UsageError(f"{where}: not a JSON file ({error})") from error
     if not isinstance(body, dict):
