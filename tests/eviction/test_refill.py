@@ -48,7 +48,7 @@ def test_placement_by_configuration(
 
 @pytest.mark.parametrize(
     ("shape", "pair", "refills"),
-    [("normal", "h2o", True), ("llama", "h2o-norm, decayed", True), ("llama", "tova", False)],
+    [("normal", "h2o", True), ("llama", "h2o-norm, one sink", True), ("llama", "tova", False)],
 )
 def test_prompts_in_parts(
     shape: str, pair: str, refills: bool, known: Callable[[str], Known], reference: Callable[..., Wanted],

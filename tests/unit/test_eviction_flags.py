@@ -44,7 +44,7 @@ def parse(flags: str) -> Eviction:
         ("--eviction local --recent-size 64", Local(recent_size=64)),
         ("--eviction tova --kv-layer-schedule uniform --hh-size 5", Tova(heavy_size=5)),
         ("--eviction snapkv --hh-all no", SnapKV(while_decoding=False)),
-        ("--eviction h2o-norm:decay=0.9,sinks=2 --hh-size 8", H2ONorm(heavy_size=8, decay=0.9, sinks=2)),
+        ("--eviction h2o-norm:grace=8,sinks=2 --hh-size 8", H2ONorm(heavy_size=8, grace=8, sinks=2)),
         ("--positions original", Full()),
         ("--kv-layer-schedule uniform", Full()),  # the defaults, typed out, ask for nothing
         ("--protect none --eviction full", Full()),
@@ -84,6 +84,7 @@ def test_every_name_is_a_policy(name: str) -> None:
         ("--eviction h2o-norm:", ["--eviction:", "colon"]),
         ("--eviction full:sinks=2", ["--eviction: full"]),
         ("--eviction h2o:decay=0.5", ["--eviction: decay is not a setting of h2o"]),
+        ("--eviction h2o-norm:decay=0.95", ["--eviction: decay is not a setting of h2o-norm; it has", "grace"]),
         ("--eviction random:seed=1,seed=2", ["--eviction: seed is given twice"]),
         ("--eviction local:sinks=-1", ["--eviction local:sinks=-1: sinks: -1"]),
         ("--hh-ratio 0.1 --hh-size 4", ["--hh-size:"]),
@@ -108,7 +109,7 @@ TABLE = {
     "schema": 1,
     "model": "m",
     "mixes": [
-        {"least": 0.01, "eviction": "h2o-norm:decay=0.9", "cache_bits": 16, "cache_window": 16, "kl": {"value": 0.3}},
+        {"least": 0.01, "eviction": "h2o-norm:grace=8", "cache_bits": 16, "cache_window": 16, "kl": {"value": 0.3}},
         {"least": 0.1, "eviction": "tova", "cache_bits": "4/3", "cache_window": 0, "kl": {"value": 0.1}},
         {"least": 0.5, "eviction": "local", "cache_bits": 8, "cache_window": 16, "kl": {"value": 0.0}},
     ],
