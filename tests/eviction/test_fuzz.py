@@ -96,7 +96,7 @@ def draw_placement(rng: random.Random, share: float) -> Policy:
     if rng.random() < 0.5:
         packing = {
             "compress_cache": True,
-            "cache_bits": rng.choice((2, 3, 4, 8, "4/2")),
+            "cache_bits": rng.choice((3, 4, 8, "4/3")),
             "cache_window": rng.choice((0, 4, 8)),
         }
     return Policy(

@@ -65,7 +65,7 @@ def test_prompts_in_parts(
     assert max(parts) > 1
 
 
-FEW_BITS = {"compress_cache": True, "cache_bits": "4/2", "cache_window": 4}
+FEW_BITS = {"compress_cache": True, "cache_bits": "4/3", "cache_window": 4}
 ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
 
 

@@ -115,7 +115,7 @@ def coded_cases(t: str) -> Iterator[Case]:
 
 def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of slots in few bits."""
-    for records, bits, width in ((False, "4/2", 128), (True, 3, 64), (True, 8, 80), (True, 4, 256)):
+    for records, bits, width in ((False, "4/3", 128), (True, 3, 64), (True, 8, 80), (True, 4, 256)):
         scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
         packing, wide = KVPacking.of(width, bits), power_of_two(width)
         beside = "*bf16", "*bf16", t, t, "*i32"

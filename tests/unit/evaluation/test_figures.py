@@ -57,7 +57,7 @@ def test_a_policy_takes_settings_of_its_own() -> None:
         (["full"], [0.1], "--policies full: full is not one of"),
         (["h2o:decay=0.9"], [0.1], "decay is not a setting of h2o"),
         (["h2o-norm:decay=0.99"], [0.1], "decay is not a setting of h2o-norm"),
-        (["h2o-norm:grace=-2"], [0.1], "--policies h2o-norm:grace=-2: grace: -2 is not in"),
+        (["h2o-norm:grace=-2"], [0.1], "--policies h2o-norm:grace=-2: grace: -2 must be between"),
         (["h2o-norm:grace"], [0.1], "grace"),
         (["h2o", "h2o"], [0.1], "--policies: h2o is given twice"),
         (["h2o"], [0.1, 0.1], "--budgets: 0.1 is given twice"),

@@ -238,7 +238,7 @@ WIDTHS = [(64, 8), (128, 16), (80, 4), (64, 0)]  # and whole columns
 
 @pytest.mark.parametrize(
     ("bits", "recorded", "sizes", "dtype"),
-    some_slow(["3/2", 2, 3, 4, 8], [False, True], WIDTHS, MULTIPLIED, fast=("3/2", True, (80, 4), torch.float32)),
+    some_slow(["3/4", 3, 4, 8], [False, True], WIDTHS, MULTIPLIED, fast=("3/4", True, (80, 4), torch.float32)),
 )
 def test_a_decode_step_of_packed_slots(
     bits: int | str, recorded: bool, sizes: tuple[int, int], dtype: torch.dtype

@@ -210,7 +210,7 @@ def test_the_first_layer_is_whole_and_the_others_are_as_they_were() -> None:
         assert policy.budget(100, 40, block, 4) == plain.budget(100, 40, block, 4)
 
 
-packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (2, 3, 4, 8, "4/2"))])
+packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (3, 4, 8, "4/3"))])
 
 
 @given(
