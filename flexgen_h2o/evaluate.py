@@ -91,7 +91,7 @@ def _add_fidelity_flags(parser: OneLineParser) -> None:
     add, names = parser.add_argument, list(POLICIES[1:])
     add(
         "--policies", nargs="+", metavar="NAME",
-        help=f"{', '.join(names)} (all; none with --attn-sparsity); with settings: h2o-norm:decay=0.98,sinks=0",
+        help=f"{', '.join(names)} (all; none with --attn-sparsity); with settings: h2o-norm:grace=8,sinks=0",
     )  # fmt: skip
     add(
         "--budgets", nargs="+", type=float, default=BUDGETS, metavar="SHARE",

@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MIXTURES = tuple(family for family, shape in FAMILIES.items() if "num_experts_per_tok" in shape)
 EVICTIONS = (
-    None, "h2o", "h2o:heavy_ratio=0.3,recent_ratio=0.2", "h2o-norm", "h2o-norm:decay=0.9", "local", "tova", "snapkv",
+    None, "h2o", "h2o:heavy_ratio=0.3,recent_ratio=0.2", "h2o-norm", "h2o-norm:sinks=0", "local", "tova", "snapkv",
     "h2o-v", "random",
 )  # fmt: skip
 

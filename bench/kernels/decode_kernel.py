@@ -4,7 +4,7 @@ over slots packed in 4 bits it is >= 1.5x as fast a column.
 Method: KV caches of some layers' heads, larger than the last cache, all slots filled; in turn, in one process and with
 the same threads: a plain sum over the same bytes (torch.sum of int64: the probe of the memory), `attend`, the same with
 scores, `attend_reference` (torch: bmm, softmax, bmm) and SDPA with one query, on the better of two layouts (heads
-apart, tokens apart), `attend` over the same columns in 2, 3, 4 and 8 bits, keys smoothed and the newest 16 whole.
+apart, tokens apart), `attend` over the same columns in 3, 4 and 8 bits, keys smoothed and the newest 16 whole.
 All in bytes of keys and values per second, those beside the slots among them; for packed slots also in values per
 second. Medians of the ratios of each round.
 
@@ -99,7 +99,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     apart = [t.view(batch, heads, -1, width) for t in (q, keys, values)]
     tokens = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in apart]
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    packings = {f"packed_{bits}": KVPacking.of(width, bits) for bits in (2, 3, 4, 8)}
+    packings = {f"packed_{bits}": KVPacking.of(width, bits) for bits in (3, 4, 8)}
     packed = {name: [pack_columns(keys, p.keys), pack_columns(values, p.values)] for name, p in packings.items()}
     whole = _beside(rows, slots, width, dtype)
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs

@@ -19,7 +19,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = "float64"  # is read from checkpoints, and never computed with
 TIERS = ("device", "host", "disk")
-POLICY_SCHEMA = 6  # 5: cache_bits may be text such as "4/2"
+POLICY_SCHEMA = 6  # 5: cache_bits may be text such as "4/3"
 # Fields by the schema that has them first; in a file of an older one they are at their defaults.
 SINCE_SCHEMA = {
     "weight_bits": 2,
@@ -30,7 +30,7 @@ SINCE_SCHEMA = {
     "cache_rotation": 6,
 }
 BITS = (4, 8)  # of a compressed weight
-CACHE_BITS = (2, 3, 4, 8)  # of a number of a compressed key or value
+CACHE_BITS = (8, 4, 3)  # of a number of a compressed key or value
 # Settings that need a switch: the setting, its switch.
 COMPRESSION_OF = {
     "weight_bits": "compress_weight",
@@ -46,8 +46,8 @@ class Policy:
     """The whole offloading plan. `percent`: weights, KV cache and hidden states on device and host; the rest is disk.
 
     gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
-    compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (2, 3, 4 or 8; "4/2": keys
-    in 4 and values in 2) a value, in groups; of a compressed cache the newest cache_window columns of a row stay whole,
+    compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (3, 4 or 8; "4/3": keys in
+    4 and values in 3) a value, in groups; of a compressed cache the newest cache_window columns of a row stay whole,
     at most half of its slots; cache_rotation: keys and values are packed after a Hadamard transform,
     keys without smoothing; the room for centres and ranges stays, unused.
     int8_compute: weights in int8, one scale an output channel, and products computed in int8; with compress_weight in 4
@@ -66,7 +66,7 @@ class Policy:
     compress_cache: bool = setting(False, "hold the KV cache in --kv-bits")
     weight_bits: int = setting(4, "weights in 8 or 4 bits", usual="as stored", low=4, choices=BITS, metavar="N")
     cache_bits: str | int = setting(
-        4, "KV cache in 8, 4, 3 or 2 bits; 4/2: keys in 4, values in 2", usual=16, metavar="N[/N]"
+        4, "KV cache in 8, 4 or 3 bits; 4/3: keys in 4, values in 3", usual=16, metavar="N[/N]"
     )
     cache_window: int = setting(
         16, "newest KV entries that --kv-bits leaves as they are, a multiple of 4", low=0, high=2**20
@@ -137,7 +137,7 @@ def _check_cache_bits(value: object) -> int | str:
     if not found or not set(found) <= set(CACHE_BITS):
         raise UsageError(
             f"cache_bits: {value!r:.60} is not one of {', '.join(map(str, CACHE_BITS))}, nor two of them for keys and "
-            "values, as 4/2"
+            "values, as 4/3"
         )
     keys, values = found
     return keys if keys == values else f"{keys}/{values}"

@@ -1,4 +1,4 @@
-"""The byte layout of packed numbers: weights in 4 or 8 bits a value, KV columns in 2, 3, 4 or 8, and int8 rows. No
+"""The byte layout of packed numbers: weights in 4 or 8 bits a value, KV columns in 3, 4 or 8, and int8 rows. No
 tensors."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COLUMN_STEP = 4  # whole columns of a row are multiples of it, as the decode ker
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's codes; those with the fourth bit set are negative
 GROUP = 64  # values that share a scale and a least value, at most
 _STEP = 8  # values; groups are multiples of it, so that in 4 and in 8 bits they begin with a word
-_FEW_BITS_STEP = 16  # the same, in 2 and in 3 bits
+_FEW_BITS_STEP = 16  # the same, in 3 bits
 INT8_ROW_BYTES = 8  # of an int8 row besides its values: its scale, and their sum
 
 
@@ -37,8 +37,8 @@ def low_bits_of(bits: int) -> int:
 class SlotPacking:
     """How `width` numbers lie in 4-byte words, little-endian: their values, then one word a group.
 
-    Value i is `bits` bits (2, 4 or 8) of word i // per_word, from the lowest on. In 3 bits its lower two lie so, and
-    its highest is bit i % 32 of word i // 32 behind them. A group's word is its scale in bf16 (low half) and its least
+    Value i is `bits` bits (4 or 8) of word i // per_word, from the lowest on. In 3 bits its lower two lie so, and its
+    highest is bit i % 32 of word i // 32 behind them. A group's word is its scale in bf16 (low half) and its least
     value in bf16 (high half): number = scale x value + least. bf16 because it has fp32's range, so that no number is
     too large, becomes fp32 by a shift, and holds the least of bf16 numbers exactly; both are rounded outwards, so that
     no number of the group lies outside and none is further off than half its scale.
@@ -111,7 +111,7 @@ class KVPacking:
 
 
 def bits_of_kv(bits: int | str) -> tuple[int, int]:
-    """Bits of a key's numbers and of a value's: a number is for both, "4/2" means keys in 4 and values in 2. Raises
+    """Bits of a key's numbers and of a value's: a number is for both, "4/3" means keys in 4 and values in 3. Raises
     ValueError."""
     keys, slash, values = str(bits).partition("/")
     return int(keys), int(values if slash else keys)

@@ -74,5 +74,5 @@ class StepGraphs:
 
 def graphs_of(engine: Engine, eviction: Eviction) -> StepGraphs | None:
     """None where steps are no graphs. In a pipeline each micro-batch is computed alone."""
-    are_alike = makes_graphs(engine.spec, engine.policy, eviction.needs.launches_alike) and engine.wire is None
+    are_alike = makes_graphs(engine.spec, engine.policy, eviction.needs.in_one_launch) and engine.wire is None
     return StepGraphs(engine.device) if are_alike and engine.device.has_graphs and triton.is_installed() else None

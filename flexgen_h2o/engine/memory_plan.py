@@ -245,13 +245,13 @@ def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
     return device_is_host or policy.cpu_cache_compute
 
 
-def makes_graphs(spec: ModelSpec, policy: Policy, launches_alike: bool) -> bool:
+def makes_graphs(spec: ModelSpec, policy: Policy, in_one_launch: bool) -> bool:
     """Are decode steps graphs, on a card that makes them (engine/graphs.py): do those of as many rows launch the same,
-    with all that they read and write where it was? launches_alike: of the eviction policy's Needs. Routers are asked in
+    with all that they read and write where it was? in_one_launch: of the eviction policy's Needs. Routers are asked in
     the middle of a step, and without overlap each step is waited for."""
     shares = policy.weight_shares, policy.cache_shares, policy.hidden_shares
     stays = all(on_device == 1 for on_device, *_ in shares) and not attends_on_host(policy, False)
-    alike = launches_alike and policy.attn_sparsity == 1 and not spec.experts
+    alike = in_one_launch and policy.attn_sparsity == 1 and not spec.experts
     return stays and alike and policy.overlap
 
 

@@ -34,9 +34,9 @@ class WorkloadShape:
     whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
     sequence: the most prompt and new tokens of a row together, where rows keep a share of theirs; otherwise 0.
     prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
-    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec. in_one_launch,
-    launches_alike: of the policy's Needs. per_sweep: the most tokens of a row in a decode sweep. sharing, scores,
-    whole_head: as of BlockShape, sharing also of some rows that begin alike.
+    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec. in_one_launch: of the
+    policy's Needs. per_sweep: the most tokens of a row in a decode sweep. sharing, scores, whole_head: as of
+    BlockShape, sharing also of some rows that begin alike.
     """
 
     rows: int
@@ -52,7 +52,6 @@ class WorkloadShape:
     common: int = 0
     windows: tuple[int | None, ...] = ()
     in_one_launch: bool = True
-    launches_alike: bool = True
     per_sweep: int = 1
     sharing: int = 0
     scores: bool = False
@@ -249,7 +248,6 @@ def need_of(
         sequence=max(map(sum, sizes)) if of_sequence else 0,
         windows=windows,
         in_one_launch=eviction.needs.in_one_launch,
-        launches_alike=eviction.needs.launches_alike,
     )
 
 

@@ -80,7 +80,7 @@ class Setting:
 
     policy: eviction policy, with settings of its own behind a colon. kv_budget: share of the KV entries of prompt and
     answer that stay. kv_bytes: share of the full bf16 cache's bytes instead. kv_bits: of a key or value, 16 where they
-    are not packed; "4/2": keys in 4, values in 2. kv_window: newest entries that packing leaves whole (None: the
+    are not packed; "4/3": keys in 4, values in 3. kv_window: newest entries that packing leaves whole (None: the
     default). kv_rotation: keys and values are rotated before they are packed. weights: bits of a weight ("16": as
     computed), or INT8. chosen_by: the flag that stands for policy and bits.
     """
@@ -161,7 +161,7 @@ def add_flags(parser: OneLineParser) -> None:
     add("--policies", nargs="+", metavar="NAME", help=f"{names} ({' '.join(DEFAULT_POLICIES)})")
     budgets = f"shares of the KV entries that stay ({' '.join(map(str, DEFAULT_BUDGETS))})"
     add("--kv-budget", type=share, nargs="+", metavar="SHARE", help=budgets)
-    bits = "bits of keys and values, one setting each; 16: not packed; 4/2: keys in 4, values in 2 (16 8 4)"
+    bits = "bits of keys and values, one setting each; 16: not packed; 4/3: keys in 4, values in 3 (16 8 4)"
     add("--kv-bits", nargs="+", metavar="N", help=bits)
     kv_bytes = "shares of the KV cache's bytes: what --kv-size chooses; with --learn every policy and bits"
     add("--kv-bytes", "--kv-size", dest="kv_sizes", type=share, nargs="+", metavar="SHARE", help=kv_bytes)
@@ -324,7 +324,7 @@ def _kv_bits(text: str) -> int | str:
     if keys not in known or (values or keys) not in known:
         if text == str(WHOLE):
             return WHOLE
-        raise UsageError(f"--kv-bits {text}: is not one of {WHOLE}, {', '.join(known)}, nor two of them as 4/2")
+        raise UsageError(f"--kv-bits {text}: is not one of {WHOLE}, {', '.join(known)}, nor two of them as 4/3")
     return int(keys) if values in ("", keys) else text
 
 

@@ -299,7 +299,7 @@ def make_cells(
     """All policies at all budgets, a budget at a time. whole: the full cache is one of them, first. budgets_of: what
     the budgets are shares of, as of `Case`.
 
-    A policy is a name, or a name with settings of its own: `h2o-norm:decay=0.98,sinks=0`. Raises UsageError naming
+    A policy is a name, or a name with settings of its own: `h2o-norm:grace=8,sinks=0`. Raises UsageError naming
     --policies or --budgets.
     """
     for name, given in (("--policies", policies), ("--budgets", budgets)):

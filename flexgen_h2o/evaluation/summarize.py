@@ -107,7 +107,7 @@ def add_grid_flags(parser: OneLineParser, usual: str, budget_of: str, usual_size
     """Add which policies are compared, at which sizes. usual, usual_sizes: the defaults. budget_of: what --kv-budget is
     a share of."""
     add = parser.add_argument
-    add("--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} ({usual}); also h2o-norm:decay=0.9")
+    add("--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} ({usual}); also h2o-norm:sinks=0")
     add(
         "--hh-size",
         type=count,

@@ -35,10 +35,10 @@ class StepSlots:
     `kv_heads` rows. state: (7, sequences) int32 of the whole unit: slots that are filled with the new column; its slot,
     -1 for that of the row's victim; its position; the range of positions, both ends included, in which a row may lose a
     slot; what a score gains, fp32 bit by bit; the column's place among whole ones, -1 for none. taken: (R,) int64,
-    written: the slots that the new columns took. scores, positions, victims: as of ScoreState, all or none, and
-    query_weights. before: what the unit's queries attend to in front of the slots, a common prefix or a sink: attention
-    over it alone, (unit's rows, g, d) in q's dtype, None where it has no values; and its log-sum-exp, (unit's rows, g)
-    fp32. With values nothing is packed or scored.
+    written: the slots that the new columns took. scores, positions, victims: as of ScoreState, all or none. per_query:
+    scores are compared over the number of queries that saw their columns. before: what the unit's queries attend to in
+    front of the slots, a common prefix or a sink: attention over it alone, (unit's rows, g, d) in q's dtype, None where
+    it has no values; and its log-sum-exp, (unit's rows, g) fp32. With values nothing is packed or scored.
     """
 
     keys: torch.Tensor
@@ -50,8 +50,8 @@ class StepSlots:
     scores: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     victims: torch.Tensor | None = None
-    query_weights: torch.Tensor | None = None
     decay: float = 1.0
+    per_query: bool = False
     form: SlotForm = WHOLE
     before: InFront | None = None
 
@@ -68,7 +68,7 @@ def attend_step(
         columns = slots.scores.shape[1]
         products = torch.empty(rows, group, columns, dtype=torch.float32, device=q.device)
     unused = slots.state  # what a kernel that does not read it gets
-    recorded = slots.scores, slots.positions, slots.victims, slots.query_weights
+    recorded = slots.scores, slots.positions, slots.victims
     of_slots = [unused if t is None else t for t in recorded]
     gains = slots.state[GAIN].view(torch.float32)
     before = [unused if t is None else t.contiguous() for t in slots.before or (None, None)]
@@ -78,7 +78,7 @@ def attend_step(
     constants: dict[str, Any] = {
         "G": group, "GROUP": triton.power_of_two(group, 16), "D": width, "WIDTH": triton.power_of_two(width, 16),
         "BLOCK": columns_at_a_time(q.dtype, width), "RECORDS": slots.scores is not None,
-        "PER_QUERY": slots.query_weights is not None,
+        "PER_QUERY": slots.per_query,
         "BEFORE": 0 if slots.before is None else 1 if slots.before[0] is None else 2,
     }  # fmt: skip
     name, packing, whole = "slots.attend_step", slots.form.packing, slots.form.whole
@@ -146,7 +146,7 @@ def attend_step_reference(
         slots.positions[here, taken], slots.scores[here, taken] = state[POSITION], 0.0
         gains = state[GAIN].view(torch.float32)
         recorded = slots.scores, slots.positions, state[OLDEST], state[NEWEST]
-        scores = ScoreState(*recorded, slots.decay, gains, slots.victims, state[POSITION], slots.query_weights)
+        scores = ScoreState(*recorded, slots.decay, gains, slots.victims, state[POSITION] if slots.per_query else None)
     of_slots, form = (queries, slots.keys, slots.values, state[FILLED], scale), slots.form
     if slots.before is not None:
         elsewhere, lse = (None if t is None else t[unit_rows] for t in slots.before)

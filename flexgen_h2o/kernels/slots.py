@@ -39,9 +39,8 @@ class ScoreState:
 
     scores: (R, C) fp32. positions: (R, C) int32, distinct within a row and not negative. oldest, newest: (R,) int32,
     the range of positions, both ends included, in which a row may lose a slot. gains: (R,) fp32. victims: (R,) int32,
-    written. now: (R,) int32, the position of each row's newest column, and query_weights: (more than `now`,) fp32, what
-    0, 1, 2, ... queries weigh together, where the victim is that of the lowest score over what the queries that saw its
-    column weigh.
+    written. now: (R,) int32, the position of each row's newest column, where the victim is that of the lowest score
+    over the number of queries that saw its column; None where scores are compared as they are.
     """
 
     scores: torch.Tensor
@@ -52,7 +51,6 @@ class ScoreState:
     gains: torch.Tensor
     victims: torch.Tensor
     now: torch.Tensor | None = None
-    query_weights: torch.Tensor | None = None
 
     def rows(self, some: slice) -> ScoreState:
         """The state of some of the rows."""
@@ -80,8 +78,8 @@ def attend(
     state: it is updated, which changes no bit of the result.
     scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
     victims[r] = the slot j < filled of the lowest new score, NaN below all, among those with oldest <= positions[r, j]
-    <= newest, on equal scores the one of the lowest position; -1 if there is none. With query_weights scores are
-    compared over query_weights[now[r] + 1 - positions[r, j]].
+    <= newest, on equal scores the one of the lowest position; -1 if there is none. With `now` scores are
+    compared over now[r] + 1 - positions[r, j].
     """
     if not loops_can_read(q, keys, values, form):
         return attend_reference(q, keys, values, filled, scale, state, form)
@@ -180,9 +178,9 @@ def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> 
     used = torch.arange(longest, device=p.device) < filled.unsqueeze(1)
     scores.copy_(torch.where(used, state.decay * scores + state.gains.unsqueeze(1) * p.sum(dim=1), scores))
     allowed = used & (positions >= state.oldest.unsqueeze(1)) & (positions <= state.newest.unsqueeze(1))
-    if state.query_weights is not None and state.now is not None:
+    if state.now is not None:
         seen = (state.now.unsqueeze(1) + 1 - positions).masked_fill(~allowed, 1)
-        scores = scores / state.query_weights[seen.long()]
+        scores = scores / seen.float()
     ranks = scores.masked_fill(scores.isnan(), float("-inf"))
     lowest = ranks.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
     candidates = allowed & (ranks == lowest)
@@ -306,14 +304,11 @@ def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
         dtype = torch.float32 if name in ("scores", "gains") else torch.int32
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype) or not tensor.is_contiguous() or columns < most:
             raise ValueError(f"attend: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
-    addresses = (getattr(state, name).data_ptr() for name in _OF_ROWS)
-    weights, now, of_weights = state.query_weights, state.now, (0, 0)
-    if weights is not None:
-        ok = now is not None and (now.shape, now.dtype, weights.dtype) == ((rows,), torch.int32, torch.float32)
-        if now is None or not ok or not now.is_contiguous() or int(now.max()) + 2 > len(weights):
-            raise mismatch("attend: now, query_weights", *([] if now is None else [now]), weights)
-        of_weights = now.data_ptr(), weights.data_ptr()
-    return Scores._make([columns, *addresses, *of_weights, float(state.decay)])
+    now = state.now
+    if now is not None and ((now.shape, now.dtype) != ((rows,), torch.int32) or not now.is_contiguous()):
+        raise mismatch("attend: now", now)
+    addresses = [getattr(state, name).data_ptr() for name in _OF_ROWS]
+    return Scores._make([columns, *addresses, 0 if now is None else now.data_ptr(), float(state.decay)])
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

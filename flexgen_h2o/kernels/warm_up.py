@@ -148,7 +148,7 @@ def warm_up_card(
     and keeps it on disk.
 
     sizes: hidden, heads, kv-heads, numbers of a head, and pairs of rotary embeddings, with which come RMS norms and
-    gated MLPs; 0: none. scored: columns are; per_query: and compared over what the queries that saw them weigh. before:
+    gated MLPs; 0: none. scored: columns are; per_query: and compared over the number of queries that saw them. before:
     what queries attend to in front of slots (StepSlots.before): 0 nothing, 1 what has no values, 2 what has.
     """
     (hidden, heads, kv_heads, width, pairs), zeros = sizes, partial(torch.zeros, device=device)
@@ -164,9 +164,9 @@ def warm_up_card(
     state[FILLED], state[PLACE] = 1, -1
     slots = StepSlots(*areas, 0, kv_heads, state, zeros(kv_heads, dtype=torch.int64), form=form)
     if scored:
-        scores, weights = zeros(kv_heads, _CARD_SLOTS), zeros(_CARD_SLOTS) if per_query else None
+        scores = zeros(kv_heads, _CARD_SLOTS)
         positions, victims = scores.int(), scores[:, 0].int()
-        slots = replace(slots, scores=scores, positions=positions, victims=victims, query_weights=weights)
+        slots = replace(slots, scores=scores, positions=positions, victims=victims, per_query=per_query)
         choose_kept(zeros(1, kv_heads, 2), 0, 2, 1)
     of_prompts = PromptSlots(*areas, 0, form, 0, slots.positions, slots.scores)
     kept, of_token = zeros(1, kv_heads, 1, dtype=torch.int64), zeros(1, kv_heads, 1) if scored else None

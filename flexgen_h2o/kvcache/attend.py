@@ -35,13 +35,13 @@ from flexgen_h2o.kvcache.evict import (
     PrefixSums,
     keep_packed_columns,
     keep_prompt_columns,
+    last_column_sums,
     packed_lines,
     query_sums,
     rank_victims,
     record_columns,
     record_prompts,
     score_by_keys,
-    weighted_column_sums,
 )
 from flexgen_h2o.kvcache.eviction.policy import NORMS, value_sizes
 from flexgen_h2o.kvcache.prefixes import PromptGroup
@@ -179,7 +179,7 @@ def _attend_prefix(
     q, k, v = (t.transpose(1, 2) for t in prefix[:3])
     attended, lse = causal(rows, q, k, v, scale)
     attn_out.copy_(attended[0].transpose(0, 1))
-    return None if lse is None else cache(partial(weighted_column_sums, rows.policy.needs, q, k, lse, scale))
+    return None if lse is None else cache(partial(last_column_sums, q, k, lse, scale))
 
 
 def causal(
@@ -359,10 +359,15 @@ def _step_slots(
     if view.metadata is None:
         return found
     m = view.metadata
-    weights, decay = new.numbers.query_weights(view.keys.device), rows.policy.needs.decay
+    needs = rows.policy.needs
     return replace(
-        found, scores=m.scores, positions=m.positions, victims=m.victims, decay=decay, query_weights=weights
-    )  # fmt: skip
+        found,
+        scores=m.scores,
+        positions=m.positions,
+        victims=m.victims,
+        decay=needs.decay,
+        per_query=needs.per_query,
+    )
 
 
 def _score_state(rows: KVRows, view: PartView, numbers: StepNumbers) -> ScoreState | None:
@@ -370,11 +375,18 @@ def _score_state(rows: KVRows, view: PartView, numbers: StepNumbers) -> ScoreSta
     metadata, where = view.metadata, view.keys.device
     if metadata is None or metadata.scores is None:
         return None
-    of_rows, decay = numbers.of_rows(rows.kv_heads, view.start, view.end, where), rows.policy.needs.decay
+    of_rows = numbers.of_rows(rows.kv_heads, view.start, view.end, where)
+    needs = rows.policy.needs
     return ScoreState(
-        metadata.scores, metadata.positions, of_rows.oldest, of_rows.newest, decay, of_rows.gains, metadata.victims,
-        of_rows.positions, numbers.query_weights(where),
-    )  # fmt: skip
+        metadata.scores,
+        metadata.positions,
+        of_rows.oldest,
+        of_rows.newest,
+        needs.decay,
+        of_rows.gains,
+        metadata.victims,
+        of_rows.positions if needs.per_query else None,
+    )
 
 
 def _attend_rolling(

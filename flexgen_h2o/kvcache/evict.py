@@ -6,7 +6,6 @@ A victim is only named: the next column of its row overwrites its slot.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,13 +21,13 @@ from flexgen_h2o.kernels.hadamard import hadamard
 from flexgen_h2o.kernels.prefill_attention import column_sums, packed_column_sums
 from flexgen_h2o.kernels.prompt_columns import choose_kept, choose_packed
 from flexgen_h2o.kernels.workspace import upload
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, KeyScores, Needs, value_sizes
-from flexgen_h2o.kvcache.rows import StepNumbers, query_weight_table
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, KeyScores, value_sizes
+from flexgen_h2o.kvcache.rows import StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata
 
 NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
 
-# Column sums (1, kv_heads, tokens) of a shared prefix over its own last so many query rows, the last at full weight.
+# Column sums (1, kv_heads, tokens) of a shared prefix over its own last so many query rows.
 PrefixSums = Callable[[int], torch.Tensor]
 # `KeyScores.query_sums` (1, heads, any) of a shared prefix.
 PrefixQueries = Callable[[], torch.Tensor]
@@ -124,8 +123,7 @@ def _prompt_rank(
     if scores is not None and policy.needs.ranks_by_score:  # what the decode kernel compares
         if not policy.needs.per_query:
             return scores
-        table = query_weight_table(policy.needs.decay, 1 << n.bit_length(), where)
-        return scores / table[1 : n + 1].flip(0)
+        return scores / torch.arange(n, 0, -1, device=where, dtype=torch.float32)  # queries that saw each column
     positions = torch.arange(n, device=where).expand(b, kv_heads, n)
     may_leave = (positions >= budgets.sinks[first]) & (positions < n - budgets.recent[first])
     newest, heavy = torch.full((b,), n - 1, device=where), upload(budgets.heavy[first : first + b], where)
@@ -144,19 +142,16 @@ def _prompt_scores(
     (q, k), needs = qk, rows.policy.needs
     own, n = q.shape[2], k.shape[2]
     query_rows = n if needs.query_rows is None else min(n, needs.query_rows)
-    sums = weighted_column_sums(needs, q, k, lse, scale, min(own, query_rows))
+    sums = last_column_sums(q, k, lse, scale, min(own, query_rows))
     if prefix_sums is not None and query_rows > own:
-        sums[..., : n - own] += prefix_sums(query_rows - own) * needs.query_decay**own
+        sums[..., : n - own] += prefix_sums(query_rows - own)
     return rows.policy.prompt_scores(sums, query_rows)
 
 
-def weighted_column_sums(
-    needs: Needs, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, query_rows: int
+def last_column_sums(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, query_rows: int
 ) -> torch.Tensor:
-    """(b, kv_heads, n) fp32: sums over the last `query_rows` rows, each weighted by its age (`Needs.query_decay`)."""
-    if needs.query_decay != 1:  # a weight of a row is an offset of its log-sum-exp
-        before_last = torch.arange(q.shape[2] - 1, -1, -1, device=lse.device, dtype=torch.float32)
-        lse = lse - before_last * math.log(needs.query_decay)
+    """Return (b, kv_heads, n) fp32: the column sums over the last `query_rows` rows."""
     return column_sums(q, k, lse, scale, k.shape[2] - query_rows)
 
 
@@ -184,8 +179,6 @@ def keep_packed_columns(
     (q, k), needs, where = qk, rows.policy.needs, qk[1].device
     scores, lengths = None, tuple(line.keys for line in lines)
     if lse is not None:
-        if needs.query_decay != 1:
-            lse = lse - _offsets(lengths, needs.query_decay, where)
         scores = packed_column_sums(q, k, lse, lines, scale, needs.query_rows)
         _score_alike(rows, scores, lines)
     if scores is None or not any(line.kept - line.keys + line.end - line.begin for line in lines):
@@ -193,8 +186,7 @@ def keep_packed_columns(
         return KeptColumns(_unranked(stay, where).expand(1, k.shape[1], -1), scores, None)
     rank = scores
     if needs.per_query:
-        weights = query_weight_table(needs.decay, 1 << max(lengths).bit_length(), where)
-        rank = scores / weights[_ages(lengths, where)]
+        rank = scores / _seen(lengths, where)
     return KeptColumns(choose_packed(rank, lines), scores, None)
 
 
@@ -209,21 +201,12 @@ def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.Lines) -> None:
             own.copy_(made)
 
 
-def _ages_on_host(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.cat([torch.arange(n, 0, -1, device="cpu") for n in lengths])
-
-
 # What all layers share is copied to a card once, for as many micro-batches: layers take these in turn.
 @lru_cache(maxsize=16)
-def _ages(lengths: tuple[int, ...], where: torch.device) -> torch.Tensor:
-    """(tokens,) int64: how many queries see each token's column."""
-    return upload(_ages_on_host(lengths), where)
-
-
-@lru_cache(maxsize=16)
-def _offsets(lengths: tuple[int, ...], decay: float, where: torch.device) -> torch.Tensor:
-    """(tokens,) fp32: what `weighted_column_sums` takes from a row's log-sum-exp."""
-    return upload((_ages_on_host(lengths) - 1).float() * math.log(decay), where)
+def _seen(lengths: tuple[int, ...], where: torch.device) -> torch.Tensor:
+    """Return (tokens,) fp32: how many queries see each token's column."""
+    counts = [torch.arange(n, 0, -1, dtype=torch.float32, device="cpu") for n in lengths]
+    return upload(torch.cat(counts), where)
 
 
 @lru_cache(maxsize=16)

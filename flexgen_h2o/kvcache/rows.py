@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 from weakref import ref
 
 import torch
 
 from flexgen_h2o.core.packing import window_of
-from flexgen_h2o.kernels.workspace import upload, upload_together
-from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs, query_weights
+from flexgen_h2o.kernels.workspace import upload_together
+from flexgen_h2o.kvcache.eviction.policy import Eviction, Needs
 
 Move = tuple[int, int]  # from sequence, to sequence
 
@@ -62,12 +62,6 @@ class RowBudgets:
         if isinstance(rows, slice) and rows == slice(0, len(self.prompts)):
             return self
         return RowBudgets(*(t[rows] for t in vars(self).values()))
-
-
-@lru_cache(maxsize=16)
-def query_weight_table(decay: float, count: int, where: torch.device) -> torch.Tensor:
-    """(count,) fp32: `query_weights` of 0, 1, 2, ... queries."""
-    return upload(query_weights(torch.arange(count, dtype=torch.float32, device="cpu"), decay), where)
 
 
 class NumbersOfRows(NamedTuple):
@@ -122,13 +116,6 @@ class StepNumbers:
     def most(self) -> int:
         """Slots in use of the fullest."""
         return int(self.filled.max())
-
-    def query_weights(self, where: torch.device) -> torch.Tensor | None:
-        """(tokens or more,) fp32: what so many queries weigh together, where the policy ranks columns by it."""
-        if not self._needs.per_query:
-            return None
-        count = 1 << (int(self.positions.max()) + 2).bit_length()  # few different ones
-        return query_weight_table(self._needs.decay, count, where)
 
     @property
     def gains(self) -> torch.Tensor:

@@ -214,7 +214,7 @@ class Costs:
             issue_s += self._launch_s * (PROMPT_LAUNCHES * (sweep == 0) + (ROUTER_LAUNCHES if routes else 0))
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
-        if sweep and p.device_is_asynchronous and makes_graphs(at.spec, at.policy, at.need.launches_alike):
+        if sweep and p.device_is_asynchronous and makes_graphs(at.spec, at.policy, at.need.in_one_launch):
             issue_s = min(issue_s, p.graph_step_s)
         hidden = ([_scaled(move, share) for move in moves] for moves in (load, store))
         kv_load, kv_store, hidden_load, hidden_store = (self._priced(moves) for moves in (*kv, *hidden))

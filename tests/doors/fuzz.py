@@ -54,7 +54,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16", "float16"),
     **dict.fromkeys(("device_mem", "host_mem", "disk_mem", "keep_mem"), ("64MiB", "32MB", "256MiB", "1KiB")),
     "policy": ("auto", "policy.json"), "hardware": ("profile.json", "t4"), "show": ("profile.json", "t4"),
-    "eviction": ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random", "h2o-norm:decay=0.9"),
+    "eviction": ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random", "h2o-norm:sinks=0"),
     "policies": ("full", "h2o", "local", "h2o:positions=rolling"), "kv_layer_schedule": ("pyramid", "1/2"),
     "prompts": ("prompts.jsonl", "prompts.txt"), "input": ("in.jsonl", "prompts.jsonl"), "text": ("prompts.txt",),
     "turns": ("turns.jsonl", "prompts.txt"), "output": ("new.jsonl", "done.jsonl", "new.json"), "json": ("new.json",),
@@ -68,7 +68,7 @@ HOSTILE_NUMBERS = (
     "0x10", "1_000", "٣", "²", "12parsecs", "-1GiB", "1e30GiB", "true", "NaN",
 )  # fmt: skip
 HOSTILE_WORDS = (
-    "", "--", " ", "-", "{}", "[]", "null", "h2o:", "h2o:a=b", "h2o:,=", "h2o-norm:decay=nan", "a\nb", "a\tb\r",
+    "", "--", " ", "-", "{}", "[]", "null", "h2o:", "h2o:a=b", "h2o:,=", "h2o-norm:sinks=nan", "a\nb", "a\tb\r",
     "x" * 300, "%s%n", "{turn", "{0}", "{turn.x}", "$HOME", "facebook/opt-none", "*", "\x1b[31m", "_DUMMY_x", "auto",
     "none", "é🦙", "\udcff",
 )  # fmt: skip

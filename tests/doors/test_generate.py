@@ -272,7 +272,7 @@ def test_new_and_old_names_set_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         ("m --ram 1GiB --gpu-mem 2GiB", "--model m --host-mem 1GiB --device-mem 2GiB"),
         ("m --max-tokens 7", "-m m --gen-len 7"),
         ("m -n 7", "m --max-new-tokens 7"),
-        ("m --weight-bits 8 --kv-bits 4/2", "m --compress-weight --weight-bits 8 --compress-cache --cache-bits 4/2"),
+        ("m --weight-bits 8 --kv-bits 4/3", "m --compress-weight --weight-bits 8 --compress-cache --cache-bits 4/3"),
         ("m --kv-size 20%", "m --kv-bytes 0.2"),
         ("m --attn-sparsity 10%", "m --attn-sparsity 0.1"),
         ("m --micro-batch 3 --micro-batches 2", "m --gpu-batch-size 3 --num-gpu-batches 2"),

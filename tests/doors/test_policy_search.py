@@ -161,13 +161,13 @@ def test_printed_flags_are_flex_opt_s(plan: Door) -> None:
 def test_eviction_counts_and_is_printed(plan: Door) -> None:
     asked = "--model facebook/opt-125m --num-prompts 8 --prompt-len 200 --gen-len 8 --percent 0 100 0 0 100 0"
     full = object_of(plan(f"{asked} --json"))
-    flags = "--hh-ratio 0.1 --hh-all false --eviction h2o-norm:decay=0.9"
+    flags = "--hh-ratio 0.1 --hh-all false --eviction h2o-norm:grace=8"
     kept = object_of(plan(f"{asked} {flags} --json"))
     assert kept["predicted"]["peak_bytes"]["disk"] < full["predicted"]["peak_bytes"]["disk"] / 2
     assert kept["details"]["workload"]["eviction"]["name"] == "h2o-norm"
     lines = plan(f"{asked} {flags}").out.splitlines()
     args = flex_opt._parser().parse_args(shlex.split(lines[lines.index("benchmark it:") + 1])[2:])
-    assert (args.hh_ratio, args.hh_all, args.eviction) == (0.1, False, "h2o-norm:decay=0.9")
+    assert (args.hh_ratio, args.hh_all, args.eviction) == (0.1, False, "h2o-norm:grace=8")
 
 
 def test_small_losses_are_the_fastest_way_to_have_all_columns(plan: Door) -> None:

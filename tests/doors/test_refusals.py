@@ -56,6 +56,8 @@ POLICY: Cases = [
     "--attn-sparsity nan", "--attn-sparsity 1.5", "--weight-bits 3",
     "--weight-bits 5 --compress-weight", "--cache-bits 5 --compress-cache",
     "--cache-bits 4/5 --compress-cache",
+    ("--kv-bits 2", "--kv-bits: '2' is not one of 8, 4, 3, nor two of them for keys and values, as 4/3"),
+    ("--kv-bits 4/2", "--kv-bits: '4/2' is not one of 8, 4, 3, nor two of them"),
     ("--int8-compute --compress-weight --weight-bits 8", "leave --compress-weight off, or --weight-bits at 4"),
     ("--policy auto --hardware t4", "--hardware t4: "),
 ]  # fmt: skip

@@ -94,8 +94,8 @@ PAIRS: dict[str, Pair] = {
     ),
     "h2o-norm": Pair(H2ONorm(heavy_size=12, recent_size=3), plain.h2o_norm(Budget(heavy_size=12, recent_size=3))),
     "h2o-norm, plain": Pair(H2ONorm(**SIZES, sinks=0, grace=0), plain.h2o_norm(SMALL, sinks=0, grace=0)),
-    "h2o-norm, decayed": Pair(
-        H2ONorm(**SIZES, sinks=1, grace=4, decay=0.9), plain.h2o_norm(SMALL, sinks=1, grace=4, decay=0.9)
+    "h2o-norm, one sink": Pair(
+        H2ONorm(**SIZES, sinks=1, grace=4), plain.h2o_norm(SMALL, sinks=1, grace=4)
     ),
     "tova": Pair(Tova(**SIZES), plain.tova(SMALL)),
     "tova, prompt only": Pair(Tova(**SIZES, while_decoding=False), replace(plain.tova(SMALL), in_decode=False)),
@@ -106,8 +106,8 @@ PAIRS: dict[str, Pair] = {
         replace(plain.snapkv(SMALL, rows=3, kernel=5), in_decode=False),
     ),
     "h2o-v": Pair(ValueH2O(**SIZES, sinks=0, grace=0), plain.h2o_v(SMALL, sinks=0, grace=0)),
-    "h2o-v, decayed": Pair(
-        ValueH2O(**LARGER, sinks=2, grace=3, decay=0.8), plain.h2o_v(Budget(**LARGER), sinks=2, grace=3, decay=0.8)
+    "h2o-v, two sinks": Pair(
+        ValueH2O(**LARGER, sinks=2, grace=3), plain.h2o_v(Budget(**LARGER), sinks=2, grace=3)
     ),
     "random": Pair(Random(**SIZES, seed=3), plain.random(SMALL, seed=3)),
     "h2o, of the sequence": Pair(H2O(kv_budget=0.4), plain.h2o(Budget(kv_budget=0.4))),

@@ -162,26 +162,20 @@ def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
 
 
 class MeanSeen(ColumnSums):
-    """Column sums per query row that saw the column; a row i steps ago counts decay^i, in sum and number.
+    """Column sums per query row that saw the column.
 
     What a decode step gives counts by the share of the columns that are held (those of probability above 0).
     """
 
-    def __init__(self, layer: int, sizes: Sizes, decay: float = 1.0) -> None:
-        super().__init__(layer, sizes)
-        self.decay = decay
-
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
         kv, n = p.shape[0], p.shape[-1]
-        weight = self.decay ** torch.arange(n - 1, -1, -1, dtype=torch.float64)  # of each query row
-        self.sums = torch.einsum("kgij,i->kj", p, weight)
-        saw = torch.ones(n, n, dtype=torch.float64).tril()
-        self.count = (weight @ saw).expand(kv, n)
+        self.sums = p.sum((1, 2))
+        self.count = torch.arange(n, 0, -1, dtype=torch.float64).expand(kv, n)
 
     def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
         held = (p > 0).any(1).double().mean(1, keepdim=True)
-        self.sums = self.decay * _grown(self.sums) + held * p.sum(1)
-        self.count = self.decay * _grown(self.count) + 1
+        self.sums = _grown(self.sums) + held * p.sum(1)
+        self.count = _grown(self.count) + 1
 
     def scores(self) -> torch.Tensor:
         return self.sums / self.count
@@ -375,14 +369,12 @@ def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int, int
     return sizes
 
 
-def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) -> Policy:
-    sizes = _of_heavy(budget, sinks, grace)
-    return Policy(sizes, lambda layer, own: MeanSeen(layer, own, decay))
+def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16) -> Policy:
+    return Policy(_of_heavy(budget, sinks, grace), MeanSeen)
 
 
-def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) -> Policy:
-    sizes = _of_heavy(budget, sinks, grace)
-    return Policy(sizes, lambda layer, own: ValueAware(layer, own, decay))
+def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16) -> Policy:
+    return Policy(_of_heavy(budget, sinks, grace), ValueAware)
 
 
 def tova(budget: Budget) -> Policy:

@@ -93,7 +93,7 @@ def given_steps(turns: Sequence[Sequence[int]], answer: int) -> dict[int, int]:
 
 CASES = [
     ("llama", "h2o", "rolling", Policy(1, percent=PLACEMENTS["kv on disk"]), None),
-    ("llama", "h2o-norm, decayed", "rolling", Policy(1, percent=PLACEMENTS["kv split three ways"]), STAND_IN),
+    ("llama", "h2o-norm, one sink", "rolling", Policy(1, percent=PLACEMENTS["kv split three ways"]), STAND_IN),
     ("long", "h2o", "original", Policy(1, percent=PLACEMENTS["everything split 30/30"]), STAND_IN),
     ("long", "tova", "original", Policy(1, percent=PLACEMENTS["kv on disk"], sep_layer=False, overlap=False), None),
 ]

@@ -44,7 +44,7 @@ BUDGETS = {"host": MemoryBudget(), "stand-in": STAND_IN}
 # What the decode kernel ranks, what the policy ranks itself, no scores, more slots than needed, budgets by layer.
 TURNS = (
     "h2o",
-    "h2o-norm, decayed",
+    "h2o-norm, one sink",
     "tova",
     "h2o, prompt only",
     "h2o-v",
@@ -116,7 +116,7 @@ ENDING_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
     thinned([
         ("h2o", "kv split three ways", 3, 3, "stand-in", False),
         ("tova", "kv on host and disk", 3, 2, "stand-in", True),
-        ("h2o-norm, decayed", "kv split three ways", 9, 1, "stand-in", False),
+        ("h2o-norm, one sink", "kv split three ways", 9, 1, "stand-in", False),
         ("h2o-v", "kv on disk", 5, 2, "stand-in", True),
         ("h2o", "kv split three ways", 4, 2, "stand-in", False),
         ("h2o, prompt only", "everything split 30/30", 4, 2, "stand-in", False),

@@ -59,9 +59,9 @@ def test_shape(
     ("shape", "pair"),
     thinned(
         [
-            *(("llama", p) for p in ("h2o", "h2o-norm, decayed", "tova", "snapkv", "h2o-v", "random")),
+            *(("llama", p) for p in ("h2o", "h2o-norm, one sink", "tova", "snapkv", "h2o-v", "random")),
             *(("qwen3", "h2o"), ("mixtral", "h2o")),
-            *(("gpt_oss", p) for p in ("h2o", "h2o-norm, decayed")),
+            *(("gpt_oss", p) for p in ("h2o", "h2o-norm, one sink")),
             ("gpt_neox", "h2o, pyramid"),
         ],
         2,

@@ -46,8 +46,8 @@ def draw_policy(rng: random.Random, one_layer: bool) -> Pair:
     if rng.random() < 0.3:
         sizes = {"kv_budget": round(rng.uniform(0.15, 0.9), 2)}
     budget, seed = Budget(**sizes), rng.randrange(9)
-    window, kernel, decay = rng.randint(2, 9), rng.choice((1, 3, 5)), rng.choice((1.0, 0.9))
-    own = {"sinks": rng.randint(0, 3), "grace": rng.randint(0, 4), "decay": decay}
+    window, kernel = rng.randint(2, 9), rng.choice((1, 3, 5))
+    own = {"sinks": rng.randint(0, 3), "grace": rng.randint(0, 4)}
     made: dict[str, Callable[[], tuple[Any, plain.Policy]]] = {
         "h2o": lambda: (H2O(**sizes), plain.h2o(budget)),
         "local": lambda: (Local(**sizes, sinks=own["sinks"]), plain.local(budget, sinks=own["sinks"])),
@@ -95,7 +95,7 @@ def draw_placement(rng: random.Random, share: float) -> Policy:
     if rng.random() < 0.5:
         packing = {
             "compress_cache": True,
-            "cache_bits": rng.choice((2, 3, 4, 8, "4/2")),
+            "cache_bits": rng.choice((3, 4, 8, "4/3")),
             "cache_window": rng.choice((0, 4, 8)),
         }
     return Policy(

@@ -33,7 +33,7 @@ HARMLESS = LOGIT_TOLERANCE / 2  # that numbers move by
 
 
 class Rounded:
-    """Columns as a cache of `bits` bits ("4/2": keys in 4, values in 2) gives them back, by the format's words: in
+    """Columns as a cache of `bits` bits ("4/3": keys in 4, values in 3) gives them back, by the format's words: in
     groups along the width, each with its least and its step in bf16, rounded outwards; keys less the middle of their
     channel in the prompt and over its range, both in bf16. The newest are whole: `most` of them, or as many fours as
     half of the slots has.
@@ -186,7 +186,7 @@ def test_four_bits_on_every_placement(
     ("shape", "pair", "bits", "placement"),
     thinned([
         ("one layer", "h2o", 8, "kv on host"), ("head width 15", FULL, 4, "kv split three ways"),
-        ("llama, one kv-head, odd sizes", FULL, 4, "kv split three ways"), ("llama", "h2o", "4/2", "kv on disk"),
+        ("llama, one kv-head, odd sizes", FULL, 4, "kv split three ways"), ("llama", "h2o", "4/3", "kv on disk"),
         ("qwen3", "h2o", 4, "kv split three ways"), ("qwen3_moe", "h2o", 4, "kv on disk"),
         ("gpt_oss", FULL, 8, "kv split three ways"), ("gpt_oss", "h2o", 4, "kv on disk"),
         ("gpt_oss", "h2o-norm", 8, "kv on host"), ("llama", "triattention", 4, "kv split three ways"),
@@ -203,9 +203,9 @@ def test_other_shapes_and_bits(
 @pytest.mark.parametrize(
     ("pair", "bits", "window", "placement"),
     thinned([
-        ("h2o", "4/2", 0, "kv on disk"), ("h2o", 3, 4, "kv split three ways"), (FULL, 3, 8, "kv on host"),
-        (FULL, 2, 16, "kv split three ways"), ("h2o-norm", 2, 4, "kv on disk"), ("h2o, one recent", 4, 4, "kv on host"),
-        ("h2o-norm", "4/2", 8, "kv split three ways"), ("h2o", 4, 4, "kv on disk"),
+        ("h2o", "4/3", 0, "kv on disk"), ("h2o", 3, 4, "kv split three ways"), (FULL, 3, 8, "kv on host"),
+        (FULL, 3, 16, "kv split three ways"), ("h2o-norm", 3, 4, "kv on disk"), ("h2o, one recent", 4, 4, "kv on host"),
+        ("h2o-norm", "4/3", 8, "kv split three ways"), ("h2o", 4, 4, "kv on disk"),
         ("h2o-norm", "4/3", 0, "kv on host"),
     ], 2),
 )  # fmt: skip
@@ -226,13 +226,13 @@ def test_windows_and_few_bits(
         ("heads of 64", "h2o", 3, 4, (9, 4, 21), "kv on disk"),
         ("llama, heads of 64", "h2o", 4, 16, (30, 9, 25), "kv on host"),
         ("llama, heads of 128", FULL, 8, 0, (9, 4, 21), "kv on disk"),
-        ("llama, heads of 128", "h2o-norm", "4/2", 8, (13,), "all on device"),
+        ("llama, heads of 128", "h2o-norm", "4/3", 8, (13,), "all on device"),
         ("llama, heads of 80", "tova", 4, 4, (9, 4, 21), "kv split three ways"),
         ("llama, heads of 96", "snapkv", 3, 8, (30, 5), "kv on disk"),
-        ("llama, heads of 96", FULL, 2, 16, (30, 5), "kv on host"),
+        ("llama, heads of 96", FULL, "4/3", 16, (30, 5), "kv on host"),
         ("normal", "h2o-v", 4, 4, (9, 4, 21), "kv on host"),
         ("llama, heads of 64", "vase", 4, 4, (9, 4, 21), "kv on disk"),
-        ("normal", "h2o-norm", "4/2", 8, (9, 4, 21, 30), "kv split three ways"),
+        ("normal", "h2o-norm", "4/3", 8, (9, 4, 21, 30), "kv split three ways"),
         ("head width 15", FULL, 4, 16, (9, 4, 21), "kv split three ways"),
         ("gpt_oss", "h2o", 4, 16, (9, 4, 21), "kv on disk"),
         ("qwen3_moe", "h2o", 4, 16, (9, 4, 21), "kv on disk"),

@@ -42,7 +42,7 @@ POLICIES: dict[str, Policy] = {
     "h2o, no heavy": h2o(Budget(heavy_size=0, recent_size=3)),
     "local": local(SMALL, sinks=2),
     "h2o-norm": h2o_norm(SMALL, sinks=2, grace=4),
-    "h2o-norm, decayed": h2o_norm(SMALL, sinks=1, grace=0, decay=0.9),
+    "h2o-norm, one sink": h2o_norm(SMALL, sinks=1, grace=0),
     "tova": tova(SMALL),
     "snapkv": snapkv(SMALL, rows=4),
     "h2o-v": h2o_v(SMALL, sinks=1, grace=0),

@@ -47,7 +47,7 @@ def test_placement_by_configuration(
 
 @pytest.mark.parametrize(
     ("shape", "pair", "refills"),
-    [("normal", "h2o", True), ("llama", "h2o-norm, decayed", True), ("llama", "tova", False)],
+    [("normal", "h2o", True), ("llama", "h2o-norm, one sink", True), ("llama", "tova", False)],
 )
 def test_prompts_in_parts(
     shape: str, pair: str, refills: bool, known: Callable[[str], Known], reference: Callable[..., Wanted],
@@ -64,7 +64,7 @@ def test_prompts_in_parts(
     assert max(parts) > 1
 
 
-FEW_BITS = {"compress_cache": True, "cache_bits": "4/2", "cache_window": 4}
+FEW_BITS = {"compress_cache": True, "cache_bits": "4/3", "cache_window": 4}
 ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
 
 

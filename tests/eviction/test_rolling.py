@@ -47,7 +47,7 @@ def rolled(known: Callable[[str], Known]) -> Callable[..., Wanted]:
         ("llama", "h2o", "device, 2x3, attends on host", "kv on host and disk"),
         ("llama", "local", "one batch, sequential", "kv on disk"),
         ("llama", "h2o, of the sequence", "device, 2x2", "kv on host"),
-        ("llama, one kv-head, odd sizes", "h2o-norm, decayed", "device, 2x3, sequential", "kv on host"),
+        ("llama, one kv-head, odd sizes", "h2o-norm, one sink", "device, 2x3, sequential", "kv on host"),
         ("llama, rope yarn", "tova", "3x1, joined", "kv on disk"),
         ("qwen3", "h2o", "2x2", "kv on disk"),
         ("gpt_neox", "h2o", "device, 2x2", "each kind elsewhere"),

@@ -74,7 +74,7 @@ def test_shapes(
     ("bits", "window", "placement"),
     [
         (3, 4, "kv split three ways"), (3, 0, "kv on disk"),
-        pytest.param("4/2", 4, "kv split three ways", marks=pytest.mark.slow),
+        pytest.param("4/3", 4, "kv split three ways", marks=pytest.mark.slow),
         pytest.param(4, 16, "kv on host", marks=pytest.mark.slow),  # loops of their own, as in tests/unit/kernels
         pytest.param(8, 0, "kv on disk", marks=pytest.mark.slow),
     ],

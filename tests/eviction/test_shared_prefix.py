@@ -67,8 +67,8 @@ def places() -> Iterator[tuple[str, str]]:
 PLACES = places()
 # Of each policy, and with prefixes shorter and longer than the rows that are scored.
 SCORED = (
-    "h2o", "h2o, ratios", "h2o, prompt only", "h2o, pyramid", "local", "h2o-norm, decayed", "tova", "snapkv",
-    "snapkv, narrow", "h2o-v, decayed", "random", "h2o, of the sequence", "h2o-norm", "vase",
+    "h2o", "h2o, ratios", "h2o, prompt only", "h2o, pyramid", "local", "h2o-norm, one sink", "tova", "snapkv",
+    "snapkv, narrow", "h2o-v, two sinks", "random", "h2o, of the sequence", "h2o-norm", "vase",
     "triattention",
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_every_policy(
     [
         (shape, pair, next(PLACES))
         for shape, pair in (
-            ("post-norm, narrow embedding (350m)", "snapkv"), ("llama", "h2o-norm, decayed"), ("gpt_neox", "snapkv"),
+            ("post-norm, narrow embedding (350m)", "snapkv"), ("llama", "h2o-norm, one sink"), ("gpt_neox", "snapkv"),
             ("llama", "triattention"),
         )
     ],

@@ -119,7 +119,7 @@ def test_policies(
     assert_same(want, ran)
 
 
-@pytest.mark.parametrize("pair", [FULL, "h2o-norm, decayed", "snapkv"])
+@pytest.mark.parametrize("pair", [FULL, "h2o-norm, one sink", "snapkv"])
 @pytest.mark.parametrize("shape", [LLAMA, WINDOWS])
 def test_rows_that_begin_alike(
     shape: str, pair: str, made: Callable[..., Wanted], known: Callable[[str], Known], tmp_path: Path

@@ -86,8 +86,8 @@ def variants(*kinds: str) -> Iterator[Case]:
         for records, group, width, before in (
             (False, 1, 64, 0), (False, 1, 128, 2), (True, 4, 128, 0), (True, 8, 80, 0), (True, 8, 256, 1),
         ):  # fmt: skip
-            # What a kernel that records nothing gets in place of scores, positions, victims, weights and products.
-            scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
+            # What a kernel that records nothing gets in place of scores, positions, victims and products.
+            scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
             yield Case(
                 slots.attend_step,
                 (*[t] * 6, "*i32", "*fp32", *scores, "*i64", t if before > 1 else "*i32", "*fp32" if before else "*i32",
@@ -115,8 +115,8 @@ def coded_cases(t: str) -> Iterator[Case]:
 
 def packed_cases(t: str, dtype: torch.dtype) -> Iterator[Case]:
     """Of slots in few bits."""
-    for records, bits, width in ((False, "4/2", 128), (True, 3, 64), (True, 8, 80), (True, 4, 256)):
-        scores = ("*fp32", "*i32", "*i32", "*fp32", "*fp32") if records else ("*i32",) * 5
+    for records, bits, width in ((False, "4/3", 128), (True, 3, 64), (True, 8, 80), (True, 4, 256)):
+        scores = ("*fp32", "*i32", "*i32", "*fp32") if records else ("*i32",) * 4
         packing, wide = KVPacking.of(width, bits), power_of_two(width)
         beside = "*bf16", "*bf16", t, t, "*i32"
         yield Case(

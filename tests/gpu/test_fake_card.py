@@ -258,7 +258,7 @@ def test_launches_of_prefill_do_not_grow_with_prompts(
 OTHERS = {
     "snapkv": SnapKV(window=4, kv_budget=0.5), "vase": VaSE(kv_budget=0.5),
     "triattention": TriAttention(kv_budget=0.5, interval=2),
-    "h2o-norm": H2ONorm(heavy_size=6, recent_size=3, decay=0.9),
+    "h2o-norm": H2ONorm(heavy_size=6, recent_size=3, grace=6),
 }  # fmt: skip
 
 

@@ -59,7 +59,11 @@ REPLAYS = GRAPHS * (FEW_TOKENS.max_tokens - 1 - PLAIN_SWEEPS)
 LENGTHS = [SamplingParams(n, ignore_eos=True) for n in (3, 18, 18, 11, 18, 18, 18)]
 
 
-@pytest.mark.parametrize("eviction", [None, H2O(heavy_size=6, recent_size=3, layer_schedule="pyramid")], ids=str)
+@pytest.mark.parametrize(
+    "eviction",
+    [None, H2O(heavy_size=6, recent_size=3, layer_schedule="pyramid"), H2ONorm(heavy_size=6, recent_size=3, grace=6)],
+    ids=["full", "h2o, pyramid", "h2o-norm"],
+)
 def test_graphs_are_made_anew_for_other_rows_alone(tmp_path, eviction: Any) -> None:
     card = like_the_cpu(model_folder(tmp_path, CONFIGS["llama"]), eviction, LENGTHS)
     assert made(card) == 2 * 2 * (2 + 1)
@@ -140,7 +144,6 @@ def test_graphs_need_what_a_sweep_tells_them(tmp_path, monkeypatch) -> None:
     ("placement", "config", "more"),
     [
         ("KV on host", "normal", {}), ("weights on host, pinned", "normal", {}),
-        ("all on the device", "normal", {"eviction": H2ONorm(heavy_size=6, recent_size=3)}),
         ("all on the device", "normal", {"eviction": Tova(heavy_size=4)}),
         ("all on the device", "normal", {"overlap": False}), ("all on the device", "olmoe", {}),
         ("attention on the CPU, KV on host", "normal", {}),

@@ -136,7 +136,7 @@ def test_vectors_go_to_the_card_in_one_copy() -> None:
 
 def test_columns_of_prompts_wait_for_nothing_without_triton() -> None:
     """Packed and put by torch operations, as many for all rows as for a few, to the bits of a CPU."""
-    packing, counted = KVPacking.of(16, "3/2"), list[int]()
+    packing, counted = KVPacking.of(16, "3/4"), list[int]()
     for prompts in (2, 6):
         k, v = (torch.randn(prompts, 30, 2, 16) for _ in range(2))
         scores = torch.rand(prompts, 2, 30)

@@ -23,7 +23,7 @@ policies = st.builds(
     **{name: st.booleans() for name in ("compress_weight", "cpu_cache_compute", "overlap", "sep_layer", "pin_weight")},
     attn_sparsity=st.floats(0, 1, exclude_min=True),
     compress_cache=st.just(True),
-    cache_bits=st.sampled_from([3, "4/2"]),
+    cache_bits=st.sampled_from([3, "4/3"]),
     cache_rotation=st.booleans(),
 )
 
@@ -61,6 +61,7 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
         ({"workload": "x"}, None, "workload is 'x', and must be an object or null"),
         ({"model": 5}, None, "model is 5, and must be a text or null"),
         ({"cache_bits": 8}, None, "cache_bits: 8 goes with compress_cache"),
+        ({"compress_cache": True, "cache_bits": 2}, None, "cache_bits: 2 is not one of 8, 4, 3, nor two of them"),
     ],
 )
 def test_a_bad_field_is_named_with_its_file(

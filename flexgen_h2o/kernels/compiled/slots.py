@@ -59,8 +59,8 @@ class Slots(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The addresses of a ScoreState's tensors and its number; `columns` is 0 where nothing is scored, `query_weights`
-    where scores are compared as they are."""
+    """The addresses of a ScoreState's tensors and its number; `columns` is 0 where nothing is scored, `now` where
+    scores are compared as they are."""
 
     columns: int
     scores: int
@@ -70,11 +70,10 @@ class Scores(NamedTuple):
     victims: int
     gains: int
     now: int
-    query_weights: int
     decay: float
 
 
-NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class Pass(NamedTuple):
@@ -302,10 +301,10 @@ def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
         score = decay * scores[j] + gain * ranks[j]
         scores[j] = score
         ranks[j] = score if score == score else np.float32(-np.inf)  # a row always has a victim
-    if state.query_weights:
-        weights, now = floats_at(state.query_weights), ints_at(state.now)[r] + np.int32(1)
+    if state.now:
+        now = ints_at(state.now)[r] + np.int32(1)
         for j in range(filled):
-            ranks[j] /= weights[max(np.int32(0), now - positions[j])]
+            ranks[j] /= np.float32(now - positions[j])
     for j in range(filled):
         allowed = (oldest <= positions[j]) & (positions[j] <= newest)
         lowest = min(lowest, ordered(float_to_bits(ranks[j])) if allowed else np.int32(2**31 - 1))

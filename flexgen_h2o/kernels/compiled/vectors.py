@@ -35,11 +35,11 @@ from flexgen_h2o.kernels.jit import num_planes
 
 WIDE = 16  # words of a chunk of whole slots; 1 where a slot has fewer
 SLOTS = 4  # of a tile: more of them jump so far in memory that the hardware no longer prefetches
-PACKED_WIDE = {8: 8, 4: 8, 3: 4, 2: 4}  # by bits: words of a chunk of packed slots; 1 where a slot has fewer
+PACKED_WIDE = {8: 8, 4: 8, 3: 4}  # by bits: words of a chunk of packed slots; 1 where a slot has fewer
 SHARED = 16  # floats of a vector of packed slots
 # Numbers whose types stand for the bits of packed slots, so that a loop is compiled for one of them.
-KINDS: dict[int, np.number[Any]] = {8: np.uint8(0), 4: np.int8(0), 3: np.int16(0), 2: np.uint16(0)}
-_BITS_OF_KIND = {types.uint8: 8, types.int8: 4, types.int16: 3, types.uint16: 2}
+KINDS: dict[int, np.number[Any]] = {8: np.uint8(0), 4: np.int8(0), 3: np.int16(0)}
+_BITS_OF_KIND = {types.uint8: 8, types.int8: 4, types.int16: 3}
 PACKED_SLOTS = 8
 PLACE = 4  # int32 numbers of a chunk in the table, of which the first two are read here: its first word, its group's
 _QUERIES = 4  # of a tile, where a kv-head has as many

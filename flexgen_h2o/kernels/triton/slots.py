@@ -17,7 +17,7 @@ _SCALARS = "gains", "victims"  # are read number by number, wherever they lie
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
 def attend_step(
-    q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken, before,
+    q, k, v, out, keys, values, state, gains, scores, positions, victims, products, taken, before,
     before_lse,
     q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -54,13 +54,13 @@ def attend_step(
     if RECORDS:
         _score(
             row, filled, most + tl.log(total), tl.load(gains + sequence), state + 2 * sequences + sequence, sequences,
-            scores, positions, victims, query_weights, products, columns, decay, G, GROUP, BLOCK, PER_QUERY,
+            scores, positions, victims, products, columns, decay, G, GROUP, BLOCK, PER_QUERY,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
 def attend_packed_step(
-    q, k, v, out, keys, values, state, gains, scores, positions, victims, query_weights, products, taken, before,
+    q, k, v, out, keys, values, state, gains, scores, positions, victims, products, taken, before,
     before_lse, centres, ranges, whole_keys, whole_values, whole_slots,
     q_token, k_token, v_token, out_token, segment, sequences, first_row, kv_heads, length, columns, scale, decay,
     windows, value_segment, k_low, k_codes, k_words, v_low, v_codes, v_words,
@@ -117,7 +117,7 @@ def attend_packed_step(
     if RECORDS:
         _score(
             row, filled, most + tl.log(total), tl.load(gains + sequence), state + 2 * sequences + sequence, sequences,
-            scores, positions, victims, query_weights, products, columns, decay, G, GROUP, BLOCK, PER_QUERY,
+            scores, positions, victims, products, columns, decay, G, GROUP, BLOCK, PER_QUERY,
         )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def softmax_step(product, of_columns, most, total, mixed):
 
 @triton.jit
 def _score(
-    row, filled, lse, gain, now, sequences, scores, positions, victims, query_weights, products, columns, decay,
+    row, filled, lse, gain, now, sequences, scores, positions, victims, products, columns, decay,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PER_QUERY: tl.constexpr,
 ):  # fmt: skip
     """Scores grow by what columns received; the lowest of those that may go names the victim, the earliest of equals.
@@ -218,7 +218,7 @@ def _score(
         position = tl.load(positions + row * columns + column, mask=here, other=0)
         may_leave = here & (position >= oldest) & (position <= newest)
         if PER_QUERY:
-            score = tl.div_rn(score, tl.load(query_weights + now + 1 - position, mask=may_leave, other=1.0))
+            score = tl.div_rn(score, tl.where(may_leave, now + 1 - position, 1).to(tl.float32))
         score = tl.where(score == score, score, float("-inf"))  # a row always has a victim
         candidate = tl.where(may_leave, score, float("inf"))
         low = tl.min(candidate, 0)

@@ -33,7 +33,7 @@ POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
 
 def make_eviction(text: str, **settings: Any) -> Evicting:
-    """A policy of `EVICTING` from its name, with settings of its own behind a colon: `h2o-norm:decay=0.95,sinks=0`.
+    """A policy of `EVICTING` from its name, with settings of its own behind a colon: `h2o-norm:grace=8,sinks=0`.
 
     Ratios and sizes are the caller's to give, kv_budget either's. Raises UsageError that begins with the name of a
     setting, or with `eviction` where the text is wrong.

@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.settings import setting
-from flexgen_h2o.kvcache.eviction.policy import (
-    EVERYTHING,
-    POSITIONS,
-    SCORES,
-    Columns,
-    Evicting,
-    Needs,
-    RowBudget,
-    query_weights,
-)
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Evicting, Needs, RowBudget
 
 if TYPE_CHECKING:
     import torch
@@ -27,20 +18,19 @@ class H2ONorm(Evicting):
 
     The normalisation is that of OpenVINO GenAI (AggregationMode.NORM_SUM) and of kvpress's ObservedAttention. Of the
     heavy share the `sinks` first columns are set aside, and as much as is needed so that a new column is not judged
-    before `grace` queries saw it. decay: a query i steps ago counts decay ** i (A2SF, Jo and Shin 2024,
-    arXiv 2407.20485). What a decode step gives counts in proportion to the columns that are left: probabilities of a
-    prompt's queries, which are shared among all columns, and of those that see few could not be compared otherwise.
+    before `grace` queries saw it. What a decode step gives counts in proportion to the columns that are left:
+    probabilities of a prompt's queries, which are shared among all columns, and of those that see few could not be
+    compared otherwise.
     """
 
     name: ClassVar[str] = "h2o-norm"
 
     sinks: int = setting(4, low=0, high=EVERYTHING)
     grace: int = setting(16, low=0, high=EVERYTHING)
-    decay: float = setting(0.99, share=True)
 
     @property
     def measures(self) -> Needs:
-        return Needs((POSITIONS, SCORES), None, query_decay=self.decay, decay=self.decay, even=True, per_query=True)
+        return Needs((POSITIONS, SCORES), query_rows=None, even=True, per_query=True)
 
     def split(self, heavy: int, recent: int) -> RowBudget:
         """Sinks first, then grace, both out of the heavy share; grace leaves half of it to the heavy hitters."""
@@ -50,4 +40,4 @@ class H2ONorm(Evicting):
 
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.scores is not None
-        return columns.scores / query_weights(columns.seen(), self.decay)
+        return columns.scores / columns.seen()

@@ -75,12 +75,11 @@ class Needs:
 
     record: what is kept of each slot, of POSITIONS, SCORES, NORMS and RANKS in this order; () for a policy that drops
     nothing. With RANKS keys are kept before their rotary embeddings, and each is turned by its rank when it is read.
-    query_rows: the last rows of a prompt whose column sums are wanted; None for all. query_decay: the row i before the
-    last counts query_decay ** i. In a decode step a slot's score becomes decay x score + gain x the probability that it
-    received, summed over the query heads of its kv-head. even: the gain is multiplied by columns held / columns seen
-    so far, since a query that attends to fewer columns gives more to each. ranks_by_score: `rank` gives the scores
-    themselves, so the decode kernel can find the column that leaves; with per_query it gives them over what the queries
-    that saw the column weigh together (`query_weights`), which the kernel can do too.
+    query_rows: the last rows of a prompt whose column sums are wanted; None for all. In a decode step a slot's score
+    becomes decay x score + gain x the probability that it received, summed over the query heads of its kv-head. even:
+    the gain is multiplied by columns held / columns seen so far, since a query that attends to fewer columns gives more
+    to each. ranks_by_score: `rank` gives the scores themselves, so the decode kernel can find the column that leaves;
+    with per_query it gives them over the number of queries that saw the column, which the kernel can do too.
 
     value_range: NORMS are the largest less the smallest number of a value, not its L2 norm.
 
@@ -89,7 +88,6 @@ class Needs:
 
     record: tuple[str, ...] = ()
     query_rows: int | None = 0
-    query_decay: float = 1.0
     decay: float = 1.0
     gain: float = 1.0
     even: bool = False
@@ -108,12 +106,6 @@ class Needs:
         if self.by_keys is not None:
             return False
         return not self.record or (self.ranks_by_score and set(self.record) == {POSITIONS, SCORES})
-
-    @property
-    def launches_alike(self) -> bool:
-        """Does a card launch the same in every decode step of as many rows? What queries weigh is in a table that
-        grows."""
-        return self.in_one_launch and not self.per_query
 
 
 @dataclass(frozen=True)
@@ -165,14 +157,6 @@ def value_sizes(needs: Needs, values: torch.Tensor) -> torch.Tensor:
     """What NORMS are of values (..., d): (...) fp32."""
     values = values.float()
     return values.amax(dim=-1) - values.amin(dim=-1) if needs.value_range else values.norm(dim=-1)
-
-
-def query_weights(seen: torch.Tensor, decay: float) -> torch.Tensor:
-    """What `seen` queries weigh together: 1 + decay + decay ** 2 + ..., fp32. seen: any shape, fp32."""
-    if decay == 1:
-        return seen
-    step = math.log(decay)
-    return ((seen.double() * step).expm1() / math.expm1(step)).float()  # exact for a decay close to 1 as well
 
 
 def best_of(rank: torch.Tensor, columns: Columns, count: torch.Tensor) -> torch.Tensor:

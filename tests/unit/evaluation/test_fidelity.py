@@ -124,7 +124,7 @@ def test_a_case_s_own_policy_is_the_runner_s_for_that_case_alone(llm: LLM, rows:
         ({"compress_cache": True}, Full(), 74, 4 * (5 + 5), whole_bytes(16, 32, 4)),
         # Loops of their own, which take seconds to compile.
         pytest.param(
-            {"compress_cache": True, "cache_bits": "4/2"}, Full(), 74, 4 * (5 + 3), whole_bytes(16, 32, 4),
+            {"compress_cache": True, "cache_bits": "4/3"}, Full(), 74, 4 * (5 + 4), whole_bytes(16, 32, 4),
             marks=pytest.mark.slow,
         ),
         ({"attn_sparsity": 0.1}, Full(), 74, 2 * 32 * 4, 0),

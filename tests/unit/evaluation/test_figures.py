@@ -43,10 +43,10 @@ def test_budgets_of_the_sequence_are_shares_of_prompt_and_continuation() -> None
 
 
 def test_a_policy_takes_settings_of_its_own() -> None:
-    [cell] = make_cells(["h2o-norm:decay=0.98,sinks=0,layer_schedule=pyramid,while_decoding=false"], [0.2])
-    want = H2ONorm(0.1, 0.1, None, None, "pyramid", False, sinks=0, decay=0.98)
+    [cell] = make_cells(["h2o-norm:grace=8,sinks=0,layer_schedule=pyramid,while_decoding=false"], [0.2])
+    want = H2ONorm(0.1, 0.1, None, None, "pyramid", False, sinks=0, grace=8)
     assert cell.eviction == want
-    assert cell.label.startswith("h2o-norm:decay")
+    assert cell.label.startswith("h2o-norm:grace")
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,9 @@ def test_a_policy_takes_settings_of_its_own() -> None:
         ([""], [0.1], "--policies : nothing is not one of"),
         (["full"], [0.1], "--policies full: full is not one of"),
         (["h2o:decay=0.9"], [0.1], "decay is not a setting of h2o"),
-        (["h2o-norm:decay=2"], [0.1], "--policies h2o-norm:decay=2: decay: 2 is not in"),
-        (["h2o-norm:decay"], [0.1], "decay"),
+        (["h2o-norm:decay=0.99"], [0.1], "decay is not a setting of h2o-norm"),
+        (["h2o-norm:grace=-2"], [0.1], "--policies h2o-norm:grace=-2: grace: -2 must be between"),
+        (["h2o-norm:grace"], [0.1], "grace"),
         (["h2o", "h2o"], [0.1], "--policies: h2o is given twice"),
         (["h2o"], [0.1, 0.1], "--budgets: 0.1 is given twice"),
         (["h2o"], [0.0], "--budgets: 0.0 is not in"),

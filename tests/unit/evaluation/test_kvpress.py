@@ -18,7 +18,7 @@ from flexgen_h2o.evaluation.kvpress import PressRun, check_press_folder, dropped
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models.load import find_spec
 
-RUN = PressRun("ruler", "meta-llama/Llama-3.2-1B", "h2o-norm:decay=0.9,sinks=0", 0.8, "4096", settings={"seed": 3})
+RUN = PressRun("ruler", "meta-llama/Llama-3.2-1B", "h2o-norm:grace=8,sinks=0", 0.8, "4096", settings={"seed": 3})
 ROWS: list[dict[str, Any]] = [
     {
         "context": "left out", "question": 'a "q",\nb', "answer_prefix": "", "answer": ["x", "y"], "max_new_tokens": 5,
@@ -38,7 +38,7 @@ def predictions(folder: Path) -> list[dict[str, str]]:
 
 def test_a_folder(tmp_path: Path) -> None:
     folder = write_press_run(tmp_path / "results", RUN, ROWS, {"niah_single_1": {"string_match": 50.0}})
-    name = "ruler__4096__meta-llama--Llama-3.2-1B__h2o-norm-decay=0.9,sinks=0__0.80"
+    name = "ruler__4096__meta-llama--Llama-3.2-1B__h2o-norm-grace=8,sinks=0__0.80"
     assert folder == tmp_path / "results" / name
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.json", "predictions.csv"]
     one, two = predictions(folder)

@@ -80,7 +80,7 @@ def test_columns_go_to_their_slots_some_rows_at_a_time(chunk: int, monkeypatch: 
     monkeypatch.setattr(prompt_columns, "PACKED_CHUNK", chunk)
     torch.manual_seed(0)
     k, v = torch.randn(2, 3, 30, 2, WIDTH)
-    scores, packing = torch.rand(3, 2, 30), KVPacking.of(WIDTH, "4/2")
+    scores, packing = torch.rand(3, 2, 30), KVPacking.of(WIDTH, "4/3")
     kept = torch.stack([torch.randperm(30)[:20].sort().values for _ in range(6)]).view(3, 2, 20)
     areas = [torch.full((3, 5, 7, of.words), -7).int() for of in (packing.keys, packing.values)]
     whole, positions, given_scores = beside(5, 8), torch.zeros(5, 21).int(), torch.zeros(5, 21)

@@ -28,7 +28,6 @@ from flexgen_h2o.kernels.slots import (
     put_slots_reference,
     slot_products,
 )
-from flexgen_h2o.kvcache.rows import query_weight_table
 
 # Half: the result is rounded; everything before it is fp32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -69,8 +68,7 @@ def make_state(
     gains = gain * torch.rand(rows, generator=g)
     state = ScoreState(scores, positions, oldest, oldest + slots, decay, gains, torch.full((rows,), -7).int())
     now = torch.randint(3 * slots, 4 * slots, (rows,), generator=g).int()
-    weights = query_weight_table(0.9, 4 * slots + 2, torch.device("cpu"))
-    return replace(state, now=now, query_weights=weights) if per_query else state
+    return replace(state, now=now) if per_query else state
 
 
 def is_compiled(width: int, dtype: torch.dtype) -> bool:
@@ -124,8 +122,8 @@ def test_against_the_definition(filled: list[int], group: int, width: int, dtype
 def test_scores_and_victims(
     filled: list[int], group: int, width: int, dtype: torch.dtype, decay: float, per_query: bool
 ) -> None:
-    """Scores by the reference in fp32; victims by definition from the scores that came out, or from these over what
-    queries weigh; the same attention."""
+    """Scores by the reference in fp32; victims by definition from the scores that came out, or from these over the
+    number of queries that saw each; the same attention."""
     q, keys, values, counts = make(filled, group, width, dtype)
     state = make_state(len(filled), keys.shape[1], decay, 2.0, per_query)
     expected = copy_of(state)
@@ -174,8 +172,8 @@ def test_sinks_are_columns_without_values(
 
 def victims(state: ScoreState, filled: list[int]) -> list[int]:
     found, ranks = [], state.scores
-    if state.query_weights is not None and state.now is not None:
-        ranks = ranks / state.query_weights[(state.now[:, None] + 1 - state.positions).long()]
+    if state.now is not None:
+        ranks = ranks / (state.now[:, None] + 1 - state.positions)
     for r, n in enumerate(filled):
         allowed = [j for j in range(n) if state.oldest[r] <= state.positions[r, j] <= state.newest[r]]
         found.append(min(allowed, key=lambda j: (float(ranks[r, j]), int(state.positions[r, j])), default=-1))
@@ -248,13 +246,6 @@ def test_scores_of_any_size() -> None:
     assert (out[0] - double_attend(q[0] * 50, keys[0], values[0], 30, 1.0)).abs().max() < 1e-3
 
 
-def test_weights_of_queries_are_those_of_the_definition() -> None:
-    for decay in (1.0, 0.99, 0.5):
-        table = query_weight_table(decay, 300, torch.device("cpu"))
-        powers = torch.tensor([decay], dtype=torch.float64) ** torch.arange(299)
-        assert torch.allclose(table[1:].double(), powers.cumsum(0), rtol=1e-6) and table[0] == 0
-
-
 def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
     q, keys, values, counts = make([5, 5], 1, 64, torch.float32)
     keys, values = in_segments(keys, 7), in_segments(values, 7)
@@ -266,10 +257,10 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
         with pytest.raises(ValueError, match="scores is"):
             attend(q, keys, values, counts, 1.0, make_state(rows, slots))
     weighed = make_state(2, 7, per_query=True)
-    assert weighed.now is not None and weighed.query_weights is not None
-    for other in ({"now": None}, {"now": weighed.now[:1]}, {"query_weights": weighed.query_weights[:5]}):
-        with pytest.raises(ValueError, match="now, query_weights"):
-            attend(q, keys, values, counts, 1.0, replace(weighed, **other))
+    assert weighed.now is not None
+    for other in (weighed.now[:1], weighed.now.long()):
+        with pytest.raises(ValueError, match="attend: now"):
+            attend(q, keys, values, counts, 1.0, replace(weighed, now=other))
 
 
 def areas(rows: int, segments: int, per_segment: int, width: int, dtype: torch.dtype) -> Pair:

@@ -38,7 +38,6 @@ from flexgen_h2o.kernels.packed import (
     pack_columns_reference,
     unpack_columns,
 )
-from flexgen_h2o.kvcache.rows import query_weight_table
 from tests.extras import needs
 
 pytestmark = needs("gpu")
@@ -175,10 +174,7 @@ def step(
     count = len(victims[rows])
     taken = torch.empty(count, dtype=torch.int64)
     keys, values = keys[:, rows].clone(), values[:, rows].clone()
-    weights = None
-    if per_query:
-        weights = query_weight_table(0.9, 2 * segments * segment + 2, of_rows[0].device)
-    return qkv, StepSlots(keys, values, first, kv_heads, state, taken, *of_rows, weights, decay=0.9)
+    return qkv, StepSlots(keys, values, first, kv_heads, state, taken, *of_rows, decay=0.9, per_query=per_query)
 
 
 SHAPES = {
@@ -242,7 +238,7 @@ WIDTHS = [(64, 8), (128, 16), (80, 4), (64, 0)]  # and whole columns
 
 @pytest.mark.parametrize(
     ("bits", "recorded", "sizes", "dtype"),
-    some_slow(["3/2", 2, 3, 4, 8], [False, True], WIDTHS, MULTIPLIED, fast=("3/2", True, (80, 4), torch.float32)),
+    some_slow(["3/4", 3, 4, 8], [False, True], WIDTHS, MULTIPLIED, fast=("3/4", True, (80, 4), torch.float32)),
 )
 def test_a_decode_step_of_packed_slots(
     bits: int | str, recorded: bool, sizes: tuple[int, int], dtype: torch.dtype
@@ -274,7 +270,7 @@ def check(qkv: list[torch.Tensor], slots: StepSlots, dtype: torch.dtype, recorde
     if not recorded:
         state = slots.state.clone()
         state[1] = state[0] - 1
-        slots = replace(slots, state=state, scores=None, positions=None, victims=None, query_weights=None)
+        slots = replace(slots, state=state, scores=None, positions=None, victims=None, per_query=False)
     names = [name for name in vars(slots) if isinstance(getattr(slots, name), torch.Tensor)]
     form, whole = slots.form, slots.form.whole
     form = form if whole is None else replace(form, whole=whole.map(torch.clone))

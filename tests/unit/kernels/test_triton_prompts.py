@@ -197,7 +197,7 @@ def test_columns_of_prompts(rows: slice, dtype: torch.dtype, records: bool) -> N
 
 @pytest.mark.parametrize(
     ("bits", "rows", "records", "dtype"),
-    some_slow([None, 4, "3/2"], [slice(0, 6), slice(1, 5)], [False, True], DTYPES,
+    some_slow([None, 4, "3/4"], [slice(0, 6), slice(1, 5)], [False, True], DTYPES,
               fast=(4, slice(1, 5), True, torch.float16)),
 )  # fmt: skip
 def test_columns_of_prompts_of_all_lengths(
@@ -229,7 +229,7 @@ PACKED = {
 
 @pytest.mark.parametrize(
     ("sizes", "bits", "dtype"),
-    some_slow(PACKED.values(), ["3/2", 2, 3, 4, 8], DTYPES, fast=(PACKED["some stay"], "3/2", torch.float16)),
+    some_slow(PACKED.values(), ["3/4", 3, 4, 8], DTYPES, fast=(PACKED["some stay"], "3/4", torch.float16)),
 )
 def test_columns_of_prompts_are_packed_as_the_reference_packs_them(
     sizes: tuple[int, ...], bits: int | str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -269,7 +269,7 @@ def test_keys_are_packed_as_they_are(dtype: torch.dtype) -> None:
     (width, n, count, windows, window), rows = PACKED["some stay"], slice(1, 6)
     k, v = (3 * torch.randn(3, n, 2, width).to(dtype) + 1 for _ in range(2))
     kept = torch.stack([torch.randperm(n)[:count].sort().values for _ in range(6)]).view(3, 2, count)
-    packing, scores = KVPacking.of(width, "3/2"), torch.rand(3, 2, n)
+    packing, scores = KVPacking.of(width, "3/4"), torch.rand(3, 2, n)
     found, expected = (
         replace(rows_of_prompts(packing, windows, window, width, dtype, rows, True), smooths=False) for _ in range(2)
     )

@@ -33,7 +33,7 @@ layouts = st.builds(
 )
 packed = st.builds(
     lambda layout, bits: replace(layout, packing=KVPacking.of(layout.width, bits)),
-    layouts, st.sampled_from([4, "4/2", "2/8"]),
+    layouts, st.sampled_from([4, "4/3", "3/8"]),
 )  # fmt: skip
 
 

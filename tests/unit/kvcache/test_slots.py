@@ -46,7 +46,7 @@ def test_parts_begin_in_the_bytes_they_are_given() -> None:
 
 
 def test_keys_and_values_of_other_bits_begin_behind_each_other() -> None:
-    layout = replace(one_part(3, 2 * SEGMENT_SLOTS)[0], width=32, packing=KVPacking.of(32, "8/2"))
+    layout = replace(one_part(3, 2 * SEGMENT_SLOTS)[0], width=32, packing=KVPacking.of(32, "8/3"))
     (part,) = layout.parts
     data, (keys, values) = torch.zeros(layout.part_bytes(part), dtype=torch.uint8), layout.area_bytes(part)
     view, starts = part_view(layout, part, data, DTYPE), (0, keys, keys + values, 2 * keys + values)

@@ -298,7 +298,7 @@ def test_launches_take_the_time_of_the_thread_that_issues_them() -> None:
     ("percent", "eviction", "in_graphs"),
     [
         ((100, 0, 100, 0, 100, 0), Full(), True), ((100, 0, 100, 0, 100, 0), H2O(heavy_size=4, recent_size=4), True),
-        ((100, 0, 100, 0, 100, 0), H2ONorm(heavy_size=4, recent_size=4), False),
+        ((100, 0, 100, 0, 100, 0), H2ONorm(heavy_size=4, recent_size=4), True),
         ((100, 0, 100, 0, 100, 0), Tova(heavy_size=4), False), ((99, 1, 100, 0, 100, 0), Full(), False),
         ((100, 0, 0, 100, 100, 0), Full(), False), ((100, 0, 100, 0, 0, 100), Full(), False),
     ],

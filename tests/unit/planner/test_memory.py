@@ -54,7 +54,7 @@ pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(
 percents = st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ()))
 policies = st.builds(
     Policy, percent=percents, sep_layer=st.booleans(), cpu_cache_compute=st.booleans(), compress_cache=st.booleans(),
-    cache_bits=st.sampled_from([2, 3, 4, 8, "4/2", "2/8"]), cache_window=st.sampled_from([0, 4, 16]),
+    cache_bits=st.sampled_from([3, 4, 8, "4/3", "3/8"]), cache_window=st.sampled_from([0, 4, 16]),
 )  # fmt: skip
 slot_counts = st.tuples(st.integers(1, 90), st.integers(1, 90))  # of each of the two blocks
 names = st.sampled_from([("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
