@@ -1,4 +1,5 @@
-"""Measures the hardware profile of this machine in about a minute, notes what other processes disturbed, and keeps it."""
+"""Measures the hardware profile of this machine in about a minute, and keeps it with notes of what other processes
+disturbed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from flexgen_h2o.planner.measure import engine as steps
 from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, Bench, Sizes
 from flexgen_h2o.planner.measure.engine import DiskProbe
-from flexgen_h2o.planner.profile import AS_FAST, Curve, profile_from_json
+from flexgen_h2o.planner.profile import AS_FAST, Curve, nominal_profile, profile_from_json
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
