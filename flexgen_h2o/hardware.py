@@ -24,7 +24,6 @@ from flexgen_h2o.planner.profile import (
 )
 
 PROMISED, PROMISED_S = "one to two minutes", (50, 130)
-MOST_AGAIN_S = 60.0  # for what other processes disturbed
 CACHED = ""  # --show without a name
 GIGA, MICRO = 1e9, 1e-6
 RATES = {
@@ -104,7 +103,7 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
         args.output = usable_path(args.output, "--output")
         check_writable(args.output, "--output")
         results_are_in(args.output)
-    from flexgen_h2o.planner.measure.run import measure, measure_again, store
+    from flexgen_h2o.planner.measure.run import measure, store
 
     promise = [f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory meanwhile"]
 
@@ -115,8 +114,6 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
 
     began = time.monotonic()
     profile = measure(args.device, args.offload_dir, progress)
-    if profile.was_disturbed:
-        profile = measure_again(profile, args.device, args.offload_dir, _say, MOST_AGAIN_S)
     took = time.monotonic() - began
     if not PROMISED_S[0] <= took <= PROMISED_S[1]:
         _say(f"took {format_seconds(took)}, not the {PROMISED} that were promised")

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from flexgen_h2o.engine.requests import RequestTable, Scheduler
     from flexgen_h2o.engine.resources import Engine
 
-MEASURED_BUSY = "profile measured on a busy machine: measure again with flexgen-h2o hardware"
+MEASURED_BUSY = (
+    "profile measured while other programs were busy: run flexgen-h2o hardware again when the machine is quiet"
+)
 NOT_MEASURED = "this machine was not measured (flexgen-h2o hardware: 1 to 2 minutes)"
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 PREDICTIONS = ("prefill_s", "decode_s")

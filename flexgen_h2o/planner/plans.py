@@ -15,6 +15,7 @@ from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import ModelPart
 from flexgen_h2o.engine.generation import Row, group_rows, make_blocks
 from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan, plan_within
+from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.weight_units import layers_of
 from flexgen_h2o.engine.workload import (
     AutoPolicy,
@@ -27,7 +28,7 @@ from flexgen_h2o.engine.workload import (
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
 from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import Budgets, SearchSpace
-from flexgen_h2o.planner.measure.run import calmer, profile_of_this_machine
+from flexgen_h2o.planner.measure.run import profile_of_this_machine
 from flexgen_h2o.planner.predict import Prediction, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
 from flexgen_h2o.planner.report import Answer
@@ -66,7 +67,7 @@ class Planner:
         if hardware is not None and not isinstance(hardware, HardwareProfile):
             hardware = read_profile(find_profile(hardware))
         self._profile, self._is_given = hardware, hardware is not None
-        self._is_calm = self._is_given  # nothing is left to do about a profile of a busy machine
+        self._has_said_busy = False
         self.share_prefix, self.job_rows = "auto", 0
         self.planned: Planned | None = None
 
@@ -99,7 +100,9 @@ class Planner:
         Measures this machine first where it has no profile and the run is long enough to be worth it.
         """
         self.check_dtype()
-        self._measure_again_if_calm(budgets)
+        if self.profile.was_disturbed and not self._has_said_busy:
+            _say(f"predictions come from a {MEASURED_BUSY}")
+            self._has_said_busy = True
         plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
         is_long = self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S
         if is_long and not self._is_given and _can_measure(budgets):
@@ -110,12 +113,6 @@ class Planner:
                 return plan.policy
             plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
         return plan.policy
-
-    def _measure_again_if_calm(self, budgets: Budgets) -> None:
-        """Measure again, once, what a busy machine disturbed, if the budgets have room and it is quiet now."""
-        if not self._is_calm and self.profile.was_disturbed and _can_measure(budgets):
-            self._profile = calmer(self.profile, self._device, self._offload_dir, _say)
-        self._is_calm = True
 
     @property
     def _machine(self) -> Machine:

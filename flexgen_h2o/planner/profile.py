@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import itemgetter
@@ -29,19 +29,12 @@ MOST_RATE = 1e18
 MOST_SECONDS = 10.0
 MOST_SPEEDUP = 100.0
 MOST_BYTES = 2**63
-# The parts that are measured one after another; a note of each says what disturbed it. STEPS depends on all others.
-MEMORY, COMPUTE, DISK, STEPS = "memory", "compute", "disk", "steps"
 # How a note begins where other processes took enough of the cores to be seen in the figures.
 BUSY_NOTE = "measured while other processes took"
 # Of quantised checkpoints, into the dtype and into int8 rows (WeightFormat.decoder), and what decodes in products.
 DECODERS = frozenset((*IN_PRODUCTS, *(name + kind for name in QUANTISED for kind in ("", "_int8"))))
 LEAST_SHAPE = 2**-10  # out / in of a matrix
 SHIPPED = policies_folder() / "profiles"
-
-
-def parts_of(dtypes: Iterable[str]) -> list[str]:
-    """The parts of a profile with these dtypes, in the order in which they are measured."""
-    return [MEMORY, *(f"{COMPUTE}.{dtype}" for dtype in dtypes), DISK, STEPS]
 
 
 @dataclass(frozen=True)
@@ -195,20 +188,8 @@ class HardwareProfile:
 
     @property
     def was_disturbed(self) -> bool:
-        """Was it measured on a busy machine?"""
+        """Whether other processes were busy while it was measured."""
         return any(note.startswith(BUSY_NOTE) for note in self.notes.values())
-
-    @property
-    def busy_parts(self) -> dict[str, str]:
-        """The parts, in their order, that were measured on a busy machine, each with its note.
-
-        Profiles of before parts were told apart have one note for all.
-        """
-        parts = parts_of(self.compute)
-        noted = {name: note for name, note in self.notes.items() if note.startswith(BUSY_NOTE)}
-        if not set(noted) <= set(parts):
-            return dict.fromkeys(parts, next(iter(noted.values())))
-        return {part: noted[part] for part in parts if part in noted}
 
     def rates(self, dtype: str) -> ComputeRates:
         """UsageError for a dtype that was not measured."""

@@ -122,7 +122,7 @@ def test_doubt_of_a_profile_stands_beside_how_long_it_takes() -> None:
         ({}, "this machine was not measured"),
         (
             {"machine": "here", "notes": {"compute": f"{BUSY_NOTE} 40% of the cores"}},
-            "profile measured on a busy machine",
+            "profile measured while other programs were busy",
         ),
     ):
         told = question(Full(), **given)

@@ -22,6 +22,7 @@ from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.costs import Machine
 from flexgen_h2o.planner.lp import SearchSpace
+from flexgen_h2o.planner.measure.bench import CARD_HOST
 from flexgen_h2o.planner.plans import MEASURING_BYTES, WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
@@ -141,6 +142,7 @@ def test_a_long_run_goes_on_where_this_machine_cannot_be_measured(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For want of RAM in the budget, or of disk, which the run may not need."""
+    assert 2 * CARD_HOST.memory_bytes < MEASURING_BYTES
 
     def of_this_machine(device: str, folder: Path, progress: object, measure_missing: bool) -> HardwareProfile:
         if measure_missing:

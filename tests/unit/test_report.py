@@ -101,7 +101,7 @@ def test_one_copy_of_what_all_rows_begin_with_is_no_eviction() -> None:
         ),
         (
             {"profile": "here", "profile_disturbed": True},
-            "predicted with here (profile measured on a busy machine: measure again with flexgen-h2o hardware)",
+            "predicted with here (profile measured while other programs were busy: run ",
         ),
         ({"profile": "nominal", "profile_disturbed": False}, "predicted: nothing, this machine was not measured"),
     ],

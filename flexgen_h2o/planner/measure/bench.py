@@ -92,16 +92,6 @@ Figures = dict[str, Any]  # fields of a profile
 _TABLE = 2**20  # normal numbers that buffers are filled with, over and over
 
 
-def quick(sizes: Sizes) -> Sizes:
-    """For a few seconds a part: fewer rounds and shapes, a smaller file, and no product that takes long by itself."""
-    shapes = {name: getattr(sizes, name)[::2] for name in ("widths", "hidden", "heads")}
-    rows = (*sizes.rows[:-1:2], sizes.rows[-1])
-    most = {"figure_s": 0.03, "longest_s": 0.15, "disk_bytes": 256 * MIB, "disk_s": 1.0, "beside_s": 0.5}
-    return replace(
-        sizes, **{name: min(value, getattr(sizes, name)) for name, value in most.items()}, **shapes, rows=rows
-    )
-
-
 def undisturbed(timings: Sequence[float]) -> float:
     """The lower quartile of up to five timings, of two or three the shortest: a neighbour only makes them longer."""
     return sorted(timings)[len(timings) // 4]

@@ -1,5 +1,5 @@
-"""Measures the hardware profile of this machine in about a minute, keeps it, and measures again the parts that other
-processes disturbed."""
+"""Measures the hardware profile of this machine in about a minute, and keeps it with notes of what other processes
+disturbed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import psutil
 import torch
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import user_cache_dir
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import GIB, MIB, format_bytes
-from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.resources import LANE_THREADS
 from flexgen_h2o.kernels import products
 from flexgen_h2o.planner.measure.bench import (
@@ -35,8 +34,6 @@ from flexgen_h2o.planner.measure.bench import (
     Sizes,
     kernel_seconds,
     memory_rate,
-    other_rates,
-    quick,
     warm_cores,
 )
 from flexgen_h2o.planner.measure.compute import compute_rates
@@ -50,12 +47,8 @@ from flexgen_h2o.planner.measure.engine import (
 )
 from flexgen_h2o.planner.profile import (
     BUSY_NOTE,
-    DISK,
-    MEMORY,
-    STEPS,
     HardwareProfile,
     nominal_profile,
-    parts_of,
     read_profile,
     write_profile,
 )
@@ -64,10 +57,13 @@ from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 SOURCE = f"measured by flexgen-h2o hardware, torch {torch.__version__}"
-QUIET_S = 0.5  # that the machine must be quiet before anything is measured again
-AGAIN_S = 5.0  # of a run's start, for what a busy machine disturbed
+WATCH_S = 0.5  # in which this process does nothing, to see what others do
 DISTURBED, DISTURBED_DISK = 0.05, 50 * MIB  # share of all cores, bytes a second
 Progress = Callable[[str], None]
+# Parts of a profile, beside `compute.DTYPE`; a note of each says what disturbed it. STEPS depends on all others.
+MEMORY = "memory"
+DISK = "disk"
+STEPS = "steps"
 PARTS = {
     MEMORY: "memory and the link between host and device",
     DISK: "disk tier in {offload_dir}",
@@ -93,51 +89,13 @@ def measure(
         profile = _blank(opened, offload_dir)
         progress(profile.description)
         setup = _Setup.warm(opened, scratch, sizes, dtypes[0])
-        for part in parts_of(dtypes):
+        for part in (MEMORY, *(f"compute.{dtype}" for dtype in dtypes), DISK, STEPS):
             progress(PARTS.get(part, part.replace(".", " in ")).format(offload_dir=offload_dir))
             with _noting(part, notes):
                 profile = setup.measured(profile, part)
     if notes:
-        progress(f"{next(iter(notes.values()))}: what it disturbed is measured again when the machine is quiet")
+        progress(f"{next(iter(notes.values()))}: run flexgen-h2o hardware again when the machine is quiet")
     return replace(profile, notes=notes)
-
-
-def measure_again(
-    profile: HardwareProfile, device: str, offload_dir: Path, progress: Progress, seconds: float
-) -> HardwareProfile:
-    """The profile with some of the parts that other processes disturbed measured anew, as long as the machine is quiet.
-
-    seconds: after which no further part is begun; each takes a few. What is disturbed again stays as it was. Raises
-    what `measure` raises.
-    """
-    opened = open_device(device, separate_budget=False)
-    busy, began = profile.busy_parts, time.monotonic()
-    if not busy or not is_quiet():
-        return profile
-    check_space(offload_dir)
-    progress(f"the machine is quiet: measuring what was disturbed before ({', '.join(busy)}), for some seconds")
-    with open_scratch(offload_dir) as scratch, torch.inference_mode():
-        setup = _Setup.warm(opened, scratch, None, next(iter(profile.compute)), is_quick=True)
-        for part in busy:
-            notes: dict[str, str] = {}
-            with _noting(part, notes):
-                # The steps' own figures are measured on top of what loops over elementwise work reach alone.
-                alone = setup.with_elementwise_alone(profile) if part == STEPS else profile
-                tried = setup.measured(alone, part)
-            if notes:
-                progress(f"{part}: {notes[part]} again")
-                break
-            profile = replace(tried, notes=_notes_without(profile, part))
-            if time.monotonic() - began > seconds:
-                break
-    return profile
-
-
-def _notes_without(profile: HardwareProfile, part: str) -> dict[str, str]:
-    """The profile's notes once a part was measured anew: its steps depend on all parts, and are to be measured too."""
-    busy = profile.busy_parts
-    notes = {name: note for name, note in profile.notes.items() if not note.startswith(BUSY_NOTE)}
-    return notes | {name: note for name, note in {STEPS: busy[part], **busy}.items() if name != part}
 
 
 def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
@@ -162,13 +120,12 @@ class _Setup:
     dtype: str
 
     @classmethod
-    def warm(cls, device: Device, scratch: Scratch, sizes: Sizes | None, dtype: str, is_quick: bool = False) -> _Setup:
+    def warm(cls, device: Device, scratch: Scratch, sizes: Sizes | None, dtype: str) -> _Setup:
         """On cores that have worked for a while: idle ones are slower at first."""
-        found = (sizes or (HOST if device.is_host else CARD), sizes or CARD_HOST)
-        own, beside = map(quick, found) if is_quick else found
-        bench = Bench(device, own)
+        bench = Bench(device, sizes or (HOST if device.is_host else CARD))
         warm_cores(bench, getattr(torch, dtype))
-        return cls(bench, bench if device.is_host else Bench(HostDevice(), beside), scratch, dtype)
+        host = bench if device.is_host else Bench(HostDevice(), sizes or CARD_HOST)
+        return cls(bench, host, scratch, dtype)
 
     def measured(self, profile: HardwareProfile, part: str) -> HardwareProfile:
         """The profile with the fields of one part."""
@@ -180,14 +137,6 @@ class _Setup:
             return replace(profile, **self._disk())
         dtype = part.partition(".")[2]
         return replace(profile, compute={**profile.compute, dtype: compute_rates(self.device, self.host, dtype)})
-
-    def with_elementwise_alone(self, profile: HardwareProfile) -> HardwareProfile:
-        """The profile with the elementwise rates that loops over nothing else reach."""
-        compute = dict(profile.compute)
-        for dtype, rates in compute.items():
-            rate = other_rates(self.device, getattr(torch, dtype))["elementwise_bytes_per_s"]
-            compute[dtype] = replace(rates, elementwise_bytes_per_s=rate)
-        return replace(profile, compute=compute)
 
     def _memory(self) -> Figures:
         """Where the host computes, the link is that of the stand-in device, for three tiers without a card."""
@@ -229,16 +178,10 @@ def _noting(part: str, notes: dict[str, str]) -> Iterator[None]:
 
 
 def _watched() -> BackgroundLoad:
-    """What others did in half a second in which this process did nothing."""
+    """Return what others did in half a second in which this process did nothing."""
     load = BackgroundLoad()
-    time.sleep(QUIET_S)
+    time.sleep(WATCH_S)
     return load
-
-
-def is_quiet() -> bool:
-    """Does no other process take so much of cores or disks now that figures would show it?"""
-    load = _watched()
-    return not load.of_cores() and not load.of_disks()
 
 
 @contextmanager
@@ -271,12 +214,12 @@ def open_scratch(offload_dir: Path) -> Iterator[Scratch]:
 def profile_of_this_machine(
     device: str, offload_dir: Path, progress: Progress, measure_missing: bool
 ) -> HardwareProfile:
-    """The cached profile; where there is none, one that is measured and cached now, or nominal speeds.
+    """Return the cached profile; if there is none, one that is measured and cached now, or nominal speeds.
 
-    device: `auto`, `cpu` or `cuda`. measure_missing: also what a busy machine disturbed, some seconds of it.
+    device: `auto`, `cpu` or `cuda`. measure_missing: measure this machine if it has no profile yet.
     """
     if (found := cached_profile(device, offload_dir)) is not None:
-        return calmer(found, device, offload_dir, progress) if measure_missing and found.was_disturbed else found
+        return found
     if os.path.exists(kept := cache_path(device, offload_dir)):  # False where it cannot even be looked for
         progress(f"the profile that is kept in {kept} cannot be used: broken, or of another version")
     if not measure_missing:
@@ -284,25 +227,7 @@ def profile_of_this_machine(
     if others := _watched().of_cores():
         progress(f"other work takes {others}: measuring takes longer, and rates come out too low, until that has ended")
     progress("this machine has no profile yet: measuring it once, which takes one to two minutes")
-    return _kept(measure(device, offload_dir, progress), device, offload_dir, progress)
-
-
-def calmer(profile: HardwareProfile, device: str, offload_dir: Path, progress: Progress) -> HardwareProfile:
-    """The profile, with some seconds spent on what other processes disturbed, if the machine is quiet now.
-
-    What is still disturbed is said, and measured again another time. Takes up to 1 GiB of memory.
-    """
-    try:
-        found = measure_again(profile, device, offload_dir, progress, AGAIN_S)
-    except (DoesNotFitError, UsageError):  # a disk without room for it, or no folder on it, which the run may not need
-        found = profile
-    if found.was_disturbed:
-        parts = ", ".join(found.busy_parts)
-        progress(f"predictions come from a {MEASURED_BUSY}: {parts}")
-    return found if found is profile else _kept(found, device, offload_dir, progress)
-
-
-def _kept(profile: HardwareProfile, device: str, offload_dir: Path, progress: Progress) -> HardwareProfile:
+    profile = measure(device, offload_dir, progress)
     try:
         store(profile, device, offload_dir)
     except FlexgenError as error:  # a home that cannot be written to: this run has what it needs

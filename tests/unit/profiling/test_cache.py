@@ -11,11 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexgen_h2o import LLM, MemoryBudget, SamplingParams, hardware
+from flexgen_h2o import LLM, SamplingParams, hardware
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.kernels import products
 from flexgen_h2o.planner.measure import run
-from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, quick
 from flexgen_h2o.planner.measure.run import (
     BackgroundLoad,
     ThisMachine,
@@ -23,15 +22,13 @@ from flexgen_h2o.planner.measure.run import (
     cached_profile,
     fingerprint_text,
     measure,
-    measure_again,
     profile_of_this_machine,
     store,
     this_machine,
 )
-from flexgen_h2o.planner.plans import MEASURING_BYTES
-from flexgen_h2o.planner.profile import BUSY_NOTE, NOMINAL, HardwareProfile
-from flexgen_h2o.tiers.device import HostDevice, StandInDevice
-from tests.unit.test_profile import PROFILE, RATES
+from flexgen_h2o.planner.profile import BUSY_NOTE, NOMINAL
+from flexgen_h2o.tiers.device import HostDevice
+from tests.unit.test_profile import PROFILE
 
 MACHINE = ThisMachine("Intel(R) Xeon(R) CPU @ 2.20GHz", 2, 2**34, "", 0, "/dev/sda ext4 at /", 2**36)
 
@@ -110,158 +107,65 @@ def test_this_machine(tmp_path: Path) -> None:
     assert 0 <= BackgroundLoad().share() <= 1
 
 
-def test_a_quick_measurement_beside_a_card_takes_the_sizes_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget that a run must have for it is of the host's."""
-    monkeypatch.setattr(run, "warm_cores", lambda *_: None)
-    setup = run._Setup.warm(StandInDevice(), SimpleNamespace(), None, "float32", is_quick=True)  # type: ignore[arg-type]
-    assert (setup.device.sizes, setup.host.sizes) == (quick(CARD), quick(CARD_HOST))
-    assert 2 * setup.host.sizes.memory_bytes < MEASURING_BYTES < 2 * setup.device.sizes.memory_bytes
-
-
 # ---- A busy machine
 
 PARTS = ["memory", "compute.bfloat16", "compute.float32", "disk", "steps"]
 
 
-class Others:
-    """What other processes do, as the system tells it: cores that they take, bytes a second that their disks move."""
-
-    def __init__(self) -> None:
-        self.cores, self.disk, self.now = 0.0, 0.0, 1000.0
-        self._figures = count(1e9)
-
-    def cpu_seconds(self) -> tuple[float, float]:
-        return self.cores * self.now, 0.0
-
-    def disk_bytes(self) -> float:
-        return self.disk * self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += 1
-
-    def with_elementwise_alone(self, profile: HardwareProfile) -> HardwareProfile:
-        return profile
-
-    def measured(self, profile: HardwareProfile, part: str) -> HardwareProfile:
-        """A second has passed, and the part has other figures than ever before."""
-        self.now += 1
-        kind, _, dtype = part.partition(".")
-        if kind == "compute":
-            rates = replace(RATES, logits_per_s=next(self._figures))
-            return replace(profile, compute={**profile.compute, dtype: rates})
-        missing = {name: value for name, value in vars(PROFILE).items() if getattr(profile, name) == 0.0}
-        field = {"memory": "host_memory_bytes_per_s", "disk": "disk_read_bytes_per_s", "steps": "overlay_bytes_per_s"}
-        return replace(profile, **missing | {field[kind]: next(self._figures)})
-
-
 @pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> Others:
-    """A quiet machine, at first, whose figures take no time."""
-    found = Others()
-    monkeypatch.setattr(run, "_cpu_seconds", found.cpu_seconds)
-    monkeypatch.setattr(run, "_disk_bytes", found.disk_bytes)
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: found.now, sleep=found.sleep))
-    monkeypatch.setattr(run._Setup, "warm", lambda *_, **__: found)
-    monkeypatch.setattr(run, "AGAIN_S", 0.0)  # a part at a time
+def others(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What other processes take: cores, and bytes a second of the disks. Every look at them is a second later.
+
+    The profile that is measured takes no time.
+    """
+    found = SimpleNamespace(cores=0, disk=0)
+    clock = count()
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=clock.__next__, sleep=lambda seconds: None))
+    cpu = count()
+    monkeypatch.setattr(run, "_cpu_seconds", lambda: (found.cores * next(cpu), 0.0))
+    disk = count()
+    monkeypatch.setattr(run, "_disk_bytes", lambda: found.disk * next(disk))
+    setup = SimpleNamespace(measured=lambda profile, part: PROFILE)
+    monkeypatch.setattr(run._Setup, "warm", lambda *given: setup)
     return found
 
 
-def kept(tmp_path: Path) -> HardwareProfile:
-    found = cached_profile("cpu", tmp_path)
-    assert found is not None
-    return found
-
-
-def busy(profile: HardwareProfile) -> list[str]:
-    return list(profile.busy_parts)
-
-
-def silent(line: str) -> None:
-    """Progress that nobody reads."""
-
-
-def test_parts_that_a_busy_machine_disturbed_are_measured_again_when_it_is_quiet(
-    others: Others, tmp_path: Path
-) -> None:
-    others.cores = float(os.cpu_count() or 1)
+def test_a_busy_machine_is_measured_once_and_its_profile_says_so(others: SimpleNamespace, tmp_path: Path) -> None:
+    others.cores = os.cpu_count() or 1
     said: list[str] = []
     first = profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True)
-    assert first.was_disturbed and busy(first) == PARTS and kept(tmp_path) == first
-    assert said[0].startswith("other work takes 100% of the cores (load "), "before the minutes that it takes"
+    assert first.was_disturbed and list(first.notes) == PARTS
     assert all(note.startswith(f"{BUSY_NOTE} 100% of the cores (load ") for note in first.notes.values())
-    assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True) == first, "busy still"
-    assert "predictions come from a profile measured on a busy machine" in said[-1]
-    others.cores, others.disk = 0.0, 1e9
-    assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True) == first, "its disk is busy"
-    others.disk = 0.0
-    for left in range(len(PARTS) - 1, -1, -1):
-        found = profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True)
-        assert busy(found) == PARTS[len(PARTS) - left :] and kept(tmp_path) == found
-    assert not found.was_disturbed and found.host_memory_bytes_per_s != first.host_memory_bytes_per_s
-    before = len(said)
-    assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True) == found
-    assert len(said) == before and list(tmp_path.glob("run-*")) == []
+    assert said[0].startswith("other work takes 100% of the cores (load "), "before the minutes that it takes"
+    assert "run flexgen-h2o hardware again when the machine is quiet" in said[-1]
+    others.cores = 0
+    said.clear()
+    assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True) == first and not said
 
 
-def test_what_is_disturbed_again_stays_as_it_was(
-    others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here somebody begins to work as soon as the machine was found quiet."""
-    others.cores = float(os.cpu_count() or 1)
-    first = measure("cpu", tmp_path, silent)
-    monkeypatch.setattr(run, "is_quiet", lambda: True)
-    assert measure_again(first, "cpu", tmp_path, silent, 1e9) == first
+def test_a_busy_disk_is_noted(others: SimpleNamespace, tmp_path: Path) -> None:
+    others.disk = 10**9
+    notes = measure("cpu", tmp_path, lambda line: None).notes
+    assert list(notes) == ["disk"] and "a second of the disks" in notes["disk"]
 
 
-def test_a_disturbed_profile_is_used_where_nothing_can_be_measured(
-    others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run may have no need of the disk."""
-    first, said = measure("cpu", tmp_path, silent), list[str]()
-    noted = replace(first, notes=dict.fromkeys(PARTS, f"{BUSY_NOTE} 40% of the cores"))
-    monkeypatch.setattr(run, "is_quiet", lambda: True)
-    (tmp_path / "file").touch()
-    assert run.calmer(noted, "cpu", tmp_path / "file" / "x", said.append) == noted and "busy machine" in said[-1]
-
-
-def test_profiles_of_before_parts_were_told_apart_are_read(others: Others, tmp_path: Path) -> None:
-    others.disk = 1e9
-    whole = measure("cpu", tmp_path, silent)
-    assert busy(whole) == ["disk"] and "a second of the disks" in whole.notes["disk"]
-    others.disk = 0.0
-    old = replace(whole, notes={"compute": f"{BUSY_NOTE} 40% of the cores", "kernel_s": "by hand"})
-    store(old, "cpu", tmp_path)
-    assert kept(tmp_path).was_disturbed and busy(kept(tmp_path)) == PARTS
-    profile_of_this_machine("cpu", tmp_path, silent, measure_missing=True)
-    assert busy(kept(tmp_path)) == PARTS[1:] and kept(tmp_path).notes["kernel_s"] == "by hand"
-
-
-@pytest.mark.parametrize("host", ["4GiB", "256MiB"])
-def test_auto_measures_again_where_the_budget_has_room(
-    host: str, others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setattr(run, "AGAIN_S", 1e9)
-    quiet = measure("cpu", tmp_path, silent)
-    store(replace(quiet, notes=dict.fromkeys(PARTS, f"{BUSY_NOTE} 40% of the cores")), "cpu", tmp_path)
-    again = host == "4GiB"
-    with LLM("opt-tiny", "auto", device="cpu", offload_dir=tmp_path, budget=MemoryBudget(host=host)) as llm:
+def test_auto_says_once_that_the_machine_was_busy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Profiles of before parts were told apart have one note for all."""
+    store(replace(PROFILE, notes={"compute": f"{BUSY_NOTE} 40% of the cores", "kernel_s": "by hand"}), "cpu", tmp_path)
+    with LLM("opt-tiny", "auto", device="cpu", offload_dir=tmp_path) as llm:
         for _ in range(2):
             llm.generate([[5, 6]], SamplingParams(max_tokens=2))
-        assert llm.report is not None and llm.report.extra["profile_disturbed"] is not again
-    assert kept(tmp_path).was_disturbed is not again
-    assert capfd.readouterr().err.count("the machine is quiet: measuring") == again
+        assert llm.report is not None and llm.report.extra["profile_disturbed"]
+    assert capfd.readouterr().err.count("predictions come from a profile measured while other programs were busy") == 1
 
 
 def test_hardware_says_when_it_took_longer_than_promised(
-    others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    others: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Parts that were disturbed are measured again at once, if it is quiet by then."""
-    others.cores = float(os.cpu_count() or 1)
     monkeypatch.setattr(hardware, "PROMISED_S", (1e9, 2e9))
-    monkeypatch.setattr(run, "is_quiet", lambda: setattr(others, "cores", 0.0) or True)
     assert hardware.main(["--device", "cpu", "--offload-dir", str(tmp_path)]) == 0
     said = capfd.readouterr().err.splitlines()
     assert said[0].startswith("hardware: takes one to two minutes")
     assert any("not the one to two minutes" in line for line in said)
-    assert not kept(tmp_path).was_disturbed
+    found = cached_profile("cpu", tmp_path)
+    assert found is not None and not found.was_disturbed

@@ -26,7 +26,7 @@ from flexgen_h2o.planner.measure import engine as steps
 from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, Bench, Sizes
 from flexgen_h2o.planner.measure.engine import DiskProbe
-from flexgen_h2o.planner.profile import AS_FAST, BUSY_NOTE, Curve, nominal_profile, profile_from_json
+from flexgen_h2o.planner.profile import AS_FAST, Curve, nominal_profile, profile_from_json
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
@@ -225,18 +225,6 @@ def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
         assert [shape for shape, _ in rates.matmul_flops_per_s] == [0.25, 1, 4, 16]
         assert tuple(inner for inner, _ in dict(rates.matmul_flops_per_s)[1.0]) == TINY.widths
         assert all(sizes_of(curve) == TINY.rows for _, by_inner in rates.matmul_flops_per_s for _, curve in by_inner)
-
-
-def test_steps_are_measured_again_on_a_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "HOST", TINY)
-    monkeypatch.setattr(measure, "is_quiet", lambda: True)
-    monkeypatch.setattr(measure.BackgroundLoad, "share", lambda load: 0.0)
-    noted = replace(nominal_profile(True), notes={"steps": f"{BUSY_NOTE} 40% of the cores", "kernel_s": "by hand"})
-    profile = measure.measure_again(noted, "cpu", tmp_path, lambda line: None, 1e9)
-    assert profile_from_json(profile.to_json()) == profile
-    assert profile.notes == {"kernel_s": "by hand"} and profile.step_s != noted.step_s
-    rates = [found.rates("float32").elementwise_bytes_per_s for found in (profile, noted)]
-    assert rates[0] != rates[1] and list(tmp_path.iterdir()) == []
 
 
 class QueueingStandIn(StandInDevice):
