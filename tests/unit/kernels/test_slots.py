@@ -376,7 +376,7 @@ def test_the_largest_probabilities(
                 assert (found[r, x].double() - want).abs().max() < 4 * TOLERANCE[dtype] * max(1.0, want.abs().max())
 
 
-@pytest.mark.parametrize("bits", [8, "4/2"])
+@pytest.mark.parametrize("bits", [8, "4/3"])
 def test_the_largest_probabilities_of_packed_slots(bits: int | str) -> None:
     q, keys, values, counts = make([21, 3, 9], 4, 32, torch.float32)
     packing = KVPacking.of(32, bits)
