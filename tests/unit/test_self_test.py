@@ -21,7 +21,7 @@ from flexgen_h2o.models.load import find_model
 PARAMS = SamplingParams(4, ignore_eos=True)
 PROMPTS = [list(range(5, 25)), list(range(30, 40))]
 LONGER = [list(range(5, 205))]
-FLAG = "--kv-bits 2"
+FLAG = "--kv-bits 3"
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_one_warning_and_the_same_run(
 ) -> None:  # fmt: skip
     found = []
     for tests_bits in (False, True):
-        with LLM("opt-tiny", policy(2), eviction, device="cpu", offload_dir=tmp_path) as llm:
+        with LLM("opt-tiny", policy(3), eviction, device="cpu", offload_dir=tmp_path) as llm:
             llm.tests_bits = tests_bits
             tokens = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
             report = llm.report
@@ -76,7 +76,7 @@ def test_a_short_job_is_not_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     monkeypatch.setattr("flexgen_h2o.llm.MOST_KL", 0.0)
-    with LLM("opt-tiny", policy(2), device="cpu", offload_dir=tmp_path) as llm:
+    with LLM("opt-tiny", policy(3), device="cpu", offload_dir=tmp_path) as llm:
         llm.generate(PROMPTS, PARAMS)
         assert FLAG not in capfd.readouterr().err
         assert llm.tests_bits  # a longer job of this LLM may be
@@ -89,7 +89,7 @@ def test_a_short_job_is_not_tested(
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """`generate` tests, with printed answers and in a job; a benchmark does not."""
     monkeypatch.chdir(tmp_path)
-    common = ["opt-tiny", "--device", "cpu", "--kv-bits", "2", "--micro-batch", "2", "--offload-dir", "o"]
+    common = ["opt-tiny", "--device", "cpu", "--kv-bits", "3", "--micro-batch", "2", "--offload-dir", "o"]
     assert bench([*common, "--prompt-len", "20", "--gen-len", "2"]) == 0
     assert FLAG not in capfd.readouterr().err
     for output in ([], ["-o", "answers.jsonl"]):
