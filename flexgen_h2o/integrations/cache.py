@@ -308,12 +308,12 @@ class Promised(OfStage):
         """The most that are generated on a prompt. The newest token needs no position of its own."""
         return max(1, min(self.most_new, self.positions - prompt_len + 1))
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        return super().budget(prompt_len, min(gen_len, self.new_tokens(prompt_len)), block, num_blocks)
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
+        return super().budget(prompt_len, min(gen_len, self.new_tokens(prompt_len)), block)
 
-    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+    def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
         drops = getattr(self.policy, "while_decoding", True)
-        return self.budget(prompt_len, gen_len, block, num_blocks).columns + 1 if drops else EVERYTHING
+        return self.budget(prompt_len, gen_len, block).columns + 1 if drops else EVERYTHING
 
 
 MODES: Mapping[str, type[EvictingLayer]] = {"drop": DroppingLayer, "mask": MaskingLayer}
