@@ -578,7 +578,6 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         **_ENGINE,
         "depths": _if("there are no recall prompts", lambda args: not args.recall_prompts),
     },
-    "evaluate layers": _ENGINE,
     "evaluate frontier": _ENGINE,
     "complete": {**_ENGINE, **_SAMPLING},
     "evaluate lm-eval": _ENGINE,

@@ -3,7 +3,6 @@ tensors."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 
 from flexgen_h2o.core.units import round_up
@@ -178,13 +177,3 @@ class KVSizes:
     def nbytes(self, slots: int) -> int:
         """Slots, and what lies beside them; not what a policy records of slots."""
         return slots * self.column_bytes + self.beside(slots)
-
-    def columns(self, share: float, tokens: int) -> int:
-        """The most columns of a row whose slots take `share` of the bytes that `tokens` columns have in bf16; 0 where
-        there is no room for one. A slot more is a newcomer's, but none is the last token's."""
-        most = share * tokens * 4 * self.width
-
-        def nbytes(columns: int) -> int:
-            return self.nbytes(max(1, min(columns + 1, tokens - 1)))
-
-        return bisect_right(range(1, tokens + 1), most, key=nbytes)

@@ -145,10 +145,10 @@ class EvictionSettings:
     heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
     columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
     0.1 each. while_decoding: False drops columns of the prompt only and keeps all that are generated (FlexGen's H2O
-    without --hh-all). positions: "original", or "rolling": while decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
-    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings. kv_budget:
-    instead of ratios and sizes, in (0, 1]; int(kv_budget x (prompt tokens + most new tokens)) columns, at least 1, half
-    of them heavy and half recent, an odd one recent.
+    without --hh-all). positions: "original", or "rolling": while decoding a column's position is its rank among those
+    that its row holds (StreamingLLM, Xiao et al. 2024, section 3.2), so that rows may grow past the positions that the
+    model was trained for. Needs rotary embeddings. kv_budget: instead of ratios and sizes, in (0, 1]; int(kv_budget x
+    (prompt tokens + most new tokens)) columns, at least 1, half of them heavy and half recent, an odd one recent.
 
     kv_bytes: instead of ratios, sizes and kv_budget, in (0, 1]; as many columns as fit this share of the bytes that
     prompt and most new tokens take in bf16, beside what lies beside packed columns.

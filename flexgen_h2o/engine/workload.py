@@ -231,9 +231,9 @@ def need_of(
     blocks = range(num_blocks)
     lengths, most_new = {prompt for prompt, _ in sizes}, max(new for _, new in sizes)
     prompt_len = max(lengths)
-    last = max((block for block in blocks if not windows or windows[block] is None), default=0)
+    free = next((block for block in blocks if not windows or windows[block] is None), 0)  # of a window
 
-    def columns(prompt: int, new: int, block: int = last) -> int:  # the first may be another matter
+    def columns(prompt: int, new: int, block: int = free) -> int:
         return eviction.budget(prompt, new, block).columns
 
     of_sequence = columns(prompt_len, most_new) != columns(prompt_len, prompt_len + 2 * most_new)

@@ -170,8 +170,8 @@ def _result(llm: LLM, case: Case, figures: Figures, tokens: int, seconds: float)
 
 
 def title(case: Case, compression: str, row: tuple[int, int] = (0, 0)) -> str:
-    """What a conversation or text is run with, as if all layers kept as many columns. compression: flags. row: prompt
-    and new tokens, where sizes depend on them."""
+    """What a conversation or text is run with, in the layers without a window. compression: flags. row: prompt and new
+    tokens, where sizes depend on them."""
     said = f", {compression}" if compression else ""
     if not case.eviction.needs.record:
         return f"{case.label}: every KV entry{said}"

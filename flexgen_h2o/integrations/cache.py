@@ -22,12 +22,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.attend import attend_slots, causal, write_prompts
 from flexgen_h2o.kvcache.evict import KeptColumns, keep_prompt_columns, rank_victims
-from flexgen_h2o.kvcache.eviction.of_model import OfStage
 from flexgen_h2o.kvcache.eviction.policy import (
     EVERYTHING,
     NORMS,
     SCORES,
     Eviction,
+    OfOther,
     RowBudget,
     value_sizes,
 )
@@ -294,7 +294,7 @@ class MaskingLayer(EvictingLayer):
 
 
 @dataclass(frozen=True)
-class Promised(OfStage):
+class Promised(OfOther):
     """A policy with a kv_budget in a model where prompts grow by at most `most_new` tokens, and by what the model's
     `positions` leave them.
 
@@ -309,7 +309,7 @@ class Promised(OfStage):
         return max(1, min(self.most_new, self.positions - prompt_len + 1))
 
     def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
-        return super().budget(prompt_len, min(gen_len, self.new_tokens(prompt_len)), block)
+        return self.policy.budget(prompt_len, min(gen_len, self.new_tokens(prompt_len)), block)
 
     def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
         drops = getattr(self.policy, "while_decoding", True)

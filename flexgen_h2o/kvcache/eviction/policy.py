@@ -7,7 +7,7 @@ torch before it computes, so that command lines know all their names at once.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -336,8 +336,14 @@ class Evicting(EvictionSettings):
 
 @lru_cache(maxsize=4096)
 def _sized_columns(sizes: KVSizes, share: float, tokens: int) -> int:
-    """Return how many columns of a row of `tokens` take this share of their bytes in bf16."""
-    return sizes.columns(share, tokens)
+    """The most columns of a row whose slots take `share` of the bytes that `tokens` columns have in bf16; 0 where there
+    is no room for one. A slot more is a newcomer's, but none is the last token's."""
+    most = share * tokens * 4 * sizes.width
+
+    def nbytes(columns: int) -> int:
+        return sizes.nbytes(max(1, min(columns + 1, tokens - 1)))
+
+    return bisect_right(range(1, tokens + 1), most, key=nbytes)
 
 
 def with_sizes(eviction: Eviction, sizes: KVSizes) -> Eviction:
