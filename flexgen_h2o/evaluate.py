@@ -43,7 +43,6 @@ WORKFLOWS: dict[str, tuple[str, str]] = {
     "summarize": ("summarize", "summaries of articles by size of the KV cache: ROUGE, bytes, tokens/s"),
     "helm": ("helm", "HELM's requests for batch jobs, and their answers for HELM's cache"),
     "attention": ("attention", "sparsity, heavy hitters and what removing them does: the H2O paper's observations"),
-    "layers": ("layers", "what each layer loses by dropped KV entries, and how a budget is best shared out"),
     "lm-eval": ("lm_eval", "tasks of lm-eval, with the engine as its model"),
 }
 BUDGETS = (0.5, 0.2, 0.1)

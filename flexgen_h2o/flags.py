@@ -21,7 +21,7 @@ from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, P
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, SIZES, UNIFORM, EvictionSettings, SamplingParams
+from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, SIZES, EvictionSettings, SamplingParams
 from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
@@ -315,7 +315,7 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     _choose_small_cache(args)
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
-    asked_for = [field for field, value in given.items() if value not in (UNIFORM, "none")]  # no defaults, typed out
+    asked_for = [field for field, value in given.items() if value != "none"]  # no default, typed out
     name = ("h2o" if asked_for else "full") if args.eviction is None else args.eviction
     if name.partition(":")[0] not in POLICIES:
         raise UsageError(f"--eviction {name}: not one of {', '.join(POLICIES)}")
@@ -577,7 +577,6 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         **_ENGINE,
         "depths": _if("there are no recall prompts", lambda args: not args.recall_prompts),
     },
-    "evaluate layers": _ENGINE,
     "evaluate frontier": _ENGINE,
     "complete": {**_ENGINE, **_SAMPLING},
     "evaluate lm-eval": _ENGINE,

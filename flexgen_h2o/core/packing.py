@@ -3,10 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from flexgen_h2o.core.units import round_up
 
@@ -163,14 +160,3 @@ class KVSizes:
     def nbytes(self, slots: int) -> int:
         """Slots, and what lies beside them; not what a policy records of slots."""
         return slots * self.column_bytes + self.beside(slots)
-
-    def columns(self, share: float, tokens: int, by_layer: Callable[[int], Sequence[int]]) -> int:
-        """The most columns of a row whose slots take `share` of the bytes that `tokens` columns have in bf16; 0 where
-        there is no room for one. A slot more is a newcomer's, but none is the last token's. All is a mean over layers.
-        by_layer: the columns of each where so many are kept in the mean."""
-        most = share * tokens * 4 * self.width
-
-        def nbytes(columns: int) -> float:
-            return fmean(self.nbytes(max(1, min(own + 1, tokens - 1))) for own in by_layer(columns))
-
-        return bisect_right(range(1, tokens + 1), most, key=nbytes)

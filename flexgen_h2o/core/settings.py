@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
@@ -13,7 +11,6 @@ from flexgen_h2o.core.units import check_int, check_number, check_share, check_t
 GREEDY_BELOW = 1e-5
 MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
 MOST_STOP_CHARACTERS = 4096  # of all stop strings of a row together: they are looked for after each token
-UNIFORM, PYRAMID, FIRST_FULL = SCHEDULES = ("uniform", "pyramid", "first-full")
 PROMPT = "prompt"  # what `protect` protects; "none" is None
 DECODE, PREFILL = "decode", "prefill"
 ORIGINAL, ROLLING = "original", "rolling"
@@ -137,7 +134,6 @@ def _check_token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(check_int(name, token, low=0) for token in value)
 
 
-LEAST_WEIGHT = 1e-9  # of a layer, over the largest: so small a one keeps its one column, and sums stay above 0
 SIZES = ("heavy_ratio", "recent_ratio", "heavy_size", "recent_size")
 
 
@@ -148,16 +144,11 @@ class EvictionSettings:
 
     heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
     columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
-    0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
-    as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069), or "first-full", where the first layer keeps every
-    column and the others what they keep otherwise, or "W/W/...": a weight for each layer or, where there are fewer, for
-    each stretch of as many neighbours; columns by weight, as many in sum, none with more than the row has (`evaluate
-    layers` finds them). while_decoding: False drops columns of the prompt
-    only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
-    decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
-    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings. kv_budget:
-    instead of ratios and sizes, in (0, 1]; int(kv_budget x (prompt tokens + most new tokens)) columns, at least 1, half
-    of them heavy and half recent, an odd one recent.
+    0.1 each. while_decoding: False drops columns of the prompt only and keeps all that are generated (FlexGen's H2O
+    without --hh-all). positions: "original", or "rolling": while decoding a column's position is its rank among those
+    that its row holds (StreamingLLM, Xiao et al. 2024, section 3.2), so that rows may grow past the positions that the
+    model was trained for. Needs rotary embeddings. kv_budget: instead of ratios and sizes, in (0, 1]; int(kv_budget x
+    (prompt tokens + most new tokens)) columns, at least 1, half of them heavy and half recent, an odd one recent.
 
     kv_bytes: instead of ratios, sizes and kv_budget, in (0, 1]; as many columns as fit this share of the bytes that
     prompt and most new tokens take in bf16, beside what lies beside packed columns.
@@ -182,13 +173,6 @@ class EvictionSettings:
         None, "heavy-hitter KV entries, a count; 0 keeps recent ones only", flag="--hh-size", metavar="N", low=0
     )
     recent_size: int | None = setting(None, "recent KV entries, a count (as --hh-size)", metavar="N", low=1)
-    layer_schedule: str = setting(
-        UNIFORM,
-        "how layers share the KV entries: uniform; pyramid: lower layers keep more; first-full: the first layer keeps "
-        "all; W/W/...: by a weight for each layer (evaluate layers measures them)",
-        flag="--kv-layer-schedule",
-        metavar="NAME|W/W/...",
-    )
     while_decoding: bool = setting(True, "false: drop KV entries of the prompt only", flag="--hh-all")
     positions: str = setting(
         ORIGINAL,
@@ -228,28 +212,6 @@ class EvictionSettings:
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say with recent_size how many recent KV entries stay")
         object.__setattr__(self, "protect", _check_protect(self.protect))
-        if not isinstance(self.layer_schedule, str):
-            raise UsageError(f"layer_schedule: {self.layer_schedule!r:.60} is not a text")
-        weights_of(self.layer_schedule)
-
-
-@lru_cache
-def weights_of(schedule: str) -> tuple[float, ...]:
-    """The weights of a layer schedule "W/W/...", over the largest of them; () for one that has a name. UsageError for
-    anything else."""
-    if schedule in SCHEDULES:
-        return ()
-    try:
-        weights = tuple(map(float, schedule.split("/")))
-    except ValueError:
-        weights = ()
-    if len(weights) < 2 or not all(0 < weight < math.inf for weight in weights):
-        raise UsageError(
-            f"layer_schedule: {schedule!r:.60} is not one of {', '.join(SCHEDULES)}, nor a number above 0 for each "
-            "layer, as 4/4/1/1/2/2"
-        )
-    top = max(weights)
-    return tuple(max(weight / top, LEAST_WEIGHT) for weight in weights)
 
 
 def _check_protect(value: str | int | None) -> str | int | None:

@@ -318,7 +318,7 @@ class ModelPart:
 def part_of(pipeline: Pipeline, spec: ModelSpec, eviction: Eviction) -> ModelPart:
     """The rank's part of a model. UsageError where there are fewer transformer blocks than ranks."""
     blocks = split_blocks(spec.num_blocks, pipeline.ranks, spec.name)[pipeline.rank]
-    return ModelPart(spec.stage(blocks), OfStage(eviction, blocks.start, spec.num_blocks), blocks.start, pipeline)
+    return ModelPart(spec.stage(blocks), OfStage(eviction, blocks.start), blocks.start, pipeline)
 
 
 def split_blocks(num_blocks: int, ranks: int, name: str) -> list[range]:

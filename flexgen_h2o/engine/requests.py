@@ -165,7 +165,7 @@ class RequestTable:
         if policy.needs.record and getattr(policy, "while_decoding", False):
             spec = self.model.spec
             blocks = [block for block in range(spec.num_blocks) if spec.window(block) is None]
-            fed = min((length, *(policy.budget(*size, block, spec.num_blocks).columns for block in blocks)))
+            fed = min((length, *(policy.budget(*size, block).columns for block in blocks)))
         if fed == length:
             return Row(
                 prompt, most, asked=asked, top_logprobs=params.logprobs, scored=length - 1, top_prompt_logprobs=top

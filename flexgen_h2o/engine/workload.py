@@ -230,17 +230,17 @@ def need_of(
     blocks = range(num_blocks)
     lengths, most_new = {prompt for prompt, _ in sizes}, max(new for _, new in sizes)
     prompt_len = max(lengths)
-    last = max((block for block in blocks if not windows or windows[block] is None), default=0)
+    free = next((block for block in blocks if not windows or windows[block] is None), 0)  # of a window
 
-    def columns(prompt: int, new: int, block: int = last) -> int:  # the first may be another matter
-        return eviction.budget(prompt, new, block, num_blocks).columns
+    def columns(prompt: int, new: int, block: int = free) -> int:
+        return eviction.budget(prompt, new, block).columns
 
     of_sequence = columns(prompt_len, most_new) != columns(prompt_len, prompt_len + 2 * most_new)
     return WorkloadShape(
         rows=rows,
         prompt_len=prompt_len,
         gen_len=most_new,
-        slots=tuple(max(eviction.slots(*size, block, num_blocks) for size in sizes) for block in blocks),
+        slots=tuple(max(eviction.slots(*size, block) for size in sizes) for block in blocks),
         kept=tuple(max(min(size[0], columns(*size, block)) for size in sizes) for block in blocks),
         record=record_of(eviction),
         scored=eviction.needs.query_rows is None,

@@ -327,11 +327,11 @@ class Without(Full):
     def needs(self) -> Needs:
         return Needs(record=(POSITIONS, SCORES), query_rows=None, ranks_by_score=False)
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
         return RowBudget(self.sinks, prompt_len - int(self.share * prompt_len) - self.sinks, 0)
 
-    def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:
-        return max(1, self.budget(prompt_len, gen_len, block, num_blocks).columns + gen_len - 1)
+    def slots(self, prompt_len: int, gen_len: int, block: int = 0) -> int:
+        return max(1, self.budget(prompt_len, gen_len, block).columns + gen_len - 1)
 
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.scores is not None

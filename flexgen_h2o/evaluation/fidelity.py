@@ -362,7 +362,7 @@ class Runner:
     def _unmeasured(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
         blocks, eviction = self.llm.model.spec.num_blocks, self._use(case).eviction
         kept = [
-            min(columns_of(row, case.budget_of), eviction.budget(*row.lengths, block, blocks).columns)
+            min(columns_of(row, case.budget_of), eviction.budget(*row.lengths, block).columns)
             for row in rows
             for block in range(blocks)
         ]

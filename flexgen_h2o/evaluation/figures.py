@@ -95,10 +95,12 @@ def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
 
     row: its prompt tokens and most new tokens.
     """
-    eviction, blocks, held, nbytes = llm.eviction, llm.model.spec.num_blocks, 0, 0
+    eviction = llm.eviction
+    held = 0
+    nbytes = 0
     assert llm.policy is not None
     for block, layout in enumerate(_layouts(llm.model.spec, llm.policy, eviction, row, DTYPE_BYTES[llm.dtype])):
-        kept = min(row[0], eviction.budget(*row, block, blocks).columns)
+        kept = min(row[0], eviction.budget(*row, block).columns)
         columns = max(1, min(layout.slots, kept + new_tokens - 1))
         held += columns
         nbytes += layout.kv_heads * (columns * layout.column_bytes + layout.beside_bytes)
@@ -117,10 +119,10 @@ def _layouts(
     spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int], itemsize: int
 ) -> list[UnitLayout]:
     """Of a row's units, a transformer block each."""
-    blocks, record = spec.num_blocks, record_of(eviction)
+    record = record_of(eviction)
     return [
-        kv_layout(spec, policy, 1, eviction.slots(*row, block, blocks), record_in(spec, block, record), itemsize, True)
-        for block in range(blocks)
+        kv_layout(spec, policy, 1, eviction.slots(*row, block), record_in(spec, block, record), itemsize, True)
+        for block in range(spec.num_blocks)
     ]
 
 

@@ -88,8 +88,8 @@ def add_press_flag(parser: OneLineParser) -> None:
 def columns_held(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> int:
     """KV columns of all rows, in all transformer blocks, each row at its longest. eviction: not yet fitted to the
     model. lengths: prompt and most new tokens of a row."""
-    eviction, blocks = fitted(eviction, spec, kv_sizes_of(spec, policy)), spec.num_blocks
-    return sum(eviction.slots(*one, block, blocks) for one in lengths for block in range(blocks))
+    eviction = fitted(eviction, spec, kv_sizes_of(spec, policy))
+    return sum(eviction.slots(*one, block) for one in lengths for block in range(spec.num_blocks))
 
 
 def dropped_share(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> float:

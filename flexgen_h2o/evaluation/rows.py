@@ -369,12 +369,12 @@ def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
 # ---- Flags of commands that follow rows of text and of recall
 
 
-def add_row_flags(parser: OneLineParser, texts: int, recalls: int, purpose: str = "") -> None:
-    """Which rows, and where figures of them go. texts, recalls: how many rows without a flag; purpose: of the rows."""
+def add_row_flags(parser: OneLineParser, texts: int, recalls: int) -> None:
+    """Which rows, and where figures of them go. texts, recalls: how many rows without a flag."""
     add = parser.add_argument
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
-    add("--num-prompts", type=positive, help=f"text prompts{purpose} ({texts}; of a file all)")
-    add("--recall-prompts", type=count, help=f"recall prompts{purpose} ({recalls}; 0 with --prompts)")
+    add("--num-prompts", type=positive, help=f"text prompts ({texts}; of a file all)")
+    add("--recall-prompts", type=count, help=f"recall prompts ({recalls}; 0 with --prompts)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
     add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
     add(
@@ -388,9 +388,7 @@ def add_row_flags(parser: OneLineParser, texts: int, recalls: int, purpose: str 
     add("--markdown", type=file_name, help="write the tables that are printed")
 
 
-def check_rows(
-    args: argparse.Namespace, texts: int, recalls: int, written: Sequence[str] = ("json", "markdown")
-) -> None:
+def check_rows(args: argparse.Namespace, texts: int, recalls: int, written: Sequence[str]) -> None:
     """UsageError for what is wrong with the flags of `add_row_flags`; and the defaults that depend on other flags.
 
     texts, recalls: as of it. written: fields of files.

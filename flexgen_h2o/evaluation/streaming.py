@@ -17,7 +17,6 @@ from flexgen_h2o.cli_common import say
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import write_result
-from flexgen_h2o.core.settings import UNIFORM
 from flexgen_h2o.core.units import counted, format_bytes, markdown_table
 from flexgen_h2o.evaluation.conversation import converse, encoded, read_turns
 from flexgen_h2o.evaluation.figures import (
@@ -102,7 +101,7 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
     path, windows, spec = args.text or None, args.windows, llm.model.spec
     text = text_of(path, llm.model, ", and --text needs one")
     streams = streams_of(text, args.streams or 1, args.stream_len)
-    size, layers = len(streams[0]), spec.windows.count(None) or spec.num_blocks
+    size = len(streams[0])
     if 2 * windows > size:  # nothing is expected for the first token
         raise UsageError(f"--windows {windows}: a stream has {size} tokens; ask for {size // 2} or fewer")
     for case in cases:
@@ -115,7 +114,7 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
     found = []
     for case in cases:
         found.append(_measure_streams(llm, case, streams, windows, args.seed))
-        run_with = title(replace(case, eviction=llm.eviction), compression, (1, size - 1), layers)
+        run_with = title(replace(case, eviction=llm.eviction), compression, (1, size - 1))
         say("evaluate", f"{run_with}: NLL {found[-1]['nll']['value']:.3f}")
     print(text_tables(found, llm.model.name, llm.dtype, compression))
     settings = {"text": path and str(path), "streams": len(streams), "stream_len": size, "windows": windows}
@@ -170,14 +169,14 @@ def _result(llm: LLM, case: Case, figures: Figures, tokens: int, seconds: float)
     }
 
 
-def title(case: Case, compression: str, row: tuple[int, int] = (0, 0), layers: int = 1) -> str:
-    """What a conversation or text is run with, as if all layers kept as many columns. compression: flags. row: prompt
-    and new tokens, layers: without a window, where sizes depend on them."""
+def title(case: Case, compression: str, row: tuple[int, int] = (0, 0)) -> str:
+    """What a conversation or text is run with, in the layers without a window. compression: flags. row: prompt and new
+    tokens, where sizes depend on them."""
     said = f", {compression}" if compression else ""
     if not case.eviction.needs.record:
         return f"{case.label}: every KV entry{said}"
     policy: Any = getattr(case.eviction, "policy", case.eviction)  # without the model's windows
-    budget = replace(policy, layer_schedule=UNIFORM).budget(*row, 0, layers)
+    budget = policy.budget(*row, 0)
     counts = [(name, getattr(budget, name)) for name in ("sinks", "heavy", "recent")]
     columns = " + ".join(f"{n} {name}" for name, n in counts if n)
     return f"{case.label}: {columns} KV entries per sequence, {case.positions} positions{said}"

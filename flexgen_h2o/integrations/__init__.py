@@ -95,7 +95,7 @@ def enable_eviction(
     if max_new_tokens is not None:
         check_int("max_new_tokens", max_new_tokens, 1)
         config = model.config
-        eviction = Promised(eviction, 0, config.num_hidden_layers, max_new_tokens, config.max_position_embeddings)
+        eviction = Promised(eviction, max_new_tokens, config.max_position_embeddings)
     if model in _enabled:
         disable_eviction(model)
     attention = _attention_of(model)

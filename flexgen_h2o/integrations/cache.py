@@ -22,12 +22,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.attend import attend_slots, causal, write_prompts
 from flexgen_h2o.kvcache.evict import KeptColumns, keep_prompt_columns, rank_victims
-from flexgen_h2o.kvcache.eviction.of_model import OfStage
 from flexgen_h2o.kvcache.eviction.policy import (
     EVERYTHING,
     NORMS,
     SCORES,
     Eviction,
+    OfOther,
     RowBudget,
     value_sizes,
 )
@@ -294,7 +294,7 @@ class MaskingLayer(EvictingLayer):
 
 
 @dataclass(frozen=True)
-class Promised(OfStage):
+class Promised(OfOther):
     """A policy with a kv_budget in a model where prompts grow by at most `most_new` tokens, and by what the model's
     `positions` leave them.
 
@@ -308,12 +308,12 @@ class Promised(OfStage):
         """The most that are generated on a prompt. The newest token needs no position of its own."""
         return max(1, min(self.most_new, self.positions - prompt_len + 1))
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        return super().budget(prompt_len, min(gen_len, self.new_tokens(prompt_len)), block, num_blocks)
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
+        return self.policy.budget(prompt_len, min(gen_len, self.new_tokens(prompt_len)), block)
 
-    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+    def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
         drops = getattr(self.policy, "while_decoding", True)
-        return self.budget(prompt_len, gen_len, block, num_blocks).columns + 1 if drops else EVERYTHING
+        return self.budget(prompt_len, gen_len, block).columns + 1 if drops else EVERYTHING
 
 
 MODES: Mapping[str, type[EvictingLayer]] = {"drop": DroppingLayer, "mask": MaskingLayer}

@@ -447,9 +447,10 @@ def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
     """Tokens that are fed, and slots of each transformer block: all that tells apart what rows of one kind take of
     memory. Rows with log-probabilities of their prompts are another kind: of the first two numbers neither kind has
     no less than the other."""
-    prompt, echo, blocks = len(request.prompt.token_ids), request.params.prompt_logprobs is not None, spec.num_blocks
+    prompt = len(request.prompt.token_ids)
+    echo = request.params.prompt_logprobs is not None
     new = most_new_tokens(eviction, spec, prompt, max(1, request.params.max_tokens))
-    slots = (eviction.slots(prompt, new, block, blocks) for block in range(blocks))
+    slots = (eviction.slots(prompt, new, block) for block in range(spec.num_blocks))
     return echo, not echo, prompt, *slots
 
 

@@ -35,6 +35,8 @@ _FLAGS = {
     "texts.system": "--system",
 }
 _FLAGS |= {f"eviction.{name}": flag for name, flag in EVICTION_FLAGS.items()}
+# Settings that are gone, each with the one value that today's version runs with.
+_GONE = {"eviction.layer_schedule": "uniform"}
 
 Made = TypeVar("Made")
 
@@ -98,7 +100,8 @@ def read_sidecar(output: Path) -> Sidecar | None:
 def differences(before: Sidecar, settings: dict[str, Any], scan: Scan) -> list[str]:
     """What a restart would mix, in words, by flag where there is one; empty where it goes on as the output was begun.
     An input may have grown."""
-    old, new = (dict(_flat(values)) for values in (before.settings, settings))
+    old = {name: value for name, value in _flat(before.settings) if _GONE.get(name) != value}
+    new = dict(_flat(settings))
     found = [
         f"{_flag(name)} was {_short(old.get(name))} and is {_short(new.get(name))}"
         for name in dict.fromkeys([*old, *new])

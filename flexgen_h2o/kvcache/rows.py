@@ -203,8 +203,8 @@ class SlotTable:
 
         def entry(block: int, prompt_len: int, gen_len: int, fed: int | None = None) -> list[int]:
             before = self._elsewhere[block]
-            budget = policy.budget(prompt_len - before, gen_len, block, num_blocks)
-            slots = policy.slots(prompt_len - before, gen_len, block, num_blocks)
+            budget = policy.budget(prompt_len - before, gen_len, block)
+            slots = policy.slots(prompt_len - before, gen_len, block)
             return [(fed or prompt_len) - before, budget.sinks, budget.heavy, budget.recent, slots]
 
         table = [[entry(block, *row) for row in rows] for block in range(num_blocks)]

@@ -38,10 +38,6 @@ BASE: dict[str, list[str]] = {
         *ENGINE, "--prompts", "prompts.txt", "--num-prompts", "1", "--prompt-len", "12", "--gen-len", "4",
         "--remove", "0.25", "--sinks", "1", "--resamples", "9", "--keep-mem", "16MiB",
     ],
-    "evaluate layers": [
-        *ENGINE, *LENGTHS, "--prompts", "prompts.txt", "--num-prompts", "2", "--kv-budget", "0.5", "--resamples", "9",
-        "--keep-mem", "16MiB",
-    ],
     "evaluate text": [*ENGINE, "--prompts", "prompts.txt", "--gen-len", "4", "--hh-size", "2"],
     "evaluate streaming": [
         *ENGINE, "--turns", "turns.jsonl", "--num-turns", "1", "--gen-len", "4", "--policies", "h2o", "--hh-size", "4",
@@ -55,7 +51,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("device_mem", "host_mem", "disk_mem", "keep_mem"), ("64MiB", "32MB", "256MiB", "1KiB")),
     "policy": ("auto", "policy.json"), "hardware": ("profile.json", "t4"), "show": ("profile.json", "t4"),
     "eviction": ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random", "h2o-norm:sinks=0"),
-    "policies": ("full", "h2o", "local", "h2o:positions=rolling"), "kv_layer_schedule": ("pyramid", "1/2"),
+    "policies": ("full", "h2o", "local", "h2o:positions=rolling"),
     "prompts": ("prompts.jsonl", "prompts.txt"), "input": ("in.jsonl", "prompts.jsonl"), "text": ("prompts.txt",),
     "turns": ("turns.jsonl", "prompts.txt"), "output": ("new.jsonl", "done.jsonl", "new.json"), "json": ("new.json",),
     "trace": ("trace.json",), "plot": ("plot.svg", "plot.png"), "markdown": ("new.md",), "log_file": ("auto", "log"),

@@ -26,7 +26,6 @@ COMMANDS = {
     "text": "evaluate text --prompt import --gen-len 4",
     "streaming": "evaluate streaming --turns in.jsonl --gen-len 4",
     "fidelity": "evaluate fidelity --num-prompts 2 --recall-prompts 0 --prompt-len 16 --gen-len 4",
-    "layers": "evaluate layers --kv-budget 0.5 --num-prompts 2 --recall-prompts 0 --prompt-len 16 --gen-len 4",
     "attention": "evaluate attention --num-prompts 2 --prompt-len 32 --gen-len 4 --remove 0.25",
 }
 

@@ -194,7 +194,7 @@ def test_a_share_of_prompt_and_new_tokens_is_planned_and_run(plan: Door, capfd: 
     command = shlex.split(lines[lines.index("benchmark it:") + 1])[2:]
     assert command[command.index("--kv-budget") + 1] == "0.25"
     assert (read_policy(Path("p.json")).workload or {})["eviction"] == {
-        "name": "h2o", "kv_budget": 0.25, "layer_schedule": "uniform", "while_decoding": True,
+        "name": "h2o", "kv_budget": 0.25, "while_decoding": True,
     }  # fmt: skip
     argv = f"{asked} --policy p.json --kv-budget 0.25 --offload-dir o --json r.json --no-log --host-mem 1GiB"
     assert flex_opt.main(argv.split()) == 0

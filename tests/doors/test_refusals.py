@@ -25,7 +25,6 @@ BASE = {
     "fidelity": "--model opt-tiny --offload-dir offload",
     "text": "--model opt-tiny --offload-dir offload",
     "streaming": "--model opt-tiny --offload-dir offload",
-    "layers": "--model opt-tiny --offload-dir offload --kv-budget 0.5",
 }
 # A command's flags, and what the line says after the command's name; alone, flags are named by their first word.
 Cases = list[str | tuple[str, str]]
@@ -33,17 +32,14 @@ EVICTION: Cases = [
     "--hh-ratio 0", "--hh-ratio 1.5", "--hh-ratio nan", "--hh-ratio some", "--recent-ratio 0", "--hh-size 0",
     "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1", "--hh-all maybe",
     "--eviction nonsense", "--hh-ratio 0.1 --eviction full", "--attn-sparsity 0.5 --eviction h2o",
-    "--positions sideways", "--positions rolling", "--positions rolling --eviction full", "--kv-layer-schedule steps",
-    "--kv-layer-schedule pyramid --eviction full", "--kv-budget 0", "--kv-budget 1.5", "--kv-budget nan",
+    "--positions sideways", "--positions rolling", "--positions rolling --eviction full",
+    "--kv-budget 0", "--kv-budget 1.5", "--kv-budget nan",
     "--kv-budget half", ("--kv-budget 0.2 --eviction full", "--kv-budget and --eviction full: give one of them"),
     ("--kv-budget 0.2 --hh-ratio 0.1", "--kv-budget: says how many KV entries stay, and so does --hh-ratio; leave one"),
     (
         "--eviction tova:kv_budget=0.2 --recent-size 4",
         "--eviction tova:kv_budget=0.2: kv_budget: says how many KV entries stay, and so does --recent",
     ),
-    ("--kv-layer-schedule 1/0", "--kv-layer-schedule: '1/0' is not one of uniform, pyramid, first-full, nor a number"),
-    "--kv-layer-schedule 1/nan", "--kv-layer-schedule 1/inf", "--kv-layer-schedule 1/", "--kv-layer-schedule 3",
-    ("--kv-layer-schedule 1/2/3", "--kv-layer-schedule: has 3 weights, and ids drops KV entries in 2 layers; give one"),
     ("--eviction h2o:kv_budget=0.2 --kv-budget 0.3", "--eviction: --kv-budget is given twice"),
 ]  # fmt: skip
 POLICY: Cases = [
@@ -113,7 +109,7 @@ OTHER_SCRIPTS: Cases = [
 ]  # fmt: skip
 FIDELITY: Cases = [
     "--policies nonsense", "--policies full", "--policies h2o:decay=1", "--budgets 0", "--budgets 50", "--budgets nan",
-    "--budgets half", "--eviction h2o", "--hh-ratio 0.1", "--kv-layer-schedule pyramid",
+    "--budgets half", "--eviction h2o", "--hh-ratio 0.1",
     "--attn-sparsity 0.5 --policies h2o", ("--attn-sparsity 0.5 --budgets 0.3", "--budgets: say what policies keep"),
     "--gen-len 1", "--prompt-len 1024 --gen-len 2", "--prompt-len 1 --recall-prompts 0",
     ("--prompt-len 30", "--prompt-len 30: too short for recall prompts"), "--num-prompts 0", "--num-prompts 99999",
@@ -172,20 +168,7 @@ OTHERS: list[tuple[str, Cases]] = [
     ("chat", [("--enable_small_cache", "--eviction h2o")]),
     ("evaluate", [("perplexity", "perplexity"), ("", "fidelity")]),
 ]  # fmt: skip
-LAYERS: Cases = [
-    ("--eviction full", "--kv-budget and --eviction full"), ("--kv-layer-schedule 1/2", "is what this command finds"),
-    ("--kv-budget 1", "--kv-budget: keeps every KV entry, so there is nothing to share out"), "--gen-len 1",
-    ("--protect 4", "--protect: keeps layers from being measured at small"), "--groups 0", "--keep-mem lots",
-    ("--groups 1", "--groups 1: one group of layers gets the whole budget; give at least 2"),
-    ("--groups 7", "--groups 7: opt-tiny drops KV entries in 6 layers; give at most as many"),
-    ("--attn-sparsity 0.5", "--attn-sparsity: reads a share of the full cache"), "--prompts none.jsonl",
-    ("--num-prompts 1", "--num-prompts 1: half of the prompts measure and half check; give at least 2"),
-    ("--recall-prompts 1", "--recall-prompts 1: half of the prompts measure and half check; give 0 or at least 2"),
-    ("--prompts in.jsonl --continuation greedy", "--prompts in.jsonl: has 1 prompt, and half of the prompts measure"),
-    "--json /no/folder/r.json", ("--json new --markdown new", "--markdown new: is the file of --json too"),
-    ("--prompt-len 1024 --gen-len 2", "--prompt-len"),
-]  # fmt: skip
-MEASURES = (("fidelity", FIDELITY), ("layers", LAYERS), ("text", TEXT), ("streaming", STREAMING))
+MEASURES = (("fidelity", FIDELITY), ("text", TEXT), ("streaming", STREAMING))
 TABLE = [("flex-opt", c) for c in (*EVICTION, *POLICY, *RUN, *CLASHES, *MODELS, *OTHER_SCRIPTS)]
 TABLE += [(f"evaluate {name}", c) for name, cs in MEASURES for c in cs]
 TABLE += [(command, c) for command, cs in OTHERS for c in cs]

@@ -138,9 +138,9 @@ def test_answers_are_those_of_evaluate_streaming(
 def test_titles_say_what_layers_keep_that_drop_columns(
     chat: Door, command: Door, rotary: Path, tmp_path: Path
 ) -> None:  # fmt: skip
-    """Of a share of bytes too, and where the first layer keeps all or has a window."""
+    """Of a share of bytes too, and where the first layer has a window."""
     said = "5 heavy + 4 recent KV entries per sequence"
-    assert f"h2o: {said}" in chat(f"--model {rotary} {SMALL} --kv-layer-schedule first-full", "x", "/memory").err
+    assert f"h2o: {said}" in chat(f"--model {rotary} {SMALL}", "x", "/memory").err
     assert title(Case("h2o", Windowed(H2O(heavy_size=5, recent_size=4), (8, None))), "").startswith(f"h2o: {said}")
     (tmp_path / "t.txt").write_text("import os\n" * 20)
     text = "--text t.txt --stream-len 33 --streams 1 --policies h2o:kv_bytes=0.25,positions=rolling"

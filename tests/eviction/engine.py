@@ -33,9 +33,8 @@ from flexgen_h2o.kvcache.eviction import (
 )
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.eviction import policies as plain
-from tests.eviction.policies import Budget, Sizes
+from tests.eviction.policies import Budget
 from tests.eviction.reference import Evicted, PlainModel, Stored, Turn, evicted_greedy
-from tests.parity.cases import BASE
 from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts, tokens_of
 
 LEAST_SCORE_GAP = 1e-5
@@ -55,19 +54,6 @@ class Pair:
         return self.plain.in_decode and not isinstance(self.engine, Local) and self.engine.heavy_size != 0
 
 
-def pyramid(policy: plain.Policy, num_layers: int, of_sequence: bool = False) -> plain.Policy:
-    """Heavy columns that fall in a line from 1.95 times their mean (at most what a prompt has, or a whole sequence)
-    over the layers."""
-
-    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
-        even, most = policy.sizes(prompt_len, most_new, layer), prompt_len + of_sequence * most_new
-        top = min(1.95 * even.heavy, max(even.heavy, most - even.recent))
-        line = [top - i * 2 * (top - even.heavy) / (num_layers - 1) for i in range(num_layers)]
-        return replace(even, heavy=round(sum(line[: layer + 1])) - round(sum(line[:layer])))
-
-    return replace(policy, sizes=sizes)
-
-
 SIZES: dict[str, Any] = {"heavy_size": 5, "recent_size": 3}
 SMALL = Budget(**SIZES)
 LARGER: dict[str, Any] = {"heavy_size": 8, "recent_size": 2}
@@ -82,11 +68,6 @@ PAIRS: dict[str, Pair] = {
     "h2o, by default": Pair(H2O(), plain.h2o(Budget())),
     "h2o, no heavy": Pair(H2O(heavy_size=0, recent_size=8), plain.h2o(Budget(heavy_size=0, recent_size=8))),
     "h2o, prompt only": Pair(H2O(**SIZES, while_decoding=False), plain.h2o(SMALL, in_decode=False)),
-    "h2o, pyramid": Pair(H2O(**SIZES, layer_schedule="pyramid"), pyramid(plain.h2o(SMALL), BASE["num_hidden_layers"])),
-    "h2o, by weight": Pair(H2O(**SIZES, layer_schedule="1/2.5"), plain.by_weight(plain.h2o(SMALL), (1, 2.5))),
-    "h2o, of the sequence, by weight": Pair(
-        H2O(kv_budget=0.4, layer_schedule="9/1"), plain.by_weight(plain.h2o(Budget(kv_budget=0.4)), (9, 1))
-    ),
     "local": Pair(Local(**SIZES), plain.local(SMALL, sinks=4)),
     "local, window alone": Pair(Local(recent_size=6, sinks=0), plain.local(Budget(heavy_size=0, recent_size=6))),
     "local, prompt only": Pair(
@@ -111,10 +92,6 @@ PAIRS: dict[str, Pair] = {
     ),
     "random": Pair(Random(**SIZES, seed=3), plain.random(SMALL, seed=3)),
     "h2o, of the sequence": Pair(H2O(kv_budget=0.4), plain.h2o(Budget(kv_budget=0.4))),
-    "h2o, of the sequence, pyramid": Pair(
-        H2O(kv_budget=0.4, layer_schedule="pyramid"),
-        pyramid(plain.h2o(Budget(kv_budget=0.4)), BASE["num_hidden_layers"], of_sequence=True),
-    ),
     "h2o, of the sequence, prompt only": Pair(
         H2O(kv_budget=0.3, while_decoding=False), plain.h2o(Budget(kv_budget=0.3), in_decode=False)
     ),
@@ -150,9 +127,6 @@ PAIRS: dict[str, Pair] = {
     "random, prompt protected": Pair(
         Random(heavy_size=18, recent_size=7, seed=3, protect="prompt"),
         plain.protecting(plain.random(Budget(heavy_size=18, recent_size=7), seed=3)),
-    ),
-    "h2o, first layer full": Pair(
-        H2O(**SIZES, layer_schedule="first-full"), plain.first_full(plain.h2o(SMALL))
     ),
 }  # fmt: skip
 

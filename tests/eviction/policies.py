@@ -78,10 +78,10 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Policy:
-    """`sizes` of a row by its prompt tokens, its most new tokens and the layer. in_decode False: only the prefill
-    evicts. share: of the columns whose values count, below 1 for a policy that keeps all."""
+    """`sizes` of a row by its prompt tokens and its most new tokens. in_decode False: only the prefill evicts. share:
+    of the columns whose values count, below 1 for a policy that keeps all."""
 
-    sizes: Callable[[int, int, int], Sizes]
+    sizes: Callable[[int, int], Sizes]
     scorer: Callable[[int, Sizes], Scorer]
     in_decode: bool = True
     share: float = 1.0
@@ -144,13 +144,13 @@ class Position(Scorer):
 
 def h2o(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
     """Heavy hitters and recent columns. Sinks, where asked for, come on top of both."""
-    return Policy(lambda n, new, layer: Sizes(sinks, *budget.sizes(n, new)), ColumnSums, in_decode)
+    return Policy(lambda n, new: Sizes(sinks, *budget.sizes(n, new)), ColumnSums, in_decode)
 
 
 def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
     """Sinks and a window, together as many columns as heavy and recent ones. Never less than one recent column."""
 
-    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
+    def sizes(prompt_len: int, most_new: int) -> Sizes:
         total = sum(budget.sizes(prompt_len, most_new))
         first = min(sinks, total - 1)
         return Sizes(first, 0, total - first)
@@ -348,7 +348,7 @@ class Trigonometric(Scorer):
 
 def triattention(budget: Budget, farthest: int = 2**16, interval: int = 16) -> Policy:
     return Policy(
-        lambda n, new, layer: Sizes(0, *budget.sizes(n, new)),
+        lambda n, new: Sizes(0, *budget.sizes(n, new)),
         lambda layer, sizes: Trigonometric(layer, sizes, farthest, interval),
     )
 
@@ -357,10 +357,10 @@ def vase(budget: Budget, rows: int = 64, kernel: int = 7, sinks: int = 4, seed: 
     return Policy(_of_heavy(budget, sinks, 0), lambda layer, sizes: Vase(layer, sizes, rows, kernel, seed))
 
 
-def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int, int], Sizes]:
+def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int], Sizes]:
     """Sinks, and recent columns until `grace` queries saw each, out of the heavy share: the budget stays what it is."""
 
-    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
+    def sizes(prompt_len: int, most_new: int) -> Sizes:
         heavy, recent = budget.sizes(prompt_len, most_new)
         first = min(sinks, heavy)
         waiting = min(max(0, grace - recent), (heavy - first) // 2)
@@ -379,20 +379,18 @@ def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16) -> Policy:
 
 def tova(budget: Budget) -> Policy:
     """Heavy and recent are one budget; only the newest column is safe."""
-    return Policy(lambda n, new, layer: Sizes(0, sum(budget.sizes(n, new)) - 1, 1), LastQuery)
+    return Policy(lambda n, new: Sizes(0, sum(budget.sizes(n, new)) - 1, 1), LastQuery)
 
 
 def snapkv(budget: Budget, rows: int = 32, kernel: int = 7) -> Policy:
     return Policy(
-        lambda n, new, layer: Sizes(0, *budget.sizes(n, new)),
+        lambda n, new: Sizes(0, *budget.sizes(n, new)),
         lambda layer, sizes: ObservationWindow(layer, sizes, rows, kernel),
     )
 
 
 def random(budget: Budget, seed: int = 0) -> Policy:
-    return Policy(
-        lambda n, new, layer: Sizes(0, *budget.sizes(n, new)), lambda layer, sizes: Hashed(layer, sizes, seed)
-    )
+    return Policy(lambda n, new: Sizes(0, *budget.sizes(n, new)), lambda layer, sizes: Hashed(layer, sizes, seed))
 
 
 # ---- what goes with any of them
@@ -402,38 +400,10 @@ def protecting(policy: Policy, first: float = math.inf) -> Policy:
     """The first columns of a prompt stay, all of them by default; heavy and recent ones share the rest as they would
     share all. Only for policies without sinks or grace of their own."""
 
-    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
-        own, safe = policy.sizes(prompt_len, most_new, layer), int(min(prompt_len, first))
+    def sizes(prompt_len: int, most_new: int) -> Sizes:
+        own, safe = policy.sizes(prompt_len, most_new), int(min(prompt_len, first))
         left = own.total - safe
         heavy = own.heavy * left // own.total
         return Sizes(safe, heavy, left - heavy)
-
-    return replace(policy, sizes=sizes)
-
-
-def first_full(policy: Policy) -> Policy:
-    """The first layer keeps everything."""
-    everything = Sizes(0, 0, 10**6)
-    return replace(policy, sizes=lambda n, new, layer: policy.sizes(n, new, layer) if layer else everything)
-
-
-def by_weight(policy: Policy, weights: Sequence[float]) -> Policy:
-    """The columns of all layers go to one after another, the largest weight first (of equal ones the lower layer): to
-    each its share of what is left by its weight of those that are left, at most the row's length, and at least 1."""
-
-    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
-        even = policy.sizes(prompt_len, most_new, layer)
-        columns, most = even.heavy + even.recent, prompt_len + most_new
-        if columns >= most:
-            return even
-        left, found = len(weights) * columns, dict[int, int]()
-        order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
-        for place, i in enumerate(order):
-            others = order[place + 1 :]
-            share = round(left * weights[i] / sum(weights[j] for j in order[place:])) if others else left
-            found[i] = max(1, min(most, share, left - len(others)))
-            left -= found[i]
-        heavy = even.heavy * found[layer] // columns
-        return replace(even, heavy=heavy, recent=found[layer] - heavy)
 
     return replace(policy, sizes=sizes)

@@ -175,7 +175,7 @@ class LayerState:
         self.mask = torch.ones(model.kv_heads, prompt_len, prompt_len).tril().bool()
         self.held = [list(range(prompt_len)) for _ in range(model.kv_heads)]
         self.gap, self.promotions = math.inf, 0
-        self._sizes = policy.sizes(prompt_len, most_new, model.windows[:layer].count(None))
+        self._sizes = policy.sizes(prompt_len, most_new)
         self._scorer = policy.scorer(layer, self._sizes)
         self._frequencies = model.frequencies
         self._in_decode = policy.in_decode

@@ -41,7 +41,7 @@ KV_PLACEMENTS = (
     "each kind elsewhere",
 )
 BUDGETS = {"host": MemoryBudget(), "stand-in": STAND_IN}
-# What the decode kernel ranks, what the policy ranks itself, no scores, more slots than needed, budgets by layer.
+# What the decode kernel ranks, what the policy ranks itself, no scores, more slots than needed.
 TURNS = (
     "h2o",
     "h2o-norm, one sink",
@@ -49,10 +49,9 @@ TURNS = (
     "h2o, prompt only",
     "h2o-v",
     "random",
-    "h2o, pyramid",
+    "h2o, ratios",
     "snapkv",
     "local",
-    "h2o, by weight",
 )
 
 
@@ -120,7 +119,7 @@ ENDING_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
         ("h2o-v", "kv on disk", 5, 2, "stand-in", True),
         ("h2o", "kv split three ways", 4, 2, "stand-in", False),
         ("h2o, prompt only", "everything split 30/30", 4, 2, "stand-in", False),
-        ("h2o, pyramid", "all on disk", 9, 1, "host", True),
+        ("h2o, ratios", "all on disk", 9, 1, "host", True),
     ], 2),
 )  # fmt: skip
 def test_rows_that_end_leave_a_block(

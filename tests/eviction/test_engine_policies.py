@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from flexgen_h2o import Policy
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Evicting
-from tests.eviction import policies as plain
+from flexgen_h2o.kvcache.eviction import EVICTING, Evicting
 from tests.eviction.conftest import NEW_TOKENS, OTHER_SHAPES, Known
-from tests.eviction.engine import PAIRS, STAND_IN, Pair, Ran, Wanted, assert_equal, generate, pyramid, wanted
-from tests.eviction.policies import Budget
+from tests.eviction.engine import PAIRS, STAND_IN, Ran, Wanted, assert_equal, generate
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES, thinned
 from tests.parity.reference import random_prompts
 
@@ -62,7 +60,7 @@ def test_shape(
             *(("llama", p) for p in ("h2o", "h2o-norm, one sink", "tova", "snapkv", "h2o-v", "random")),
             *(("qwen3", "h2o"), ("mixtral", "h2o")),
             *(("gpt_oss", p) for p in ("h2o", "h2o-norm, one sink")),
-            ("gpt_neox", "h2o, pyramid"),
+            ("gpt_neox", "h2o"),
         ],
         2,
     ),
@@ -90,27 +88,6 @@ def test_shape_of_a_family(
     want = reference(shape, "h2o", (9, 4), 6)
     policy = Policy(2, 1, PLACEMENTS["kv on disk"])
     assert_equal(known(shape).folder, want, PAIRS["h2o"], policy, tmp_path, STAND_IN)
-
-
-# ---- a budget for each layer
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "heavy"),
-    [(21, [12, 6, 0]), (12, [9, 6, 3]), (5, [6, 6, 6])],  # 5: no more than the prompt has anywhere
-)
-def test_pyramid_over_three_layers(
-    prompt_len: int, heavy: list[int], known: Callable[[str], Known], tmp_path: Path
-) -> None:
-    model, sizes = known("three layers"), {"heavy_size": 6, "recent_size": 3}
-    pair = Pair(H2O(**sizes, layer_schedule="pyramid"), pyramid(plain.h2o(Budget(**sizes)), 3))
-    assert [pair.plain.sizes(prompt_len, 12, i).heavy for i in range(3)] == heavy
-    want = wanted(model.plain, pair, (prompt_len, prompt_len, 9), 12)
-    policy = Policy(2, 2, PLACEMENTS["kv split three ways"])
-    ran = assert_equal(model.folder, want, pair, policy, tmp_path, STAND_IN)
-    for block, columns in enumerate(heavy):
-        assert len(ran.seen[0, block][-1][0]) == min(columns + 3, prompt_len + 10) + 1
-    assert ran.report.kv["slots"] == max(heavy[0] + 4, 10)  # the row of 9 keeps 6, 6, 6
 
 
 # ---- a budget for everything is the full cache

@@ -39,7 +39,7 @@ SHAPES = (
 )
 
 
-def draw_policy(rng: random.Random, one_layer: bool) -> Pair:
+def draw_policy(rng: random.Random) -> Pair:
     """Any policy of any size, with what goes with all of them, or all columns, of which a share is read."""
     heavy, recent = rng.randint(1, 12), rng.randint(1, 8)
     sizes: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
@@ -71,14 +71,7 @@ def draw_policy(rng: random.Random, one_layer: bool) -> Pair:
         return Pair(engine, plain.replace(plain.h2o(FAR), share=round(rng.uniform(0.05, 0.9), 2)))
     more: dict[str, Any] = {"while_decoding": rng.random() < 0.85}
     slow = plain.replace(slow, in_decode=more["while_decoding"])
-    if rng.random() < 0.2:
-        more["layer_schedule"], slow = "first-full", plain.first_full(slow)
-    elif (
-        not one_layer and rng.random() < 0.2 and name in ("h2o", "random", "snapkv")
-    ):  # others split what they keep in their own ways
-        weights = [round(rng.uniform(0.1, 2), 2) for _ in range(2)]
-        more["layer_schedule"], slow = "/".join(map(str, weights)), plain.by_weight(slow, weights)
-    elif name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
+    if name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
         first = rng.randint(1, heavy + recent - 1)
         more["protect"], slow = first, plain.protecting(slow, first)
     return Pair(plain.replace(engine, **more), slow)
@@ -108,7 +101,7 @@ def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     """Run what the index stands for; False where a near tie lets rounding decide."""
     rng = random.Random(index)
     shape = rng.choice(SHAPES)
-    one, pair = known(shape), draw_policy(rng, shape == "one layer")
+    one, pair = known(shape), draw_policy(rng)
     policy, eviction = draw_placement(rng, pair.plain.share), pair.engine if pair.plain.share == 1 else None
     if policy.compress_cache:
         policy = replace(policy, cache_rotation=random.Random(-index).random() < 0.4)

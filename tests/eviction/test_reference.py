@@ -123,7 +123,7 @@ def cached_logits(
 
 @pytest.mark.parametrize(("model", "name"), zip(cycle(MODELS), POLICIES))
 def test_what_every_policy_keeps_and_that_masking_is_dropping_from_a_cache(model: str, name: str) -> None:
-    plain, n, sizes = MODELS[model](), len(PROMPT), POLICIES[name].sizes(len(PROMPT), NEW_TOKENS, 0)
+    plain, n, sizes = MODELS[model](), len(PROMPT), POLICIES[name].sizes(len(PROMPT), NEW_TOKENS)
     got = evicted_greedy(plain, PROMPT, NEW_TOKENS, POLICIES[name])
     if model != "grouped kv-heads":
         again = cached_logits(plain, PROMPT, got.tokens, got.kept)

@@ -57,9 +57,9 @@ def test_scores_equal_the_reference(
     assert max(abs(a.logprob - b) for a, b in zip(found, full, strict=True)) > 1e-3, "nothing was evicted"
 
 
-def of_length(policy: PlainPolicy, length: int, most_new: int, fed: int, decoded: int, layer: int) -> Sizes:
+def of_length(policy: PlainPolicy, length: int, most_new: int, fed: int, decoded: int) -> Sizes:
     """What the policy keeps of a longer prompt, and of other new tokens."""
-    return policy.sizes(length, most_new, layer)
+    return policy.sizes(length, most_new)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
@@ -74,7 +74,7 @@ def test_prompts_beyond_the_budget_are_scored_in_decode_steps(
         params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1, logprobs=0)
         found = llm.generate(prompts, params)
         new = max(2, max_tokens)
-        budgets = [both.engine.budget(len(p), new, 0, llm.model.spec.num_blocks).columns for p in prompts]
+        budgets = [both.engine.budget(len(p), new, 0).columns for p in prompts]
     evicted = 0
     for prompt, columns, row in zip(prompts, budgets, found, strict=True):
         assert row.prompt_logprobs is not None and len(row.prompt_logprobs) == len(prompt)

@@ -67,7 +67,7 @@ def places() -> Iterator[tuple[str, str]]:
 PLACES = places()
 # Of each policy, and with prefixes shorter and longer than the rows that are scored.
 SCORED = (
-    "h2o", "h2o, ratios", "h2o, prompt only", "h2o, pyramid", "local", "h2o-norm, one sink", "tova", "snapkv",
+    "h2o", "h2o, ratios", "h2o, prompt only", "local", "h2o-norm, one sink", "tova", "snapkv",
     "snapkv, narrow", "h2o-v, two sinks", "random", "h2o, of the sequence", "h2o-norm", "vase",
     "triattention",
 )  # fmt: skip

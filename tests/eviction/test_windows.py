@@ -166,7 +166,7 @@ def made(known: Callable[[str], Known]) -> Callable[..., Wanted]:
 
 PLACES = ("kv split three ways", "kv on disk", "all on device", "kv on host and disk")
 POLICIES = (
-    "h2o", "h2o, pyramid", "h2o, first layer full", "h2o-norm, of the sequence", "h2o-norm", "snapkv",
+    "h2o", "h2o-norm, of the sequence", "h2o-norm", "snapkv",
     "local", "random", "h2o, prompt only",
 )  # fmt: skip
 
@@ -175,7 +175,7 @@ POLICIES = (
 def test_a_policy_drops_columns_of_the_other_layers(
     pair: str, place: str, known: Callable[[str], Known], made: Callable[..., Wanted], tmp_path: Path
 ) -> None:
-    """Two of four, which schedules count as if they were all."""
+    """Two of four."""
     ran = generate(known(MIXED).folder, made(pair).prompts, 12, PAIRS[pair].engine, Policy(2, 2, PLACEMENTS[place]),
                    tmp_path, STAND_IN)  # fmt: skip
     assert_same(made(pair), ran)
@@ -220,13 +220,11 @@ def test_rows_that_enter_are_evicted(
 
 def test_budgets_are_of_the_layers_without_a_window() -> None:
     windows = (5, None, 3, None)
-    policy = Windowed(H2O(heavy_size=6, recent_size=2, layer_schedule="pyramid"), windows)
-    alone = [policy.policy.budget(20, 4, block, 2) for block in (0, 1)]
-    found = [policy.budget(20, 4, block, 4) for block in range(4)]
-    assert found == [RowBudget(0, 0, 5), alone[0], RowBudget(0, 0, 3), alone[1]]
-    assert [policy.slots(20, 4, block, 4) for block in range(4)] == [5, alone[0].columns + 1, 3, alone[1].columns + 1]
-    assert alone[0].columns > alone[1].columns
-    assert [Windowed(Full(), windows).slots(2, 2, block, 4) for block in range(4)] == [3, 3, 3, 3]
+    policy = Windowed(H2O(heavy_size=6, recent_size=2), windows)
+    found = [policy.budget(20, 4, block) for block in range(4)]
+    assert found == [RowBudget(0, 0, 5), RowBudget(0, 6, 2), RowBudget(0, 0, 3), RowBudget(0, 6, 2)]
+    assert [policy.slots(20, 4, block) for block in range(4)] == [5, 9, 3, 9]
+    assert [Windowed(Full(), windows).slots(2, 2, block) for block in range(4)] == [3, 3, 3, 3]
 
 
 def test_a_plan_counts_windows(known: Callable[[str], Known], tmp_path: Path) -> None:

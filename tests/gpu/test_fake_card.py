@@ -274,8 +274,11 @@ def test_other_policies_keep_the_same_columns_of_prompts(tmp_path, eviction: str
 
 def test_states_of_layers_with_different_budgets_are_one_copy(tmp_path) -> None:
     """What lies whole beside packed slots differs as well: as many columns as half of a layer's slots, or less."""
-    folder = model_folder(tmp_path, {**CONFIGS["llama"], "num_hidden_layers": 3})
-    kept, packed = H2O(heavy_size=16, recent_size=16, layer_schedule="pyramid"), {"compress_cache": True}
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    windows = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12, "layer_types": kinds}
+    folder = model_folder(tmp_path, {**CONFIGS["llama"], **windows, "num_hidden_layers": 3})
+    kept = H2O(heavy_size=16, recent_size=16)
+    packed = {"compress_cache": True}
     alone, in_ram = Policy(4, 1, **packed), MemoryBudget(host="1GiB")
     expected, *_ = generate(folder, alone, "cpu", in_ram, eviction=kept)
     tokens, card = on_fake_card(folder, "all on the device", kept, **packed)

@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.graphs import PLAIN_SWEEPS, StepGraphs
-from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Tova
+from flexgen_h2o.kvcache.eviction import H2ONorm, Tova
 from flexgen_h2o.tiers.device import CudaDevice
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import CardDevice
@@ -59,11 +59,7 @@ REPLAYS = GRAPHS * (FEW_TOKENS.max_tokens - 1 - PLAIN_SWEEPS)
 LENGTHS = [SamplingParams(n, ignore_eos=True) for n in (3, 18, 18, 11, 18, 18, 18)]
 
 
-@pytest.mark.parametrize(
-    "eviction",
-    [None, H2O(heavy_size=6, recent_size=3, layer_schedule="pyramid"), H2ONorm(heavy_size=6, recent_size=3, grace=6)],
-    ids=["full", "h2o, pyramid", "h2o-norm"],
-)
+@pytest.mark.parametrize("eviction", EVICTIONS.values(), ids=EVICTIONS)
 def test_graphs_are_made_anew_for_other_rows_alone(tmp_path, eviction: Any) -> None:
     card = like_the_cpu(model_folder(tmp_path, CONFIGS["llama"]), eviction, LENGTHS)
     assert made(card) == 2 * 2 * (2 + 1)

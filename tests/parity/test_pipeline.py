@@ -119,8 +119,7 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         run_of(llama, Policy(1, 3, disk), in_flight=1),
         run_of(neox, Policy(2, 3, disk), in_flight=3),
         run_of(three_blocks, Policy(1, 1), in_flight=3),
-        run_of(three_blocks, Policy(2, 2, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
-        run_of(three_blocks, Policy(2, 1, disk), eviction="h2o:layer_schedule=1/3/2", keeping={"heavy_size": 2}),
+        run_of(three_blocks, Policy(2, 2, disk), eviction="h2o", keeping={"heavy_size": 2}),
         run_of(three_blocks, Policy(1, 1, disk), eviction="random", keeping={"heavy_size": 2}),
         run_of(llama, Policy(2, 1, disk), eviction="h2o:positions=rolling", keeping={"heavy_size": 2}),
         run_of(three_blocks, Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8)),
@@ -130,7 +129,7 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(2, 1).to_json()),
         Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(1, 3, disk).to_json(), in_flight=3),
         run_of(windows, Policy(2, 1, disk)),
-        run_of(windows, Policy(2, 1, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
+        run_of(windows, Policy(2, 1, disk), eviction="h2o", keeping={"heavy_size": 2}),
         run_of(reference("gpt_oss, all experts chosen, no biases"), Policy(2, 2, disk)),
     ]
     found = answers_of(forks, 2, runs, tmp_path)

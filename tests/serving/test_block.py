@@ -257,7 +257,7 @@ def test_the_engine_is_opened_for_rows_of_all_lengths(llm: StubLLM) -> None:
     prompts, params = Service(llm, PLACES, LENGTH, 20, 0.25)._template  # type: ignore[arg-type]
 
     def slots(length: int, new: int) -> int:
-        return llm.eviction.slots(length, new, 0, 1)
+        return llm.eviction.slots(length, new, 0)
 
     template = [slots(len(prompt.token_ids), one.max_tokens) for prompt, one in zip(prompts, params, strict=True)]
     assert len(template) == PLACES and max(template) == max(slots(n, LENGTH - n + 1) for n in range(1, LENGTH + 1))

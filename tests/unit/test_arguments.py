@@ -32,7 +32,7 @@ WRONG: list[tuple[type | Callable[..., Any], dict[str, Any], str]] = [
     (Policy, {"weight_bits": "4"}, "weight_bits"), (SamplingParams, {"temperature": INF}, "temperature"),
     (H2O, {"heavy_ratio": "x"}, "heavy_ratio"), (H2O, {"heavy_ratio": NAN}, "heavy_ratio"),
     (H2O, {"recent_ratio": True}, "recent_ratio"), (H2O, {"heavy_size": 4.0}, "heavy_size"),
-    (H2O, {"positions": []}, "positions"), (H2O, {"layer_schedule": 5}, "layer_schedule"),
+    (H2O, {"positions": []}, "positions"),
     (Local, {"sinks": -1}, "sinks"), (Local, {"sinks": "4"}, "sinks"), (H2ONorm, {"decay": NAN}, "decay"),
     (SnapKV, {"kernel": 4}, "kernel"), (Random, {"seed": -1}, "seed"),
     (enable_h2o, {"model": 5}, "model"), (enable_h2o, {"model": 5, "mode": []}, "mode"),

@@ -21,10 +21,10 @@ class Full:
     def needs(self) -> Needs:
         return Needs()
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
         return RowBudget(0, 0, EVERYTHING)
 
-    def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:
+    def slots(self, prompt_len: int, gen_len: int, block: int = 0) -> int:
         return max(1, prompt_len + gen_len - 1)
 
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:

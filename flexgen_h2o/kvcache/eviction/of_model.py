@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.settings import UNIFORM, weights_of
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget, is_rolling, with_sizes
 from flexgen_h2o.kvcache.eviction.triattention import Heads, TriAttention
@@ -28,10 +27,10 @@ class Window(Full):
 
     columns: int = 0
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
         return RowBudget(0, 0, self.columns)
 
-    def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:
+    def slots(self, prompt_len: int, gen_len: int, block: int = 0) -> int:
         return min(self.columns, super().slots(prompt_len, gen_len))
 
     def rank(self, columns: Columns) -> torch.Tensor:
@@ -40,7 +39,7 @@ class Window(Full):
 
 @dataclass(frozen=True)
 class Windowed(OfOther):
-    """`policy` in the transformer blocks without a window, counted as if there were no others."""
+    """`policy` in the transformer blocks without a window."""
 
     windows: tuple[int | None, ...]
 
@@ -48,19 +47,15 @@ class Windowed(OfOther):
     def while_decoding(self) -> bool:
         return bool(getattr(self.policy, "while_decoding", False))
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        return self._at(block).budget(prompt_len, gen_len, *self._place(block))
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
+        return self._at(block).budget(prompt_len, gen_len, block)
 
-    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
-        return self._at(block).slots(prompt_len, gen_len, *self._place(block))
+    def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
+        return self._at(block).slots(prompt_len, gen_len, block)
 
     def _at(self, block: int) -> Eviction:
         window = self.windows[block]
         return self.policy if window is None else Window(window)
-
-    def _place(self, block: int) -> tuple[int, int]:
-        """Blocks without a window before this one, and of all."""
-        return self.windows[:block].count(None), self.windows.count(None)
 
 
 def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
@@ -81,14 +76,6 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
             f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest KV entries, "
             f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
         )
-    layers = spec.windows.count(None) if spec.windows else spec.num_blocks
-    weights = weights_of(getattr(asked, "layer_schedule", UNIFORM))
-    if len(weights) > layers:
-        raise UsageError(
-            f"--kv-layer-schedule: has {len(weights)} weights, and {spec.name} drops KV entries in {layers} layers; "
-            "give "
-            "one for each, or fewer, each for as many neighbours"
-        )
     if not is_rolling(eviction):
         return
     if spec.rotary is None:
@@ -102,16 +89,15 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
 
 @dataclass(frozen=True)
 class OfStage(OfOther):
-    """`policy` of a model of `depth` transformer blocks, where block 0 is the model's block `first`."""
+    """`policy` of a stage of a model, where block 0 is the model's block `first`."""
 
     first: int
-    depth: int
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        return self.policy.budget(prompt_len, gen_len, self.first + block, self.depth)
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
+        return self.policy.budget(prompt_len, gen_len, self.first + block)
 
-    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
-        return self.policy.slots(prompt_len, gen_len, self.first + block, self.depth)
+    def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
+        return self.policy.slots(prompt_len, gen_len, self.first + block)
 
     def rank(self, columns: Columns) -> torch.Tensor:
         return super().rank(replace(columns, block=self.first + columns.block))

@@ -7,13 +7,13 @@ torch before it computes, so that command lines know all their names at once.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.settings import FIRST_FULL, ORIGINAL, PROMPT, PYRAMID, ROLLING, EvictionSettings, weights_of
+from flexgen_h2o.core.settings import ORIGINAL, PROMPT, ROLLING, EvictionSettings
 
 if TYPE_CHECKING:
     import torch
@@ -196,10 +196,10 @@ class Eviction(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
         """What a row of `prompt_len` tokens that grows by at most `gen_len` keeps in transformer block `block`."""
 
-    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+    def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
         """Slots that such a row needs to grow by `gen_len` tokens.
 
         The newest token's column is never read again, so it needs none.
@@ -219,7 +219,6 @@ class Eviction(Protocol):
 
 
 DEFAULT_RATIO = 0.1
-PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
 
 
 @dataclass(frozen=True)
@@ -247,36 +246,23 @@ class Evicting(EvictionSettings):
         """How the policy uses heavy + recent columns."""
         return RowBudget(0, heavy, recent)
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        if self.layer_schedule == FIRST_FULL and block == 0:
-            return RowBudget(0, 0, EVERYTHING)
-        tokens = prompt_len
+    def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
         if self.kv_budget is None and self.kv_bytes is None:
-            heavy, recent = self._count("heavy", tokens), self._count("recent", tokens)
+            heavy = self._count("heavy", prompt_len)
+            recent = self._count("recent", prompt_len)
         else:
-            tokens += gen_len
-            columns = self._columns_of(tokens, num_blocks)
-            heavy, recent = columns // 2, columns - columns // 2
-        if self.layer_schedule == PYRAMID:
-            heavy = _pyramid(heavy, tokens - recent, block, num_blocks)
-        elif weights := weights_of(self.layer_schedule):
-            columns = _by_weight(weights, heavy + recent, prompt_len + gen_len, num_blocks)[block]
-            heavy = heavy * columns // (heavy + recent)
+            columns = self._columns_of(prompt_len + gen_len)
+            heavy = columns // 2
             recent = columns - heavy
         return self.split(heavy, recent) if self.protect is None else self._protecting(heavy, recent, prompt_len)
 
-    def _columns_of(self, tokens: int, num_blocks: int) -> int:
+    def _columns_of(self, tokens: int) -> int:
         """Columns of a row of so many tokens, prompt and new ones, by kv_budget or kv_bytes."""
         if self.kv_bytes is None:
             return max(1, int((self.kv_budget or 0.0) * tokens))
         if self.kv_sizes is None:
             raise UsageError("kv_bytes: is a share of a model's KV cache; give the policy to an LLM")
-        share = self.kv_bytes
-        if self.layer_schedule == FIRST_FULL and num_blocks > 1:  # what the first layer takes is the others' loss
-            whole = self.kv_sizes.nbytes(tokens) / (4 * self.kv_sizes.width * tokens)
-            share = (share * num_blocks - whole) / (num_blocks - 1)
-            num_blocks -= 1
-        columns = _sized_columns(self, share, tokens, num_blocks)
+        columns = _sized_columns(self.kv_sizes, self.kv_bytes, tokens)
         if columns < 1:
             raise UsageError(
                 f"--kv-bytes {self.kv_bytes}: leaves no KV entry of a prompt and answer of {tokens} tokens in all; "
@@ -290,17 +276,16 @@ class Evicting(EvictionSettings):
         columns = heavy + recent
         if (left := columns - protected) < 1:
             flag = "--kv-bytes" if self.kv_bytes else "--kv-budget" if self.kv_budget else "--hh-ratio or --hh-size"
-            keeps = "by --kv-layer-schedule a layer keeps" if weights_of(self.layer_schedule) else "a sequence keeps"
             raise UsageError(
                 f"--protect {self.protect}: protects {protected} KV entries of a prompt of {prompt_len} tokens, and "
-                f"{keeps} {columns} in all; give a larger {flag}, or protect fewer"
+                f"a sequence keeps {columns} in all; give a larger {flag}, or protect fewer"
             )
         own = self.split(heavy * left // columns, left - heavy * left // columns)
         sinks = max(0, own.sinks - protected)  # those that the policy sets aside are protected already
         return RowBudget(protected + sinks, own.heavy + own.sinks - sinks, own.recent)
 
-    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
-        columns = self.budget(prompt_len, gen_len, block, num_blocks).columns
+    def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
+        columns = self.budget(prompt_len, gen_len, block).columns
         grown = min(columns, prompt_len) + gen_len - 1
         return max(1, min(columns + 1, grown) if self.while_decoding else grown)
 
@@ -333,51 +318,16 @@ class Evicting(EvictionSettings):
         return min(int(value), EVERYTHING) if what == "size" else max(1, int(value * prompt_len))
 
 
-def _pyramid(heavy: int, most: int, block: int, num_blocks: int) -> int:
-    """The heavy columns of one block: falling in a line, `num_blocks * heavy` in sum, no block above `most`."""
-    if num_blocks == 1:
-        return heavy
-    high = min(2 * heavy - heavy / PYRAMID_BETA, max(heavy, most))
-    step = 2 * (high - heavy) / (num_blocks - 1)
-
-    def below(blocks: int) -> int:
-        """Heavy columns of the first `blocks`, rounded so that every sum is a whole number."""
-        return round(blocks * high - step * blocks * (blocks - 1) / 2)
-
-    return below(block + 1) - below(block)
-
-
-def stretch_of(block: int, num_blocks: int, count: int) -> int:
-    """Which of `count` stretches of neighbouring blocks, as equal as can be, a block is in."""
-    return block * count // num_blocks
-
-
 @lru_cache(maxsize=4096)
-def _by_weight(weights: tuple[float, ...], columns: int, most: int, num_blocks: int) -> tuple[int, ...]:
-    """Columns of each block by its stretch's weight, `num_blocks * columns` in sum, none below 1 or above `most`: what
-    a block cannot hold goes to the others."""
-    if columns >= most:
-        return (columns,) * num_blocks
-    weight_of = [weights[stretch_of(block, num_blocks, len(weights))] for block in range(num_blocks)]
-    left, found, weight = num_blocks * columns, [0] * num_blocks, math.fsum(weight_of)
-    for place, block in enumerate(sorted(range(num_blocks), key=lambda block: -weight_of[block])):
-        others = num_blocks - place - 1
-        share = round(left * weight_of[block] / weight) if others else left
-        found[block] = max(1, min(most, share, left - others))
-        left, weight = left - found[block], weight - weight_of[block]
-    return tuple(found)
+def _sized_columns(sizes: KVSizes, share: float, tokens: int) -> int:
+    """The most columns of a row whose slots take `share` of the bytes that `tokens` columns have in bf16; 0 where there
+    is no room for one. A slot more is a newcomer's, but none is the last token's."""
+    most = share * tokens * 4 * sizes.width
 
+    def nbytes(columns: int) -> int:
+        return sizes.nbytes(max(1, min(columns + 1, tokens - 1)))
 
-@lru_cache(maxsize=4096)
-def _sized_columns(policy: Evicting, share: float, tokens: int, num_blocks: int) -> int:
-    """Columns in the mean of the blocks that take this share of the bytes, as the schedule deals them out."""
-    assert policy.kv_sizes is not None
-    weights = weights_of(policy.layer_schedule)
-
-    def by_layer(columns: int) -> tuple[int, ...]:
-        return _by_weight(weights, columns, tokens, num_blocks) if weights else (columns,)
-
-    return policy.kv_sizes.columns(share, tokens, by_layer)
+    return bisect_right(range(1, tokens + 1), most, key=nbytes)
 
 
 def with_sizes(eviction: Eviction, sizes: KVSizes) -> Eviction:
@@ -400,7 +350,7 @@ def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked:
         return min(asked, spec.max_positions - prompt_len + 1)
 
     def is_too_much(new: int) -> bool:
-        columns = (eviction.slots(prompt_len, new, block, spec.num_blocks) for block in range(spec.num_blocks))
+        columns = (eviction.slots(prompt_len, new, block) for block in range(spec.num_blocks))
         return max(columns) > spec.max_positions
 
     return max(1, bisect_left(range(1, asked + 1), True, key=is_too_much))
@@ -410,7 +360,7 @@ def check_budgets(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: i
     """UsageError where the policy leaves a row of so few or so many tokens no column: it is that row's fault alone."""
     new = most_new_tokens(eviction, spec, prompt_len, asked)
     for block in range(spec.num_blocks):
-        eviction.budget(prompt_len, new, block, spec.num_blocks)
+        eviction.budget(prompt_len, new, block)
 
 
 @dataclass(frozen=True)

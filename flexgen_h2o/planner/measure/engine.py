@@ -433,8 +433,9 @@ def _run_block(engine: Engine, run: _Run, with_graphs: bool = False) -> tuple[St
 @contextmanager
 def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) -> Iterator[Engine]:
     """An engine for the run; what is on disk is loaded ahead."""
-    policy, kind, blocks = run.policy, getattr(torch, dtype), spec.num_blocks
-    slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block, blocks) for block in range(blocks))
+    policy = run.policy
+    kind = getattr(torch, dtype)
+    slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block) for block in range(spec.num_blocks))
     record = record_of(run.eviction)
     shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, record)
     depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD

@@ -273,7 +273,7 @@ def _kept(llm: LLM, eviction: Without, rows: list[TextRow]) -> dict[tuple[int, i
 def test_each_share_is_removed_three_ways() -> None:
     cases = removals([0.25, 0.5], sinks=3, seed=1)
     assert [round(1 - case.budget, 2) for case in cases] == [0.25] * 3 + [0.5] * 3
-    assert all(case.eviction.budget(100, 1, 0, 1).columns == 100 * case.budget for case in cases)
+    assert all(case.eviction.budget(100, 1, 0).columns == 100 * case.budget for case in cases)
     assert len({case.label for case in cases}) == 3
 
 

@@ -32,19 +32,19 @@ def test_all_policies_at_all_budgets_each_half_heavy_and_half_recent() -> None:
     cells = make_cells(list(EVICTING), [0.5, 0.1])
     assert len(cells) == 2 * len(EVICTING)
     assert {(c.eviction.heavy_ratio, c.eviction.recent_ratio) for c in cells if c.budget == 0.1} == {(0.05, 0.05)}
-    assert all(c.eviction.budget(100, 50, 0, 1).columns == 10 for c in cells if c.budget == 0.1)
+    assert all(c.eviction.budget(100, 50, 0).columns == 10 for c in cells if c.budget == 0.1)
     assert H2O(heavy_ratio=0.25, recent_ratio=0.25) in [c.eviction for c in cells]
 
 
 def test_budgets_of_the_sequence_are_shares_of_prompt_and_continuation() -> None:
     cells = make_cells(list(EVICTING), [0.5, 0.1], True, "sequence")
     assert [c.budget_of for c in cells] == ["sequence"] * (1 + 2 * len(EVICTING))
-    assert all(c.eviction.budget(100, 60, 0, 1).columns == 16 for c in cells if c.budget == 0.1)
+    assert all(c.eviction.budget(100, 60, 0).columns == 16 for c in cells if c.budget == 0.1)
 
 
 def test_a_policy_takes_settings_of_its_own() -> None:
-    [cell] = make_cells(["h2o-norm:grace=8,sinks=0,layer_schedule=pyramid,while_decoding=false"], [0.2])
-    want = H2ONorm(0.1, 0.1, None, None, "pyramid", False, sinks=0, grace=8)
+    [cell] = make_cells(["h2o-norm:grace=8,sinks=0,while_decoding=false"], [0.2])
+    want = H2ONorm(0.1, 0.1, None, None, False, sinks=0, grace=8)
     assert cell.eviction == want
     assert cell.label.startswith("h2o-norm:grace")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def test_differences_are_named(source: Path) -> None:
     assert differences(one, SETTINGS, scan_input(source, one.input_bytes)) == [
         f"the input does not begin as {source} did"
     ]
+
+
+def test_a_setting_that_is_gone_is_refused_unless_it_changed_nothing(source: Path) -> None:
+    """A sidecar of an older version, where layers could keep different shares."""
+    one = sidecar_of(source)
+    scan = scan_input(source, one.input_bytes)
+
+    def found(schedule: str) -> list[str]:
+        eviction = {**SETTINGS["eviction"], "layer_schedule": schedule}
+        return differences(replace(one, settings={**SETTINGS, "eviction": eviction}), SETTINGS, scan)
+
+    assert found("uniform") == []
+    assert found("pyramid") == ['eviction.layer_schedule was "pyramid" and is null']
 
 
 INFINITE = float("inf")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,14 +30,14 @@ from flexgen_h2o.kvcache.eviction import (
     make_eviction,
 )
 from flexgen_h2o.kvcache.eviction.mixes import table_for
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, RowBudget, record_of, with_sizes
+from flexgen_h2o.kvcache.eviction.policy import Columns, RowBudget, record_of, with_sizes
 from flexgen_h2o.kvcache.layout import UnitLayout
 
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
 
 
-def columns_of(policy: Evicting, prompt_len: int, gen_len: int = 0, block: int = 0, num_blocks: int = 1) -> int:
-    return policy.budget(prompt_len, gen_len, block, num_blocks).columns
+def columns_of(policy: Evicting, prompt_len: int, gen_len: int = 0, block: int = 0) -> int:
+    return policy.budget(prompt_len, gen_len, block).columns
 
 
 # ---- the full cache, and the names
@@ -48,8 +47,8 @@ def columns_of(policy: Evicting, prompt_len: int, gen_len: int = 0, block: int =
 def test_full_has_a_slot_for_every_column_that_is_read(prompt_len: int, gen_len: int) -> None:
     """The columns of the prompt, and of each new token but the last, which is never fed."""
     columns = prompt_len + (gen_len - 1)
-    assert Full().slots(prompt_len, gen_len) == Full().slots(prompt_len, gen_len, 3, 4) == columns
-    assert Full().budget(prompt_len, gen_len, 0, 1).columns >= columns
+    assert Full().slots(prompt_len, gen_len) == Full().slots(prompt_len, gen_len, 3) == columns
+    assert Full().budget(prompt_len, gen_len, 0).columns >= columns
 
 
 @pytest.mark.parametrize("wrong", ["h2o", 0, H2O, object()])
@@ -72,7 +71,6 @@ NO_SHARES: tuple[Any, ...] = (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", 10*
         (Tova, "heavy_size", (-1, 0)),
         (H2O, "recent_size", (0, 1.0)),
         (Local, "kv_budget", NO_SHARES),
-        (Local, "layer_schedule", ("cone",)),
         (Random, "positions", ("other",)),
         (H2O, "kv_bytes", NO_SHARES),
         (Local, "protect", ("some", "-3", 0, -1, 1.5, True)),
@@ -113,7 +111,7 @@ def test_a_share_of_the_sequence_stands_alone(policy: type[Evicting], other: str
 
 @any_policy
 def test_to_json_is_what_was_set(policy: type[Evicting]) -> None:
-    settings = {"heavy_ratio": 0.25, "recent_size": 8, "layer_schedule": "pyramid", "while_decoding": False}
+    settings = {"heavy_ratio": 0.25, "recent_size": 8, "while_decoding": False}
     found = policy(**settings).to_json()  # type: ignore[arg-type]
     assert found.pop("name") == policy.name and found.items() >= settings.items()
     assert "recent_ratio" not in found and policy(**found) == policy(**settings)  # type: ignore[arg-type]
@@ -133,8 +131,8 @@ def test_every_policy_keeps_as_many_columns(
     """So that what is compared is their choice, not their budget; grace and sinks come out of it."""
     settings: dict[str, Any] = {"heavy_ratio" if isinstance(share, float) else "heavy_size": share}
     settings["recent_size"] = recent
-    expected = H2O(**settings).budget(prompt, 7, 0, 4)
-    found = policy(**settings).budget(prompt, 7, block, 4)
+    expected = H2O(**settings).budget(prompt, 7, 0)
+    found = policy(**settings).budget(prompt, 7, block)
     assert found.columns == expected.columns
     assert min(found.sinks, found.heavy) >= 0 and found.recent >= 1
 
@@ -174,11 +172,10 @@ def test_every_policy_keeps_as_many_columns(
         (Local(heavy_size=20, recent_size=10, protect=6), (6, 4, 20)),
         (Tova(heavy_size=60, recent_size=60, protect="prompt"), (100, 19, 1)),
         (H2O(kv_budget=0.8, protect="prompt"), (100, 6, 6)),
-        (H2O(heavy_size=9, layer_schedule="first-full"), (0, 0, EVERYTHING)),
     ],
 )
 def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int, int]) -> None:
-    assert policy.budget(100, 40, 0, 1) == RowBudget(*expected)
+    assert policy.budget(100, 40, 0) == RowBudget(*expected)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +183,11 @@ def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int
     [
         ({"kv_budget": 0.1}, "a sequence keeps 11 in all; give a larger --kv-budget, or"),
         ({"heavy_size": 9, "recent_size": 2}, "a sequence keeps 11 in all; give a larger --hh-ratio or --hh-size, or"),
-        ({"kv_budget": 0.1, "layer_schedule": "1/3"}, "by --kv-layer-schedule a layer keeps 6 in all; give a larger"),
     ],
 )
 def test_what_protected_columns_fill_is_named(sizes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        H2O(protect=20, **sizes).budget(100, 10, 0, 2)
+        H2O(protect=20, **sizes).budget(100, 10, 0)
     assert says in str(caught.value)
 
 
@@ -199,15 +195,8 @@ def test_what_protected_columns_fill_is_named(sizes: dict[str, Any], says: str) 
 def test_a_budget_that_protected_columns_fill_is_refused(protect: str | int, columns: int) -> None:
     policy = Random(heavy_size=columns // 2, recent_size=columns // 2, protect=protect)
     with pytest.raises(UsageError, match=rf"^--protect {protect}: .*100 tokens, and a sequence keeps {columns} in all"):
-        policy.budget(100, 40, 0, 1)
-    assert policy.budget(10, 40, 0, 1).columns == columns  # all of a shorter prompt has room
-
-
-def test_the_first_layer_is_whole_and_the_others_are_as_they_were() -> None:
-    policy, plain = H2O(heavy_size=5, layer_schedule="first-full"), H2O(heavy_size=5)
-    assert policy.slots(100, 40, 0, 4) == 139
-    for block in range(1, 4):
-        assert policy.budget(100, 40, block, 4) == plain.budget(100, 40, block, 4)
+        policy.budget(100, 40, 0)
+    assert policy.budget(10, 40, 0).columns == columns  # all of a shorter prompt has room
 
 
 packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (3, 4, 8, "4/3"))])
@@ -215,123 +204,57 @@ packings = st.sampled_from([None, *(KVPacking.of(64, bits) for bits in (3, 4, 8,
 
 @given(
     share=st.floats(0.02, 1), prompt=st.integers(1, 600), gen=st.integers(1, 600), packing=packings,
-    window=st.sampled_from([0, 4, 16]), schedule=st.sampled_from(["uniform", "first-full", "5/1/1/3", "1/9"]),
+    window=st.sampled_from([0, 4, 16]),
 )  # fmt: skip
 def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
-    share: float, prompt: int, gen: int, packing: KVPacking | None, window: int, schedule: str
+    share: float, prompt: int, gen: int, packing: KVPacking | None, window: int
 ) -> None:
-    """Over all layers, by the bytes that a unit's layout has."""
+    """By the bytes that a unit's layout has."""
     tokens, sizes = prompt + gen, KVSizes(64, packing, window)
-    policy = with_sizes(H2O(kv_bytes=share, layer_schedule=schedule), sizes)
+    policy = with_sizes(H2O(kv_bytes=share), sizes)
     record = record_of(policy)
 
     def held(more: int = 0) -> float:
-        slots = [min(policy.slots(prompt, gen, block, 4) + more, tokens) for block in range(4)]
-        layouts = (UnitLayout(1, 1, n, 64, 2, (0.0, 1.0, 0.0), record, False, packing, window) for n in slots)
-        return sum(layout.sequence_bytes for layout in layouts) / (4 * tokens * 4 * 64)
+        slots = min(policy.slots(prompt, gen, 0) + more, tokens)
+        layout = UnitLayout(1, 1, slots, 64, 2, (0.0, 1.0, 0.0), record, False, packing, window)
+        return layout.sequence_bytes / (tokens * 4 * 64)
 
     try:
         found = held()
     except UsageError:  # no column has room
         assume(False)
     assert found <= share * (1 + 1e-9)
-    kept = policy.budget(prompt, gen, 3, 4).columns
-    if schedule == "uniform" and kept < min(prompt, tokens - 5):
+    kept = policy.budget(prompt, gen, 0).columns
+    if kept < min(prompt, tokens - 5):
         assert held(more=4) > share  # windows grow by fours
 
 
 @any_policy
 @given(
-    share=st.floats(0.001, 1), prompt=st.integers(1, 300), gen=st.integers(1, 300), block=st.integers(0, 3),
-    schedule=st.sampled_from(["uniform", "pyramid", "5/1/3/3"]),
+    share=st.floats(0.001, 1), prompt=st.integers(1, 300), gen=st.integers(1, 300), block=st.integers(0, 3)
 )  # fmt: skip
 def test_a_share_of_the_sequence_is_what_it_says(
-    policy: type[Evicting], share: float, prompt: int, gen: int, block: int, schedule: str
+    policy: type[Evicting], share: float, prompt: int, gen: int, block: int
 ) -> None:
-    """Of the prompt and the new tokens together, whatever is which; with a pyramid in the mean of the blocks."""
-    one = policy(kv_budget=share, layer_schedule=schedule)
-    found = [one.budget(prompt, gen, b, 4) for b in range(4)]
-    assert sum(b.columns for b in found) == 4 * max(1, int(share * (prompt + gen)))
-    assert found == [one.budget(gen, prompt, b, 4) for b in range(4)]
-    assert min(found[block].sinks, found[block].heavy) >= 0 and found[block].recent >= 1
-    assert max(b.columns for b in found) <= prompt + gen
-
-
-@given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 100), st.integers(1, 40))
-def test_pyramid_falls_in_a_line_and_keeps_as_many_in_sum(heavy: int, recent: int, prompt: int, blocks: int) -> None:
-    policy = H2O(heavy_size=heavy, recent_size=recent, layer_schedule="pyramid")
-    found = [policy.budget(prompt, 9, block, blocks) for block in range(blocks)]
-    kept = [budget.heavy for budget in found]
-    assert sum(kept) == blocks * heavy and {(b.sinks, b.recent) for b in found} == {(0, recent)}
-    assert all(b <= a + 1 for a, b in pairwise(kept)) and min(kept) >= 0
-    assert max(kept, default=0) <= max(heavy, prompt - recent)
-    if heavy + recent <= prompt:
-        assert all(b.columns <= prompt for b in found)
-    if blocks == 1:
-        assert kept == [heavy]
-
-
-weights_of_layers = st.lists(st.floats(1e-3, 1e3) | st.floats(5e-324, 1.7e308), min_size=2, max_size=9)
-
-
-@given(weights_of_layers, st.integers(1, 300), st.integers(1, 200), st.integers(1, 50), st.integers(0, 30))
-def test_columns_by_weight_are_as_many_in_sum(
-    weights: list[float], columns: int, prompt: int, gen: int, more: int
-) -> None:
-    """One weight a layer, or each for a stretch of neighbours, none longer than another by more than one layer."""
-    blocks = len(weights) + more
-    policy = H2O(
-        heavy_size=columns // 2, recent_size=columns - columns // 2, layer_schedule="/".join(map(str, weights))
-    )
-    kept = [policy.budget(prompt, gen, block, blocks).columns for block in range(blocks)]
-    assert sum(kept) == blocks * columns and min(kept) >= 1
-    if columns >= prompt + gen:
-        return
-    assert max(kept) <= prompt + gen
-    of_block = [weights[block * len(weights) // blocks] for block in range(blocks)]
-    in_order = [held for _, held in sorted(zip(of_block, kept, strict=True))]
-    assert all(low <= high + 1 for low, high in pairwise(in_order) if high < prompt + gen)
-
-
-def test_columns_by_weight_by_hand() -> None:
-    def of(schedule: str, blocks: int) -> list[int]:
-        policy = H2O(heavy_size=30, recent_size=20, layer_schedule=schedule)
-        return [policy.budget(90, 10, block, blocks).columns for block in range(blocks)]
-
-    assert of("1/3", 2) == [25, 75] and of("1/9", 2) == [10, 90]
-    assert of("1/99", 2) == [1, 99] and of("1/1e9", 2) == [1, 99]  # one column is the least
-    assert of("8/1/1", 3) == [100, 25, 25]  # no more than the row has; the rest goes to the others
-    assert of("1/3", 4) == [25, 25, 75, 75]
-    assert of("1e308/1e308/1e308", 3) == [50, 50, 50] and of("1e-320/1", 2) == of("5e-324/1e308", 2) == [1, 99]
-    policy = H2O(heavy_size=38, recent_size=30, layer_schedule="4/4/1/1/3/3")
-    assert [policy.budget(90, 10, block, 6).columns for block in range(6)] == [100, 100, 26, 26, 78, 78]
-    assert H2O(heavy_size=30, recent_size=20, layer_schedule="1/3").budget(90, 10, 1, 2) == RowBudget(0, 45, 30)
-
-
-@pytest.mark.parametrize("schedule", ["", "/", "1", "1/", "1/0", "-1/2", "1/nan", "1/inf", "steps", "1,2"])
-def test_a_schedule_is_a_name_or_weights(schedule: str) -> None:
-    with pytest.raises(UsageError, match=r"^layer_schedule: .* nor a number above 0 for each layer"):
-        H2O(layer_schedule=schedule)
-
-
-def test_a_pyramid_of_five_blocks() -> None:
-    policy = H2O(heavy_size=100, recent_size=10, layer_schedule="pyramid")
-    assert [policy.budget(1000, 9, b, 5).heavy for b in range(5)] == [195, 147, 100, 53, 5]
-    # No block keeps more than the prompt has; what the lower ones cannot use goes to the upper ones.
-    assert [policy.budget(130, 9, b, 5).heavy for b in range(5)] == [120, 110, 100, 90, 80]
+    """Of the prompt and the new tokens together, whatever is which."""
+    one = policy(kv_budget=share)
+    found = one.budget(prompt, gen, block)
+    assert found.columns == max(1, int(share * (prompt + gen)))
+    assert found == one.budget(gen, prompt, block)
+    assert min(found.sinks, found.heavy) >= 0 and found.recent >= 1
 
 
 @any_policy
 @given(
     prompt=st.integers(1, 200), gen=st.integers(1, 50), ratio=st.floats(0.01, 1), decoding=st.booleans(),
-    schedule=st.sampled_from(["uniform", "pyramid", "5/1"]), block=st.integers(0, 3), share=st.booleans(),
+    block=st.integers(0, 3), share=st.booleans(),
 )  # fmt: skip
 def test_slots_are_no_more_than_those_of_the_full_cache(
-    policy: type[Evicting], prompt: int, gen: int, ratio: float, decoding: bool, schedule: str, block: int, share: bool
+    policy: type[Evicting], prompt: int, gen: int, ratio: float, decoding: bool, block: int, share: bool
 ) -> None:
     kept: dict[str, Any] = {"kv_budget" if share else "heavy_ratio": ratio}
-    one = policy(**kept, layer_schedule=schedule, while_decoding=decoding)
-    slots, columns = one.slots(prompt, gen, block, 4), columns_of(one, prompt, gen, block, 4)
+    one = policy(**kept, while_decoding=decoding)
+    slots, columns = one.slots(prompt, gen, block), columns_of(one, prompt, gen, block)
     assert min(prompt, columns) <= slots <= Full().slots(prompt, gen)
     assert decoding is False or slots <= columns + 1
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.packing import KVPacking
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
+from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.rows import SlotTable, plan_moves
 from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata, move_rows, part_view, put_columns, split_views
@@ -151,7 +152,6 @@ budgets = st.tuples(st.integers(1, 6), st.integers(1, 6))
 policies = st.one_of(
     st.just(Full()),
     st.builds(lambda b, w: H2O(heavy_size=b[0], recent_size=b[1], while_decoding=w), budgets, st.booleans()),
-    st.builds(lambda b: H2O(heavy_size=b[0], recent_size=b[1], layer_schedule="pyramid"), budgets),
     st.builds(lambda b, sinks: Local(heavy_size=b[0], recent_size=b[1], sinks=sinks), budgets, st.integers(0, 4)),
     st.builds(lambda ratio, w: SnapKV(heavy_ratio=ratio, while_decoding=w), st.floats(0.01, 1), st.booleans()),
     st.builds(lambda share, w: H2O(kv_budget=share, while_decoding=w), st.floats(0.01, 1), st.booleans()),
@@ -169,8 +169,8 @@ def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
     table = SlotTable(policy, workload, BLOCKS)
     views = random_views(count * KV_HEADS, table.most_slots(block), cuts, bool(record))
     rows = KVRows(policy, block, KV_HEADS, table.at(block), views)
-    held = [min(row[0], policy.budget(*row, block, BLOCKS).columns) for row in workload]
-    room = [policy.slots(prompt, gen, block, BLOCKS) for prompt, gen in workload]
+    held = [min(row[0], policy.budget(*row, block).columns) for row in workload]
+    room = [policy.slots(prompt, gen, block) for prompt, gen in workload]
     assert rows.budgets.kept.tolist() == held
     prompts = torch.tensor([prompt for prompt, _ in workload])
     # The last token of a row is never fed, so it has gen - 1 decode steps.
@@ -196,7 +196,7 @@ KEEP = H2O(heavy_size=2, recent_size=3)
 
 
 def test_tables_follow_rows_that_leave_and_enter() -> None:
-    policy = H2O(heavy_size=4, recent_size=2, layer_schedule="pyramid")
+    policy = Windowed(H2O(heavy_size=4, recent_size=2), (None, 5, None))
     sizes = [(30, 9), (5, 2), (20, 9), (8, 8)]
     table = SlotTable(policy, sizes, BLOCKS)
     moves, order = plan_moves([1], len(sizes))
@@ -204,10 +204,10 @@ def test_tables_follow_rows_that_leave_and_enter() -> None:
     table.admit([(40, 3), (9, 1)])
     rows = [*(sizes[i] for i in order), (40, 3), (9, 1)]
     for block in range(BLOCKS):
-        mine, budget = table.at(block), [policy.budget(*row, block, BLOCKS) for row in rows]
+        mine, budget = table.at(block), [policy.budget(*row, block) for row in rows]
         assert mine.prompts.tolist() == [30, 8, 20, 40, 9]
-        assert mine.heavy.tolist() == [b.heavy for b in budget] and mine.recent.tolist() == [2] * len(rows)
-        assert mine.slots.tolist() == [policy.slots(*row, block, BLOCKS) for row in rows]
+        assert mine.heavy.tolist() == [b.heavy for b in budget] and mine.recent.tolist() == [b.recent for b in budget]
+        assert mine.slots.tolist() == [policy.slots(*row, block) for row in rows]
         assert table.most_slots(block) == int(mine.slots.max())
         assert torch.equal(mine.select(slice(3, None)).heavy, mine.heavy[3:])
     table.compact([], 0)

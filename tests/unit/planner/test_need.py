@@ -9,6 +9,7 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, need_of, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
+from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
@@ -43,10 +44,10 @@ def test_an_eviction_policy_grows_by_one_column_more() -> None:
 def test_shorter_prompts_hold_what_the_policy_says(eviction: Eviction, prompt_len: int) -> None:
     """Columns that are left of the prompt, and slots, of rows with any length among longer ones."""
     need = need_of(eviction, 9, {(100, 8), (prompt_len, 8), (10, 8)}, 2)
-    kept = min(prompt_len, eviction.budget(prompt_len, 8, 0, 2).columns)
+    kept = min(prompt_len, eviction.budget(prompt_len, 8, 0).columns)
     assert need.columns(0, 0, prompt_len) == kept
-    assert need.slots_of(0, prompt_len) == eviction.slots(prompt_len, 8, 0, 2)
-    assert need.columns(0, 7, prompt_len) == eviction.slots(prompt_len, 8, 0, 2)
+    assert need.slots_of(0, prompt_len) == eviction.slots(prompt_len, 8, 0)
+    assert need.columns(0, 7, prompt_len) == eviction.slots(prompt_len, 8, 0)
 
 
 def test_rows_that_keep_a_share_of_prompt_and_new_tokens() -> None:
@@ -62,10 +63,10 @@ def test_rows_that_keep_a_share_of_prompt_and_new_tokens() -> None:
 
 
 def test_layers_may_keep_different_numbers() -> None:
-    """A pyramid's slots fall from layer to layer, each with one more than is kept."""
-    need = need_of(H2O(0.2, layer_schedule="pyramid"), 9, {(100, 8)}, 4)
-    assert need.slots == tuple(sorted(need.slots, reverse=True)) and need.slots[0] > need.slots[3]
-    assert [slots - kept for slots, kept in zip(need.slots, need.kept, strict=True)] == [1] * 4
+    """A window's slots are its columns; other layers have one more than they keep."""
+    windows = (5, None, 3, None)
+    need = need_of(Windowed(H2O(0.2), windows), 9, {(100, 8)}, 4, windows)
+    assert need.slots == (5, 41, 3, 41) and need.kept == (5, 40, 3, 40)
     assert need.record == RowRecord(("positions", "scores")) and need.scored
 
 
