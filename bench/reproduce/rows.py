@@ -143,8 +143,8 @@ ROWS = (
         "--device cuda\ndone",
         "OPT-30B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 728 --hh-ratio 0.1",
-        measured="on two cores: [speed notes](../../docs/lab/speed-notes.md#6-h2o-pays-if-the-kv-cache-is-the-largest-part); "
-        "on a card " + NOT_MEASURED, keep=SPEED,
+        measured="on two cores: [speed notes](../../docs/lab/speed-notes.md#6-h2o-pays-if-the-kv-cache-is-the-"
+        "largest-part); on a card " + NOT_MEASURED, keep=SPEED,
     ),
     Row(
         "throughput-a100", "H2O, section 5.2 (throughput and latency on an A100)",
@@ -183,7 +183,8 @@ ROWS = (
         "memory-speed", "MiniKV, memory and latency by batch and length",
         "peak memory and tokens/s by batch, prompt, output and policy",
         "for cell in 128,8,none,1,1 512,8,none,8,8; do python -m bench.sweep --cell facebook/opt-125m,$cell --systems "
-        "ours-full ours-h2o:0.25 --repeats 0 --quiet-wait 0 --name ${cell%%,*} --results $WORK/memory-speed || exit; done",
+        "ours-full ours-h2o:0.25 --repeats 0 --quiet-wait 0 --name ${cell%%,*} --results $WORK/memory-speed || exit; "
+        "done",
         "for rows in 1 2 4 8 16 32; do\nbash bench/throughput_sweep.sh --cell "
         "meta-llama/Llama-2-7b-hf,2048,1024,none,$rows,$rows --systems ours-full ours-h2o:0.25 ours-h2o-4bit:0.25 "
         "--device cuda --name memory-speed-$rows\ndone",
@@ -235,7 +236,7 @@ ROWS = (
         "for how in '--percent 100 0 100 0 100 0' '--percent 0 0 100 0 100 0' '--percent 0 0 100 0 100 0 --overlap "
         f"false'; do\n{FLEX} --model facebook/opt-1.3b --path _DUMMY_ --prompt-len 8 --gen-len 9 --gpu-batch-size 256 "
         "--num-gpu-batches 1 $how\ndone",
-        "`--path _DUMMY_` is the default", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 144",
+        "nothing: weights are random", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 144",
         measured="[speed notes](../../docs/lab/speed-notes.md#8-disk-and-computing-overlap)", keep=SPEED,
     ),
     Row(
@@ -306,7 +307,8 @@ ROWS = (
         "tokens/s of Accelerate, DeepSpeed, Hugging Face and ours, each at its best batch",
         "python -m bench.sweep --cell facebook/opt-125m,16,4,none,2,2 --systems ours-full ours-h2o:0.1 --repeats 1 "
         "--quiet-wait 0 --results $WORK/sweep",
-        "bash bench/throughput_sweep.sh --cell facebook/opt-30b,512,32,16GiB,4,256", "installed peers (`bench/baselines`); weights are random",
+        "bash bench/throughput_sweep.sh --cell facebook/opt-30b,512,32,16GiB,4,256",
+        "installed peers (`bench/baselines`); weights are random",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 256",
         measured="[Results](../../docs/results.md)",
         real="for round in 1 2 3; do for system in hf:sdpa ours:full ours:h2o:0.1; do\n"
