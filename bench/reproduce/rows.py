@@ -114,7 +114,7 @@ ROWS = (
         f"python -m flexgen_h2o.batch {_30B} --input xsum_opt.jsonl --output answers.jsonl --hh-ratio 0.1",
         "OPT-30B; request lines of HELM (`evaluate helm export`)",
         f"{_30B} --prompt-len 1800 --gen-len 64 --num-prompts 1000 --hh-ratio 0.1",
-        measured="1,000 articles through opt-tiny: [speed notes](../../docs/lab/speed-notes.md#10-whole-jobs)",
+        measured="1,000 articles through opt-tiny: [speed notes](../../docs/lab/speed-notes.md)",
         keep=r'"result"',
     ),
     Row(
@@ -143,8 +143,7 @@ ROWS = (
         "--device cuda\ndone",
         "OPT-30B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 728 --hh-ratio 0.1",
-        measured="on two cores: [speed notes](../../docs/lab/speed-notes.md#6-h2o-pays-if-the-kv-cache-is-the-"
-        "largest-part); on a card " + NOT_MEASURED, keep=SPEED,
+        measured="on two cores: [speed notes](../../docs/lab/speed-notes.md); on a card " + NOT_MEASURED, keep=SPEED,
     ),
     Row(
         "throughput-a100", "H2O, section 5.2 (throughput and latency on an A100)",
@@ -237,7 +236,7 @@ ROWS = (
         f"false'; do\n{FLEX} --model facebook/opt-1.3b --path _DUMMY_ --prompt-len 8 --gen-len 9 --gpu-batch-size 256 "
         "--num-gpu-batches 1 $how\ndone",
         "nothing: weights are random", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 144",
-        measured="[speed notes](../../docs/lab/speed-notes.md#8-disk-and-computing-overlap)", keep=SPEED,
+        measured="[speed notes](../../docs/lab/speed-notes.md)", keep=SPEED,
     ),
     Row(
         "breakdown", "FlexGen, execution time breakdown",
