@@ -1,4 +1,4 @@
-"""Benchmarks, run as modules: `python -m bench.engine.overlap`. One claim a module; results are under `results/`."""
+"""Benchmarks, run as modules: `python -m bench.engine.roofline`. One claim a module; results are under `results/`."""
 
 import os
 

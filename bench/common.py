@@ -284,7 +284,6 @@ class Mark:
     rows: int
     at: float
     read_bytes: int
-    memory: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -295,10 +294,6 @@ class Steady:
     read_bytes: list[int]
     start: float
     end: float
-
-    @property
-    def seconds_a_sweep(self) -> float:
-        return sum(self.seconds) / len(self.seconds)
 
     @property
     def bytes_per_s(self) -> float:
@@ -331,7 +326,7 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
 
     def mark(indices: list[int], logits: torch.Tensor) -> None:
         seen = len(indices) + (marks[-1].rows if marks else 0)
-        marks.append(Mark(seen, time.perf_counter(), storage_read_bytes(), memory_status()))
+        marks.append(Mark(seen, time.perf_counter(), storage_read_bytes()))
 
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(sweeps, layers, batches)
@@ -379,29 +374,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
 
-def measured_run(flags: Sequence[str]) -> dict[str, Any]:
-    """Run `bench.engine.measured_run` in a process of its own. Returns its JSON, or {"error", "exit_code"}."""
-    command = [sys.executable, "-m", "bench.engine.measured_run", *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment())
-    if done.returncode:
-        return {"error": f"measured_run ended with exit code {done.returncode}", "exit_code": done.returncode}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def ratio_of(values: Sequence[float], others: Sequence[float]) -> Spread:
     """Of the pairs of each round."""
     return Spread([a / b for a, b in zip(values, others, strict=True)])
-
-
-def some_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Flags by name, as facts of a result."""
-    return {name: getattr(args, name) for name in names}
-
-
-def as_flags(args: argparse.Namespace, *names: str) -> list[str]:
-    """Flags of this call, for another process."""
-    return [text for n in names for text in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
 
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -1,4 +1,4 @@
-"""The GPU suite: parity tests, placements, the paper's table on one card held to 16 GB, and MiniKV's mem_spd_test grid.
+"""The GPU suite: parity tests, placements, and the papers' table on one card held to 16 GB.
 
     bash scripts/gpu_suite.sh              a CUDA card; 20 GB of disk and 50 GB of RAM, 80 GB of each for opt-30b
     bash scripts/gpu_suite.sh --tiny       the same steps with small shapes on the CPU (5 minutes)

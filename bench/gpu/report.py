@@ -19,11 +19,11 @@ from bench.common import GB
 from bench.gpu.gates import gates
 from bench.gpu.kernels import DECODED
 from bench.gpu.runner import State
-from bench.gpu.steps import Setting, Step, runs_of
-from bench.sweep.store import Line, Store
-from bench.sweep.summary import device_bytes, markdown
+from bench.gpu.steps import TABLE, Setting, Step, runs_of
+from bench.sweep.store import Store
+from bench.sweep.summary import markdown
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import GIB, markdown_table
+from flexgen_h2o.core.units import markdown_table
 
 MOST_NAMED = 30  # tests that failed
 STEP_HEAD = ("step", "status", "s", "why")
@@ -31,15 +31,13 @@ GATE_HEAD = ("gate", "found", "aim", "")
 KERNEL_HEAD = ("kernel", "us", "share of a copy", "us of the host", "us, weight decoded first", "times as fast")
 RUN_HEAD = ("run", "rows", "prefill s", "s a decode sweep", "decode tok/s", "total tok/s", "h2d GB", "disk GB",
             "device GB", "RSS GB", "wall s")  # fmt: skip
-MEM_SPD_HEAD = ("strategy", "batch", "prompt", "output", "OOM", "latency s", "tokens/s", "generated tokens/s",
-                "decode tokens/s", "peak device GiB", "peak RAM GiB")  # fmt: skip
 
 
 def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     """Both files, anew, into the results."""
     runs, figures = runs_of(steps, "placement"), runs_of(steps, "figures")
     texts = [_run_texts(step, runs[step.name]) for step in steps if step.name in runs]
-    table, grid = (Store(setting.results / f"{name}.jsonl").latest() for name in ("table", "mem-spd"))
+    table = Store(setting.results / f"{TABLE}.jsonl").latest()
     facts = common.machine_facts() | {"card": _card()}
     parts = [
         "# GPU suite" + (" (tiny: a device tier of ordinary memory, no card)" if setting.tiny else ""),
@@ -53,15 +51,13 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         f"{setting.model}, {setting.prompt_len} + {setting.gen_len} tokens, {setting.dtype}{_others(setting, steps)}.",
         "", *markdown_table(RUN_HEAD, texts),
         "", "## Kernels", "", *markdown_table(KERNEL_HEAD, kernel_texts(figures.get("kernels", {}).get("kernels", []))),
-        "", "## As MiniKV measures", "", "tokens/s counts prompts too, as its mem_spd_test does.",
-        "", *markdown_table(MEM_SPD_HEAD, [mem_spd_texts(line) for line in grid]),
     ]  # fmt: skip
     text = "\n".join(parts) + "\n"
     if table:
         text += "\n" + re.sub(r"^#", "##", markdown(table), flags=re.MULTILINE)  # its headings one deeper: a part
     (setting.results / "gpu_suite.md").write_text(text)
     whole = {"benchmark": "gpu_suite", "tiny": setting.tiny, "machine": facts, "steps": state, "runs": runs}
-    whole |= {"figures": figures, "table": table, "mem_spd": grid}
+    whole |= {"figures": figures, "table": table}
     (setting.results / "gpu_suite.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -97,19 +93,6 @@ def kernel_texts(kernels: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.0f}"
-
-
-def mem_spd_texts(line: Line) -> list[str]:
-    """A measurement as in MiniKV's CSV: latency of the whole call, tokens/s = batch x (prompt + output) / latency."""
-    shape = [line["system"], *(str(line[name]) for name in ("rows", "prompt_len", "gen_len"))]
-    if "tokens_per_s" not in line:
-        out_of_memory = str(line["status"] == "does_not_fit")
-        return [*shape, out_of_memory, line["status"], *[""] * (len(MEM_SPD_HEAD) - len(shape) - 2)]
-    tokens = line["rows"] * (line["prompt_len"] + line["gen_len"])
-    return [
-        *shape, "False", f"{line['total_s']:.2f}", f"{tokens / line['total_s']:.1f}", f"{line['tokens_per_s']:.1f}",
-        f"{line['decode_tokens_per_s']:.1f}", f"{device_bytes(line) / GIB:.2f}", f"{line['peak_rss_bytes'] / GIB:.2f}",
-    ]  # fmt: skip
 
 
 def _tests(step: Step) -> list[str]:

@@ -33,6 +33,7 @@ CALLS = {
     3: "the first cell of the paper's table, beside peers",
     4: "OPT-30B in 4 bits",
 }
+TABLE = "table"  # of the sweep's lines and table
 _SHORT = {name: short for short, name in DTYPES.items()}  # dtypes as the sweep takes them
 
 
@@ -122,9 +123,8 @@ _LAUNCHES: dict[str, str] = {
 
 def all_steps(setting: Setting) -> list[Step]:
     """Every step of the suite in the order in which they are worth having."""
-    six, thirty, minikv = (
-        (("gpu-tiny",) * 2 + ("mem-spd-tiny",)) if setting.tiny else ("gpu-6.7b", "gpu-30b", "mem-spd")
-    )
+    six = "gpu-tiny" if setting.tiny else "gpu-6.7b"
+    thirty = "gpu-tiny" if setting.tiny else "gpu-30b"
     cells = GRIDS[six]
     large = "facebook/opt-125m" if setting.tiny else "facebook/opt-30b"
     calls = {
@@ -136,9 +136,8 @@ def all_steps(setting: Setting) -> list[Step]:
     return [
         *(replace(step, call=call) for call, steps in calls.items() for step in steps),
         *_placements(setting, _THEN),
-        *(_searched(setting, "mem-spd", minikv, cell) for cell in GRIDS[minikv]),
-        *(_searched(setting, "table", six, cell) for cell in cells[1:]),
-        *(_searched(setting, "table", thirty, cell) for cell in GRIDS[thirty] if cell not in cells),
+        *(_searched(setting, six, cell) for cell in cells[1:]),
+        *(_searched(setting, thirty, cell) for cell in GRIDS[thirty] if cell not in cells),
     ]
 
 
@@ -255,26 +254,24 @@ def _rounds(setting: Setting, cell: Cell) -> Step:
     rows = dict.fromkeys(CARD_ROWS, cell.rows[0]) if setting.tiny else CARD_ROWS
     limit = setting.rounds_limit
     systems = (f"{name}@{count}" for name, count in rows.items())
-    step = _cell(setting, "table", cell, ("--repeats", "3", "--time", f"{limit - ROUNDS_SLACK_S:.0f}"), systems)
+    step = _cell(setting, cell, ("--repeats", "3", "--time", f"{limit - ROUNDS_SLACK_S:.0f}"), systems)
     return replace(step, limit=limit)
 
 
-def _searched(setting: Setting, table: str, grid: str, cell: Cell) -> Step:
+def _searched(setting: Setting, grid: str, cell: Cell) -> Step:
     """One run of each system at all rows that a search tries."""
-    return _cell(setting, table, cell, ("--repeats", "0"), (system.name for system in systems_of(grid, cell)))
+    return _cell(setting, cell, ("--repeats", "0"), (system.name for system in systems_of(grid, cell)))
 
 
-def _cell(setting: Setting, table: str, cell: Cell, how: Sequence[str], systems: Iterable[str]) -> Step:
-    """One cell of the sweep. Lines go to <table>.jsonl, so that a step which was cut short goes on where it was."""
+def _cell(setting: Setting, cell: Cell, how: Sequence[str], systems: Iterable[str]) -> Step:
+    """One cell of the sweep. Lines go to table.jsonl, so that a step which was cut short goes on where it was."""
     first, last = cell.rows
     values = (cell.model, cell.prompt_len, cell.gen_len, cell.budget, first, last)
-    name = f"{table} {cell.model.split('-')[-1]} {cell.prompt_len}+{cell.gen_len}"
-    if table == "mem-spd":
-        name += f" x {first}"
+    name = f"{TABLE} {cell.model.split('-')[-1]} {cell.prompt_len}+{cell.gen_len}"
     command = (
         sys.executable, "-m", "bench.sweep", "--cell", ",".join(map(str, values)), "--device", setting.device,
         "--device-mem", setting.device_mem, "--dtype", _SHORT[setting.dtype], "--offload-dir", str(setting.offload_dir),
-        "--results", str(setting.results), "--name", table, "--limit", f"{setting.measurement_limit:.0f}",
+        "--results", str(setting.results), "--name", TABLE, "--limit", f"{setting.measurement_limit:.0f}",
         "--quiet-wait", "0", *how, "--systems", *systems,
     )  # fmt: skip
-    return Step(name, "sweep", command, setting.cell_limit, setting.results / f"{table}.jsonl")
+    return Step(name, "sweep", command, setting.cell_limit, setting.results / f"{TABLE}.jsonl")

@@ -101,7 +101,7 @@ ROWS = (
         "LLaMA-2-7B; h2o_hf's `xsum_0shot.jsonl` or `cnn_dailymail.jsonl` (`article`, `summary_gt`)",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 600 --gen-len 64 --num-prompts 1000 --hh-size 128 "
         "--recent-size 128",
-        measured="[xsum.md](../results/build-2core/xsum.md)",
+        measured="[papers](../../docs/lab/papers.md#summaries)",
         real=f'{EVALUATE} summarize --model "$MODEL" --input "$ARTICLES" --sample-num 60 --output-dir '
         '"$WORK/summaries" --policies full local:sinks=0 local h2o --hh-size 32 64 128 256 --greedy '
         '--json "$WORK/summaries.json"',
@@ -114,7 +114,7 @@ ROWS = (
         f"python -m flexgen_h2o.batch {_30B} --input xsum_opt.jsonl --output answers.jsonl --hh-ratio 0.1",
         "OPT-30B; request lines of HELM (`evaluate helm export`)",
         f"{_30B} --prompt-len 1800 --gen-len 64 --num-prompts 1000 --hh-ratio 0.1",
-        measured="1,000 articles through opt-tiny: [jobs.md](../results/notes/jobs.md)",
+        measured="1,000 articles through opt-tiny: [speed notes](../../docs/lab/speed-notes.md)",
         keep=r'"result"',
     ),
     Row(
@@ -143,7 +143,7 @@ ROWS = (
         "--device cuda\ndone",
         "OPT-30B, or `--path _DUMMY_`; a card with 16 GB, 208 GB of RAM",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 728 --hh-ratio 0.1",
-        measured="on two cores: [h2o.md](../results/notes/h2o.md); on a card " + NOT_MEASURED, keep=SPEED,
+        measured="on two cores: [speed notes](../../docs/lab/speed-notes.md); on a card " + NOT_MEASURED, keep=SPEED,
     ),
     Row(
         "throughput-a100", "H2O, section 5.2 (throughput and latency on an A100)",
@@ -181,13 +181,14 @@ ROWS = (
     Row(
         "memory-speed", "MiniKV, memory and latency by batch and length",
         "peak memory and tokens/s by batch, prompt, output and policy",
-        "python -m bench.sweep.mem_spd --batch_prompt_output '[(1,128,8),(8,512,8)]' --policies full h2o:0.25 "
-        "--output $WORK/mem_spd.csv && cut -d, -f1,3-8,9,16,24 $WORK/mem_spd.csv",
-        "python -m bench.sweep.mem_spd --model meta-llama/Llama-2-7b-hf --minikv --device cuda --output mem_spd.csv "
-        "--plot mem_spd.png",
+        "for cell in 128,8,none,1,1 512,8,none,8,8; do python -m bench.sweep --cell facebook/opt-125m,$cell --systems "
+        "ours-full ours-h2o:0.25 --repeats 0 --quiet-wait 0 --name ${cell%%,*} --results $WORK/memory-speed || exit; "
+        "done",
+        "for rows in 1 2 4 8 16 32; do\nbash bench/throughput_sweep.sh --cell "
+        "meta-llama/Llama-2-7b-hf,2048,1024,none,$rows,$rows --systems ours-full ours-h2o:0.25 ours-h2o-4bit:0.25 "
+        "--device cuda --name memory-speed-$rows\ndone",
         "LLaMA-2-7B, or `--path _DUMMY_`; a card with 80 GB",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 2048 --gen-len 1024 --num-prompts 32 --hh-ratio 0.25", "a100-80",
-        keep=r"^(strategy|full|h2o),",
     ),
     Row(
         "ruler", "MiniKV's and kvpress's kind of table (long prompts)",
@@ -231,9 +232,11 @@ ROWS = (
         "without overlap, and other placements: what each is worth",
         f"for overlap in true false; do {FLEX} {TINY} --prompt-len 128 --gen-len 8 --gpu-batch-size 4 "
         "--num-gpu-batches 2 --percent 0 0 0 50 0 100 --overlap $overlap --no-log --verbose 1 || exit; done",
-        "python -m bench.engine.compare_policies --model facebook/opt-1.3b disk",
-        "`--path _DUMMY_` is the default", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 144",
-        measured="[offloading.md](../results/notes/offloading.md)", keep=SPEED,
+        "for how in '--percent 100 0 100 0 100 0' '--percent 0 0 100 0 100 0' '--percent 0 0 100 0 100 0 --overlap "
+        f"false'; do\n{FLEX} --model facebook/opt-1.3b --path _DUMMY_ --prompt-len 8 --gen-len 9 --gpu-batch-size 256 "
+        "--num-gpu-batches 1 $how\ndone",
+        "nothing: weights are random", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 144",
+        measured="[speed notes](../../docs/lab/speed-notes.md)", keep=SPEED,
     ),
     Row(
         "breakdown", "FlexGen, execution time breakdown",
@@ -303,7 +306,8 @@ ROWS = (
         "tokens/s of Accelerate, DeepSpeed, Hugging Face and ours, each at its best batch",
         "python -m bench.sweep --cell facebook/opt-125m,16,4,none,2,2 --systems ours-full ours-h2o:0.1 --repeats 1 "
         "--quiet-wait 0 --results $WORK/sweep",
-        "bash bench/throughput_sweep.sh --grid papers-30b", "installed peers (`bench/baselines`); weights are random",
+        "bash bench/throughput_sweep.sh --cell facebook/opt-30b,512,32,16GiB,4,256",
+        "installed peers (`bench/baselines`); weights are random",
         f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 256",
         measured="[Results](../../docs/results.md)",
         real="for round in 1 2 3; do for system in hf:sdpa ours:full ours:h2o:0.1; do\n"

@@ -1,7 +1,6 @@
 """Throughput of this package and its peers, each at its own best batch, under the same memory budget.
 
     bash bench/throughput_sweep.sh --quick
-    bash bench/throughput_sweep.sh --grid disk-1.3b ram-1.3b --offload-dir DIR --machine NAME
     bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,third,8,64 --systems ours-full accelerate-disk
     bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,none,8,64 --systems ours-full@64 hf-sdpa@16
     bash bench/throughput_sweep.sh --grid signed
@@ -11,7 +10,7 @@ budget; rounds of all systems in turn between measurements of the machine's own 
 answers lose beside each setting of ours; and README, docs/results.md and the pages beside the lines at the end.
 
 Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and are not made again;
-the table (throughput.md) and the pictures beside it are made anew from all lines. Signed ones are in signed.jsonl, and
+the table (throughput.md) beside it is made anew from all lines. Signed ones are in signed.jsonl, and
 made again on another processor: a cell's search and its rounds are of one.
 
 The exit code is 1 where what was tried in a cell gave no figure, and 3 where nothing fits one; that all systems refuse
@@ -29,7 +28,6 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -39,7 +37,6 @@ from bench.baselines.contract import DTYPES
 from bench.sweep import page, quality, tables
 from bench.sweep.cut_model import cut_model
 from bench.sweep.grid import FP32_SYSTEMS, GRIDS, SIGNED, SYSTEMS, Cell, System, system_of, systems_of
-from bench.sweep.plots import draw_all
 from bench.sweep.rounds import FEWEST, Rates, Rounds, found_of, key_of, machine_rates
 from bench.sweep.runner import Setup, can_limit, describe, measure, measure_profile
 from bench.sweep.search import best_rows, search
@@ -85,7 +82,7 @@ class Sweep:
             return EXIT_DONE
         for peer in sorted({system.peer for system in ready}):
             if self.setup.settings(peer) is None:
-                how = f"bench/baselines/{peer}/tune.py"
+                how = f"bench/baselines/tune.py {peer}"
                 print(f"{peer}: not tuned on this CPU, runs with its defaults; see {how}", flush=True)
         if self.signed is not None and not self.repeats:
             quality.measure(self.store.path.parent, cell, ready, self.signed, self.setup)
@@ -220,16 +217,12 @@ def _show_signed(store: Store, results: Path, args: argparse.Namespace, cells: l
 
 
 def _show(store: Store, results: Path, name: str) -> None:
-    """The table and the pictures of all lines."""
+    """Write the table of all lines."""
     lines = [line for line in store.latest() if line["status"] != REFUSED or line["repeat"] == 0]
     if not lines:
         return
     text = markdown(lines)
     (results / f"{name}.md").write_text(text)
-    if find_spec("matplotlib") is None:
-        print("\nno pictures: matplotlib is missing; pip install -e '.[plot]' in a clone and give the command again")
-    else:
-        draw_all(lines, results, name)
     print(f"\n{text}\nwritten: {results}", flush=True)
 
 
@@ -261,7 +254,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
     add("--dtype", choices=sorted(DTYPES), default=BF16, help=f"of weights and computing ({BF16})")
     add("--cgroup", action="store_true", help="hold systems to a budget by a memory cgroup, page cache counted")
-    add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES, DTYPE for another)")
+    add("--name", help="of the files of lines and table (throughput, with DEVICE-BYTES, DTYPE for another)")
     add("--signed", action="store_true", help="hold the cells to all that the signed grids are held to")
     add("--quality-model", default=quality.MODEL, help=f"trained, says what answers lose ({quality.MODEL})")
     args = parser.parse_args(argv)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from flexgen_h2o.core.units import parse_bytes
 
 IN_RAM, OFFLOAD = "ram", "offload"
-KV_RATIOS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,6 @@ CARD_ROWS = {
     "ours-full": 66, "ours-h2o:kv-budget=0.2": 64, "flexgen-published": 4, "accelerate-cpu": 6, "deepspeed-cpu": 32,
     "hf-sdpa": 6, "hf-sdpa-static-compile": 6,
 }  # fmt: skip
-MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))
 # quick has 10 minutes: one number of rows a cell, without a cache that is allocated once, which pays with long rows,
 # and what is compiled first, offloading that moves nothing without a card, a dtype that no other system is measured in,
 # and peers' own 4 bits.
@@ -122,7 +120,6 @@ NOT_QUICK = (
     "flexgen-disk-4bit",
 )  # fmt: skip
 QUICK_SYSTEMS = tuple(s for s in SYSTEMS if "-static" not in s.variant and s.name not in NOT_QUICK)
-KV_SYSTEMS = (SYSTEMS[0], *(System("ours", f"h2o:{ratio}", BOTH) for ratio in KV_RATIOS))
 
 
 @dataclass(frozen=True)
@@ -157,13 +154,8 @@ LLAMA_1B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 OPT = {size: f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b", "6.7b", "30b")}
 
 
-def _papers(size: str, budgets: tuple[str, ...]) -> tuple[Cell, ...]:
-    return tuple(Cell(OPT[size], 512, gen, budget, (4, 256)) for gen in (32, 512, 1024) for budget in budgets)
-
-
-def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell, ...]:
-    """(batch, prompt, output): every batch is measured, none is searched for."""
-    return tuple(Cell(OPT[size], prompt, output, "none", (batch, batch)) for batch, prompt, output in shapes)
+def _papers(size: str) -> tuple[Cell, ...]:
+    return tuple(Cell(OPT[size], 512, gen, "none", (4, 256)) for gen in (32, 512, 1024))
 
 
 # The signed grid: cells and systems chosen on this day, before any of them was run; all are shown, whatever they say.
@@ -236,39 +228,17 @@ JOINED_LATER = {
     ),
 }
 
-# MiniKV's mem_spd_test sweeps the batch at 2048 + 1024, prompts to 32k and outputs to 64k: as far as OPT's 2048 go.
-MEM_SPD_SHAPES = (
-    *((batch, 1024, 1024) for batch in (1, 2, 4, 8, 16, 32)),
-    *((8, prompt, 512) for prompt in (128, 256, 512, 1024, 1536)),
-    *((8, 512, output) for output in (128, 256, 1024, 1536)),
-)
-
-# Grids by name. quick: minutes. short: an hour or so each. papers-*: days on two cores.
+# Grids by name. quick: ten minutes. gpu-*: of the GPU suite. signed*: hours each, days in all.
 GRIDS: dict[str, tuple[Cell, ...]] = {
     "quick": (Cell(OPT["125m"], 32, 16, "none", (16, 16)), Cell(OPT["350m"], 32, 8, "third", (8, 8))),
-    "ram-1.3b": (Cell(OPT["1.3b"], 64, 64, "none", (16, 256)),),
-    "llama-1.1b": (Cell(LLAMA_1B, 64, 64, "none", (16, 256)),),
-    "ram-6.7b": (Cell(OPT["6.7b"], 32, 32, "none", (8, 64)),),
-    "disk-1.3b": (Cell(OPT["1.3b"], 64, 16, "third", (8, 256)),),
-    "disk-6.7b": (Cell(OPT["6.7b"], 32, 8, "third", (8, 128)),),
-    "disk-30b": (Cell(OPT["30b"], 32, 8, "8GiB", (8, 64)),),
-    "budgets-1.3b": tuple(
-        Cell(OPT["1.3b"], 64, 16, b, (8, 128)) for b in ("600MiB", "third", "1536MiB", "2GiB", "3GiB")
-    ),
-    "kv-1.3b": (Cell(OPT["1.3b"], 512, 16, "2GiB", (8, 32)),),
-    "papers-1.3b": _papers("1.3b", ("none", "third")),
-    "papers-6.7b": _papers("6.7b", ("none", "third")),
-    "gpu-6.7b": _papers("6.7b", ("none",)),
-    "gpu-30b": _papers("30b", ("none",)),
+    "gpu-6.7b": _papers("6.7b"),
+    "gpu-30b": _papers("30b"),
     "gpu-tiny": (Cell(OPT["125m"], 32, 8, "none", (4, 4)),),
-    "mem-spd": _mem_spd("6.7b", MEM_SPD_SHAPES),
-    "mem-spd-tiny": _mem_spd("125m", ((2, 16, 4),)),
-    "papers-30b": _papers("30b", ("16GiB",)),
     **SIGNED,
 }
 
 
-_SYSTEMS_OF = {"quick": QUICK_SYSTEMS, "kv-": KV_SYSTEMS, "gpu-": GPU_SYSTEMS, "mem-spd": MEM_SPD_SYSTEMS}
+_SYSTEMS_OF = {"quick": QUICK_SYSTEMS, "gpu-": GPU_SYSTEMS}
 
 
 def systems_of(grid: str, cell: Cell, cpu: str = "") -> tuple[System, ...]:

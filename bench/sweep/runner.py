@@ -31,7 +31,7 @@ CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup"
 KILLED = -9  # by the kernel, which ran out of memory; the sweep itself kills only at the time limit
 STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT, KILLED: DOES_NOT_FIT}
 SAID = 300  # characters of a failure that are kept
-# What tables, pictures and people are shown of a run; contract.py makes it.
+# What tables and people are shown of a run; contract.py makes it.
 FIGURES = (
     "tokens_per_s", "prefill_s", "decode_tokens_per_s", "total_s", "peak_rss_bytes", "read_bytes"
 )  # fmt: skip
@@ -79,7 +79,7 @@ class Setup:
         try:
             return read_settings(own.read_text())
         except ValueError as error:
-            how = f"remove it, or write it with bench/baselines/{peer}/tune.py"
+            how = f"remove it, or write it with bench/baselines/tune.py {peer}"
             raise UsageError(f"{own}: {error}; {how}") from error
 
     def missing(self, system: System) -> str | None:

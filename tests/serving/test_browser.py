@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.jobs.page_pictures import Browser, browsing, start_batch, why_no_browser
 from tests.extras import needs
+from tests.serving.browser import Browser, browsing, start_batch, why_no_browser
 from tests.serving.conftest import KEY, Running, Start
 
 pytestmark = [pytest.mark.slow, needs("browser"), pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())]

@@ -1,7 +1,7 @@
 """OpenVINO, everything in RAM. Variants: int8 (int8 weights), bf16; products of both in bf16 where the CPU has them.
 
 The folder is converted once into the offload dir, by OpenVINO's torch frontend. Peak memory is over a process that has
-imported openvino: it does not need torch to run. Settings (bench/baselines/openvino/tune.py): kv_u8 (a KV cache in 8
+imported openvino: it does not need torch to run. Settings (bench/baselines/tune.py): kv_u8 (a KV cache in 8
 bits, its own default), group (of the activations' int8 scales in products with int8 weights; 0: not quantised).
 """
 

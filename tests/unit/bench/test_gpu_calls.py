@@ -104,7 +104,7 @@ def test_weights_are_written_before_what_needs_them(tmp_path: Path) -> None:
 def test_the_dtype_of_the_card_reaches_every_sweep(dtype: str, short: str, tmp_path: Path) -> None:
     steps = all_steps(replace(tiny_setting(tmp_path, tmp_path), dtype=dtype))
     given = [sweep._parse(list(step.command[3:])) for step in steps if step.kind == "sweep"]
-    assert len(given) >= 2 and {args.dtype for args in given} == {short}
+    assert given and {args.dtype for args in given} == {short}
 
 
 def test_a_card_is_tested_by_several_processes_where_these_can_be_had(

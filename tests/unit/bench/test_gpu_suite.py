@@ -25,7 +25,7 @@ from bench.gpu import runner
 from bench.gpu.gates import gates
 from bench.gpu.kernels import DECODED
 from bench.gpu.launches import SWEEPS, counts
-from bench.gpu.report import kernel_texts, mem_spd_texts, run_texts, write_report
+from bench.gpu.report import kernel_texts, run_texts, write_report
 from bench.gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
 from bench.gpu.steps import CALLS, Setting, Step, all_steps, tiny_setting
 from bench.sweep.grid import SYSTEMS
@@ -188,22 +188,11 @@ def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
     failed = {"exit_code": 3, "report": None, "card": None}
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "auto.json").write_text(json.dumps(failed))
-    line = {
-        "system": "ours-full", "model": "m", "prompt_len": 100, "gen_len": 50, "budget": "none", "rows": 4, "repeat": 0,
-        "status": "ok", "total_s": 10.0, "tokens_per_s": 20.0, "decode_tokens_per_s": 30.0, "peak_rss_bytes": 2**30,
-        "peak_card_bytes": 2**31,
-    }  # fmt: skip
-    (tmp_path / "mem-spd.jsonl").write_text(json.dumps(line) + "\n")
     write_report(setting, steps, {"auto": {"status": DOES_NOT_FIT, "seconds": 3.0, "reason": "a | b"}})
     text = (tmp_path / "gpu_suite.md").read_text()
     assert "| auto | does_not_fit | 3 | a / b |" in text
     assert "| auto | exit code 3 |" in text
-    assert "| ours-full | 4 | 100 | 50 | False | 10.00 | 60.0 | 20.0 | 30.0 | 2.00 | 1.00 |" in text
-    assert json.loads((tmp_path / "gpu_suite.json").read_text())["mem_spd"] == [line]
     assert run_texts("auto", failed)[:2] == ["auto", "exit code 3"]
-    assert mem_spd_texts(line | {"status": "ok"})[4] == "False"
-    no_figure = {name: line[name] for name in ("system", "rows", "prompt_len", "gen_len")} | {"status": DOES_NOT_FIT}
-    assert mem_spd_texts(no_figure)[4:6] == ["True", DOES_NOT_FIT]
 
 
 def test_the_report_has_one_title_and_names_placements_of_another_model(tmp_path: Path) -> None:
@@ -273,7 +262,6 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
     statuses = {name: found["status"] for name, found in whole["steps"].items()}
     assert set(statuses.values()) == {DONE}
     assert {line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")} == {"ok"}
-    assert {line["status"] for line in whole["mem_spd"]} == {"ok"}
     assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The throughput sweep's command line: wrong use, limits, pictures, and peers that break."""
+"""The throughput sweep's command line: wrong use, limits, and peers that break."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,14 +18,11 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 
 from bench.baselines.contract import drop_page_cache
 from bench.sweep import __main__ as door
-from bench.sweep import plots
 from bench.sweep.grid import SYSTEMS, Cell, System
 from bench.sweep.runner import Setup, command_of, environment_of, load_libraries, measure
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, REFUSED, TIMEOUT, Line, Store
-from bench.sweep.summary import rows_of
 from flexgen_h2o.core.errors import UsageError
-from tests.extras import needs
-from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, figures, key
+from tests.unit.bench.test_throughput_sweep import OPT_TINY, ROOT, figures
 from tests.unit.tiers.test_under_way import until
 
 
@@ -114,40 +109,6 @@ def test_the_model_of_several_cells_is_read_once(tmp_path: Path, monkeypatch: py
     setup = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0)
     weights = {door._model_folder(cell.model, setup) for cell, _ in door._cells(args)}
     assert len(weights) == 1 and read == [str(folder)]
-
-
-def test_without_matplotlib_there_is_a_table_and_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Store(tmp_path / "t.jsonl").add(key(), figures(5.0))
-    monkeypatch.setattr(door, "find_spec", lambda name: None)
-    door._show(Store(tmp_path / "t.jsonl"), tmp_path, "t")
-    assert ".[plot]" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.jsonl", "t.md"]
-
-
-@needs("plot")
-def test_pictures_of_one_point_and_of_failures_alone(tmp_path: Path) -> None:
-    failed = vars(key("hf-sdpa")) | {"status": FAILED, "reason": ""}
-    assert plots.draw_all([failed], tmp_path, "t") == []
-    assert len(plots.draw_all([failed, vars(key()) | figures(5.0)], tmp_path, "t")) == 2
-
-
-@needs("plot")
-@pytest.mark.parametrize(
-    ("more", "allowed_gb"), [({}, 1.3), ({"device": "cpu", "device_mem_bytes": 5 * 10**8}, 1.8),
-                             ({"device": "cuda", "device_mem_bytes": 5 * 10**8}, 1.3)],
-)  # fmt: skip
-def test_the_line_in_the_picture_of_memory_is_where_a_run_is_over_the_budget(
-    more: dict[str, Any], allowed_gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the 300 MB that all are allowed, and a device tier that is RAM."""
-    axes = import_module("matplotlib.figure").Figure().subplots()
-    monkeypatch.setattr(plots, "_save", lambda draw, path, size: draw(axes))
-    rows = rows_of([vars(key()) | figures(5.0) | {"budget_bytes": 10**9, **more}])
-    plots._memory(rows, tmp_path / "x.png", "title")
-    assert axes.lines[0].get_xdata()[0] == pytest.approx(allowed_gb)
-    assert "300 MB" in axes.lines[0].get_label()
 
 
 @pytest.mark.parametrize(

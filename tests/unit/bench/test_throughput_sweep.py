@@ -24,7 +24,6 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 from contract import DoesNotFitError, Meter, RefusedError, Request, check_length, kv_and_work_bytes, phases, read_rows
 
 from bench.sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
-from bench.sweep.plots import _by_kv_share
 from bench.sweep.search import best_rows, search
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store, claimed
 from bench.sweep.summary import markdown, rows_of
@@ -347,16 +346,6 @@ def test_the_papers_policy_spills_when_the_weights_do_not_fit() -> None:
     assert others == list(ours.flexgen_flags(20, fits=False))
 
 
-def test_shares_of_the_prompt_and_of_the_sequence_are_two_lines_of_the_picture() -> None:
-    systems = {"ours-full": 1.0, "ours-h2o:0.1": 2.0, "ours-h2o:kv-budget=0.1": 3.0, "ours-h2o:kv-budget=0.3": 2.5}
-    lines = [vars(key(system)) | figures(rate) for system, rate in systems.items()]
-    found = _by_kv_share(rows_of(lines))
-    assert {kind: [share for share, _ in points] for kind, points in found.items()} == {
-        "ours h2o, of the prompt": [0.2, 1.0], "ours h2o, of the prompt + output": [0.1, 0.3, 1.0],
-    }  # fmt: skip
-    assert list(_by_kv_share(rows_of(lines[:1]))) == ["ours h2o"] and _by_kv_share([]) == {"ours h2o": []}
-
-
 def test_ours_says_why_not(tmp_path: Path) -> None:
     ours = load("ours/run.py")
     with pytest.raises(DoesNotFitError, match="flex_opt: "):
@@ -382,7 +371,6 @@ def test_the_quick_sweep_runs(tmp_path: Path) -> None:
     missing = {line.split("bash ")[1] for line in done.stdout.splitlines() if ": skipped, not installed" in line}
     assert all((ROOT / path).exists() for path in missing)
     assert "| ours-full |" in (tmp_path / "results" / "throughput.md").read_text()
-    assert list((tmp_path / "results").glob("throughput_batch_*.png"))
 
 
 def test_what_malloc_has_kept_goes_back_to_the_kernel() -> None:

@@ -3,69 +3,69 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bench.baselines import contract
+from bench.baselines import contract, tune
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, load
 
-BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
-# A peer whose rate is small * 10 + large, and which does not run with small = 3.
+# A system whose rate is small * 10 + large, and which does not run with small = 3.
 RUN = """
 import json, sys
 settings = json.loads(sys.argv[sys.argv.index("--settings") + 1])
 if settings["small"] == 3 or "--broken" in sys.argv:
     sys.exit("first line\\nno such thing")
 print("a line of a library")
-print(json.dumps({"speed": settings["small"] * 10 + settings["large"]}))
-"""
-TUNE = """
-import sys
-from pathlib import Path
-sys.path.append(sys.argv.pop(1))
-from tuning import Tuning, main
-run, knobs = Path(__file__).with_name("run.py"), {"small": (1, 2, 3), "large": (7, 5, 8)}
-sys.exit(main(Tuning(run, knobs, "speed", {"rate": lambda f: f"{f['speed']}!", "b": str}), ""))
+print(json.dumps({"speed": settings["small"] * 10 + settings["large"], **dict.fromkeys(
+    ("prefill_s", "decode_tokens_per_s", "tokens_per_s", "read_bytes"), 7)}))
 """
 
 
-def tune(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    (folder / "run.py").write_text(RUN)
-    (folder / "tune.py").write_text(TUNE)
-    command = [sys.executable, str(folder / "tune.py"), str(BASELINES), "--output", str(folder / "best.json"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "run.py").write_text(RUN)
+    tuning = tune.Tuning({"small": (1, 2, 3), "large": (7, 5, 8)}, "speed")
+    monkeypatch.setattr(tune, "BASELINES", tmp_path)
+    monkeypatch.setitem(tune.TUNINGS, "made", tuning)
+    return lambda *flags: tune.main(["made", "--output", str(tmp_path / "best.json"), *flags])
 
 
-def test_the_best_of_each_knob_is_kept_for_the_next(tmp_path: Path) -> None:
-    done = tune(tmp_path)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and rows[0] == ["small", "large", "rate", "b"]
+def test_the_best_of_each_knob_is_kept_for_the_next(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run() == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["small", "large", *tune.COLUMNS]
     assert [row[:3] for row in rows[2:]] == [
-        ["1", "7", "17!"], ["2", "7", "27!"], ["3", "7", "exit code 1: no such thing"], ["2", "5", "25!"],
-        ["2", "8", "28!"],
+        ["1", "7", "7.0"], ["2", "7", "7.0"], ["3", "7", "exit code 1: no such thing"], ["2", "5", "7.0"],
+        ["2", "8", "7.0"],
     ]  # fmt: skip
-    assert {len(row) for row in rows} == {4}
+    assert {len(row) for row in rows} == {6}
     assert json.loads((tmp_path / "best.json").read_text()) == {"small": 2, "large": 8}
 
 
-def test_nothing_is_written_where_every_run_fails(tmp_path: Path) -> None:
-    assert tune(tmp_path, "--broken").returncode == 1
+def test_nothing_is_written_where_every_run_fails(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--broken") == 1
     assert not (tmp_path / "best.json").exists()
 
 
-def test_settings_that_could_not_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    done = tune(tmp_path, "--output", str(tmp_path / "none" / "best.json"))
-    assert (done.returncode, done.stdout) == (2, "") and "none/best.json: name a file" in done.stderr
+def test_settings_that_could_not_be_written_are_refused_before_anything_runs(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("--output", str(tmp_path / "none" / "best.json"))
+    said = capsys.readouterr()
+    assert said.out == "" and "none/best.json: name a file" in said.err
 
 
-@pytest.mark.parametrize("peer", ["deepspeed", "hf", "llamacpp", "openvino"])
-def test_each_peer_has_the_command(peer: str) -> None:
-    tuning, run = load(f"{peer}/tune.py").TUNING, load(f"{peer}/run.py")
-    assert tuning.run == BASELINES / peer / "run.py"
-    assert {name: values[0] for name, values in tuning.knobs.items()} == run.SETTINGS  # tuning starts from them
+@pytest.mark.parametrize("peer", sorted(tune.TUNINGS.keys() - {"flexgen"}))
+def test_tuning_starts_from_the_defaults(peer: str) -> None:
+    run = load(f"{peer}/run.py")
+    assert {name: values[0] for name, values in tune.TUNINGS[peer].knobs.items()} == run.SETTINGS
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""Benchmarks of batch jobs."""
