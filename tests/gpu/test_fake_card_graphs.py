@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o import MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.graphs import PLAIN_SWEEPS, StepGraphs
-from flexgen_h2o.kvcache.eviction import H2ONorm, Tova
+from flexgen_h2o.kvcache.eviction import Tova
 from flexgen_h2o.tiers.device import CudaDevice
 from tests.gpu.fake_card import Card
 from tests.gpu.fake_engine import CardDevice

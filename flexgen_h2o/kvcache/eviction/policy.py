@@ -6,7 +6,6 @@ torch before it computes, so that command lines know all their names at once.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
