@@ -1,4 +1,7 @@
-"""The shape of a model as frozen data: its tensors, its weight units and the layers of a sweep. No torch."""
+"""The shape of a model as frozen data: its tensors, its weight units and the layers of a sweep.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from typing import Any, Literal
 
 # Elements in a group of experts: some tens of MB, so that a ring of a few groups is small.
 GROUP_NUMEL = 40 * 10**6
-# If a decode sweep is expected to use less than this share of the experts (or of groups, if their size
-# is set), experts move one by one once the router has chosen them, and the others do not move.
+# If a decode sweep is expected to use less than this share of the experts (or of groups, if their
+# size is set), experts move one by one once the router has chosen them, and the others do not move.
 # Above this share, loading as many groups ahead of the router is faster.
 WAITS_BELOW = 0.93
 
-# A stage of a pipeline without an embedding begins with "receive". One without a head ends with "send".
+# A stage of a pipeline without an embedding begins with "receive". One without a head ends with
+# "send".
 LayerKind = Literal["embedding", "attention", "mlp", "block", "experts", "head", "receive", "send"]
 
 
@@ -26,7 +30,10 @@ def slice_key(name: str, index: int | None) -> str:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Some rows of one slice of a larger tensor. Some checkpoints store an expert's matrices like this."""
+    """Some rows of one slice of a larger tensor.
+
+    Some checkpoints store an expert's matrices like this.
+    """
 
     names: tuple[str, ...]  # names that the larger tensor may have
     shape: tuple[int, int, int]  # of the larger tensor: (slices, rows of a slice, columns)
@@ -45,11 +52,12 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
     # No switch compresses the tensor (a router, for example).
     exact: bool = False
-    # The tensor is this slice, along the first dimension, of what is stored under its name. An expert
-    # can be such a slice of all experts of a block. `shape` is the slice's. A model has all slices.
+    # The tensor is this slice, along the first dimension, of what is stored under its name. An
+    # expert can be such a slice of all experts of a block. `shape` is the slice's. A model has all
+    # slices.
     index: int | None = None
-    # Checkpoints with plain numbers store the matrix as (columns, rows), for x W. `shape` is that of
-    # W^T, as for all matrices.
+    # Checkpoints with plain numbers store the matrix as (columns, rows), for x W. `shape` is that
+    # of W^T, as for all matrices.
     transposed: bool = False
     # Rows of the tensor are looked up by token, and it is used for nothing else.
     looked_up: bool = False
@@ -110,8 +118,8 @@ class LayerPlan:
 class Rotary:
     """Rotary position embeddings (Su et al. 2021, section 3.2.2) of queries and keys.
 
-    The first 2 x len(frequencies) numbers of a head turn: the first half of them with the second half.
-    Pair i turns by position x frequencies[i] radians.
+    The first 2 x len(frequencies) numbers of a head turn: the first half of them with the second
+    half. Pair i turns by position x frequencies[i] radians.
     """
 
     frequencies: tuple[float, ...]
@@ -153,8 +161,8 @@ class Experts:
     def share_used(self, tokens: float, group: int = 1) -> float:
         """Return the expected share of groups of experts that some of `tokens` tokens need.
 
-        Each token is assumed to choose evenly. With E experts, k per token and groups of g, the share is
-        1 - (C(E - g, k) / C(E, k))^tokens.
+        Each token is assumed to choose evenly. With E experts, k per token and groups of g, the
+        share is 1 - (C(E - g, k) / C(E, k))^tokens.
         """
         left, none = self.count - group, 1.0
         for i in range(self.per_token):
@@ -183,7 +191,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a model: all that the planner and the engine need to know of it. Widths are in elements."""
+    """The shape of a model: all that the planner and the engine need to know of it.
+
+    Widths are in elements.
+    """
 
     name: str
     family: str  # key of `models.FAMILIES`, which knows names of tensors and the forward
@@ -195,7 +206,8 @@ class ModelSpec:
     ffn_size: int
     vocab_size: int
     max_positions: int
-    # Tensors of the embedding. () if this is a stage of a pipeline that another stage feeds (`stage`).
+    # Tensors of the embedding. () if this is a stage of a pipeline that another stage feeds
+    # (`stage`).
     embedding: tuple[TensorSpec, ...]
     # Per transformer block: tensors of the attention, with the router if the block has `experts`.
     attention: tuple[tuple[TensorSpec, ...], ...]
@@ -217,17 +229,21 @@ class ModelSpec:
     quantization: Mapping[str, Any] | None = None
     buffers: tuple[StepBuffer, ...] = ()
     experts: Experts | None = None
-    # Per transformer block: how many of the newest KV entries a query sees, its own included. None: all.
-    # (): no block has a window.
+    # Per transformer block: how many of the newest KV entries a query sees, its own included. None:
+    # all. (): no block has a window.
     windows: tuple[int | None, ...] = ()
     # Rows of the head's table in a unit. The head is then as many layers as it has such units
     # (`with_head_rows`). 0: all rows.
     head_rows: int = 0
-    # First part of the names of all tensors except the head's. Checkpoints of the bare model lack it.
+    # First part of the names of all tensors except the head's. Checkpoints of the bare model lack
+    # it.
     prefix: str = "model"
 
     def __hash__(self) -> int:
-        """Hash a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
+        """Return a hash of a few fields.
+
+        The planner looks models up thousands of times, and a model has thousands of tensors.
+        """
         sizes = self.num_blocks, self.hidden_size, self.ffn_size, self.vocab_size, self.head_rows
         return hash((self.name, self.family, *sizes))
 
@@ -303,8 +319,8 @@ class ModelSpec:
     def layers(self, sep_layer: bool, expert_group: int = 0) -> LayerPlan:
         """Return the layers of a sweep.
 
-        sep_layer: attention and MLP are two steps with one weight unit each, if the model allows it.
-        expert_group: experts of a step and unit; 0: all of a block.
+        sep_layer: attention and MLP are two steps with one weight unit each, if the model allows
+        it. expert_group: experts of a step and unit; 0: all of a block.
         """
         units: list[WeightUnit] = []
         layers: list[Layer] = []

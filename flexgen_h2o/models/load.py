@@ -68,7 +68,8 @@ _SENTENCEPIECE = "tokenizer.model"
 # Settings by which a tokenizer draws one of several ways to cut a text.
 _DRAWN = ("dropout", "alpha", "nbest_size")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", _SENTENCEPIECE, "tokenizer_config.json")
-_LOGGING_LIBRARIES = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
+# Libraries that log to stderr while they read files.
+_LOGGING_LIBRARIES = ("transformers", "huggingface_hub")
 _logging_lock = threading.RLock()
 _TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 # Files that transformers also reads.
@@ -103,7 +104,10 @@ class Model:
 
     @property
     def notes(self) -> list[str]:
-        """Warnings about the model's files, one line each, for what a user might expect and does not get."""
+        """Warnings about the model's files, one line each.
+
+        They name what a user might expect and does not get.
+        """
         found = [self.note] if self.note else []
         if self.generation.not_applied:
             names = ", ".join(self.generation.not_applied)
@@ -116,8 +120,9 @@ class Model:
     def turn_ends(self) -> tuple[int, ...]:
         """Tokens that end an answer in a chat.
 
-        These are the end tokens of the tokenizer, config.json and generation_config.json together, as in
-        vLLM. The tokenizer's end token is often the end of a turn, and often no other file names it.
+        These are the end tokens of the tokenizer, config.json and generation_config.json together,
+        as in vLLM. The tokenizer's end token is often the end of a turn, and often no other file
+        names it.
         """
         own = getattr(self.tokenizer, "eos_token_id", None)
         ends = [*self.spec.eos_token_ids, *self.generation.ends, *([own] if isinstance(own, int) else [])]
@@ -133,7 +138,8 @@ class Model:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the tokenizer's own special tokens.
 
-        Raises TooLongError like `check_fits`. Prompts that are only a little too long are found later.
+        Raises TooLongError like `check_fits`. Prompts that are only a little too long are found
+        later.
         """
         self.check_fits(text)
         return self.tokens_of(text)
@@ -141,8 +147,8 @@ class Model:
     def tokens_of(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of a text. Every call of the tokenizer goes through this method.
 
-        Raises UsageError if the string is not valid text. Raises TokenizerError for whatever the tokenizer
-        raises: a panic in Rust is not even an `Exception`.
+        Raises UsageError if the string is not valid text. Raises TokenizerError for whatever the
+        tokenizer raises: a panic in Rust is not even an `Exception`.
         """
         assert self.tokenizer is not None
         check_text("the text", text)
@@ -182,9 +188,10 @@ class Model:
             size *= 2
 
     def encode_message(self, text: str) -> list[int]:
-        """Return the token ids of a user's message by the chat template, up to where the answer begins.
+        """Return the token ids of a user's message by the chat template.
 
-        Raises UsageError if the template rejects the message. `check_chat` must have found a template.
+        They end where the answer begins. Raises UsageError if the template rejects the message.
+        `check_chat` must have found a template.
         """
         try:
             return self.encode_chat([{"role": "user", "content": text}])
@@ -206,11 +213,11 @@ class Model:
 
     @cached_property
     def least_parts(self) -> int | None:
-        """Fewest texts of a message's content that are passed to the chat template as a list of parts.
+        """Fewest texts of a message that the chat template gets as a list of parts.
 
-        With fewer texts, they are passed as lines of one text. None: never as parts, because the template
-        would write the list as Python does. 2: the template renders a text in a part like a plain text.
-        1: the template reads only parts.
+        With fewer texts, they are passed as lines of one text. None: never as parts, because the
+        template would write the list as Python does. 2: the template renders a text in a part like
+        a plain text. 1: the template reads only parts.
         """
         if not self.has_chat_template:
             return None
@@ -228,7 +235,10 @@ class Model:
 
     @property
     def reserved_options(self) -> frozenset[str]:
-        """Names of the parameters of the chat template's call. They cannot be the template's own options."""
+        """Names of the parameters of the chat template's call.
+
+        They cannot be the template's own options.
+        """
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer is not None else ()
         return frozenset({"messages", *own})
 
@@ -247,9 +257,9 @@ class Model:
     def encode_turn(self, users: Sequence[str], system: str | None = None) -> list[int]:
         """Return the token ids of the last of a user's messages, by the chat template.
 
-        They begin where the answer before it ends, whatever that answer says, and go up to where the next
-        answer begins. system: a message before all others. Raises ValueError if the template does not accept
-        messages and answers in turn.
+        They begin where the answer before it ends, whatever that answer says, and go up to where
+        the next answer begins. system: a message before all others. Raises ValueError if the
+        template does not accept messages and answers in turn.
         """
         messages = [] if system is None else [{"role": "system", "content": system}]
         for text in users:
@@ -265,8 +275,8 @@ class Model:
     ) -> str:  # fmt: skip
         """Return a conversation as the chat template writes it.
 
-        It ends where an answer begins. Without `answers` it ends with the last message, which is to be
-        continued. options and ValueError: as for `encode_chat`.
+        It ends where an answer begins. Without `answers` it ends with the last message, which is to
+        be continued. options and ValueError: as for `encode_chat`.
         """
         if self.least_parts == 1:
             messages = [
@@ -276,7 +286,10 @@ class Model:
         return self._render(messages, answers, options or {})
 
     def _render(self, messages: Sequence[Mapping[str, Any]], answers: bool, options: Mapping[str, Any]) -> str:
-        """Call the template in transformers' sandbox: it can run no code and write no files, but may be slow."""
+        """Call the template in transformers' sandbox.
+
+        It can run no code and write no files, but it may be slow.
+        """
         assert self.tokenizer is not None
         try:
             with _quiet():
@@ -384,7 +397,10 @@ def has_safetensors(model: Model) -> bool:
 
 
 def said_dtype(model: Model) -> str:
-    """Return the float dtype of the weights by config.json; float32 if it has none, as in transformers."""
+    """Return the float dtype of the weights by config.json.
+
+    Without a valid one it is float32, as in transformers.
+    """
     said = str(model.config.get("dtype") or model.config.get("torch_dtype")).removeprefix("torch.")
     return said if said in DTYPE_BYTES else "float32"
 
@@ -428,7 +444,9 @@ def _read_shape(name: str, folder: Path, max_model_len: int | None) -> tuple[Mod
 
 
 def with_max_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
-    """Return the model with at most `max_model_len` tokens per sequence. None: as many as it has positions.
+    """Return the model with at most `max_model_len` tokens per sequence.
+
+    None: as many as it has positions.
 
     Raises UsageError if that is more than it has positions.
     """
@@ -462,10 +480,12 @@ def _suggesting(model: str) -> Iterator[None]:
 def find_checkpoint(
     model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, form: PackedFormat | None = None
 ) -> Checkpoint:
-    """Return the checkpoint on disk: in place, imported from .bin, or written with seeded random weights.
+    """Return the checkpoint on disk.
 
-    dtype: of random weights. form: convert the matrices to that format, once. Random weights in a packed
-    format are never written unpacked.
+    It is read in place, imported from .bin, or written with seeded random weights.
+
+    dtype: of random weights. form: convert the matrices to that format, once. Random weights in a
+    packed format are never written unpacked.
     """
     cache, spec = offload_dir / "weights", model.spec
     if not model.random:
@@ -504,8 +524,8 @@ def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, st
     """Return digests of the model's `weights` and `tokenizer` (atomic_folder.sample_digest).
 
     They depend on contents only, not on the folder's name. None: the model has none of its own.
-    checkpoint: the model's checkpoint, opened before. Raises UsageError if a file cannot be read, and
-    CheckpointChangedError if one has changed since it was opened.
+    checkpoint: the model's checkpoint, opened before. Raises UsageError if a file cannot be read,
+    and CheckpointChangedError if one has changed since it was opened.
     """
     if model.folder is None:
         return {"weights": None, "tokenizer": None}
@@ -525,7 +545,10 @@ def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, st
 
 
 def shape_fingerprint(config: dict[str, Any]) -> str:
-    """Return a short hash of a config, so that random weights made for another shape are never reused."""
+    """Return a short hash of a config.
+
+    By it, random weights made for another shape are never reused.
+    """
     import hashlib
     import json
 
@@ -547,8 +570,8 @@ class _LogCollector(logging.Handler):
 def _quiet() -> Iterator[None]:
     """Collect what libraries log and warn while files are read.
 
-    If no error is raised, each message is shown once, on one line. Otherwise none is shown, because the
-    error says what is wrong with the file.
+    If no error is raised, each message is shown once, on one line. Otherwise none is shown, because
+    the error says what is wrong with the file.
     """
     collector, shown = _LogCollector(), set[str]()
     with _logging_lock, warnings.catch_warnings(record=True) as warned:

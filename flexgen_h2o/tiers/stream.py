@@ -2,10 +2,11 @@
 
 No torch: the simulator uses this module too.
 
-Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for nothing
-else. If both are on a card, the card waits, and the thread that issues work continues. There is one
-`Stream` for each thing that moves (weights, KV units, hidden states). Space is taken strictly in schedule
-order, so a unit that is needed now never waits for space held by one that is needed later.
+Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for
+nothing else. If both are on a card, the card waits, and the thread that issues work continues.
+There is one `Stream` for each thing that moves (weights, KV units, hidden states). Space is taken
+strictly in schedule order, so a unit that is needed now never waits for space held by one that is
+needed later.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Part:
 
 
 def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...]:
-    """Cut `count` rows into at most three parts, device first. Each share is honoured to within `multiple` rows.
+    """Cut `count` rows into at most three parts, device first.
+
+    Each share is honoured to within `multiple` rows.
 
     A share of 0 gets no rows. The parts together are always all rows.
     """
@@ -63,7 +66,7 @@ def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
 
 
 def is_streamed(tier: str, device_is_host: bool) -> bool:
-    """Return whether bytes with this home must be brought to the device before a layer can use them."""
+    """Return whether bytes on `tier` must be copied to the device before a layer uses them."""
     return tier == "disk" or (tier == "host" and not device_is_host)
 
 
@@ -75,8 +78,8 @@ class Waitable(Protocol):
     def wait_on_card(self) -> None:
         """Let the card's current stream wait for this operation before any work that follows.
 
-        The thread itself waits only until the card knows what to wait for. After that call, host memory
-        may not be read or overwritten by the thread.
+        The thread itself waits only until the card knows what to wait for. After that call, host
+        memory may not be read or overwritten by the thread.
         """
         self.wait()
 
@@ -168,7 +171,10 @@ class Region:
 
 
 class Ring:
-    """Space of one buffer, first in, first out. Regions are contiguous; one that does not fit at the end wraps."""
+    """Space of one buffer, first in, first out.
+
+    Regions are contiguous; one that does not fit at the end wraps.
+    """
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer, self.capacity = buffer, buffer.numel()
@@ -196,7 +202,8 @@ class Ring:
                 continue
             if old.start < end and start < old.end:
                 after += old.users
-            # Otherwise whoever waits for the new region's users waits for the old region's users, too.
+            # Otherwise whoever waits for the new region's users waits for the old region's users,
+            # too.
             if old.start < start or end < old.end:
                 others.append(old)
         self._old = others
@@ -238,7 +245,10 @@ class Source(Protocol[KeyIn]):
         """Return False if the unit is not needed after all, because its rows have finished."""
 
     def is_ready(self, key: KeyIn) -> bool:
-        """Return False while the unit's last user has not stored it, so that its home is out of date."""
+        """Return False while the unit's home is out of date.
+
+        Its last user has not stored it yet.
+        """
 
     def load(self, key: KeyIn, region: Region) -> list[Done]:
         """Start filling the region. Returns [] for a unit that compute creates."""
@@ -253,7 +263,10 @@ def streamed_keys(keys: Iterator[Key], sweep: Iterable[Key], source: Source[Key]
 
 
 class Stream(Generic[Key]):
-    """Loads units in the order of `sequence`. ahead: number of units that load besides the one in use."""
+    """Loads units in the order of `sequence`.
+
+    ahead: number of units that may be loading besides the one in use.
+    """
 
     def __init__(self, ring: Ring | None, sequence: Iterator[Key], source: Source[Key], ahead: int) -> None:
         self._ring, self._sequence, self._source, self._ahead = ring, sequence, source, ahead
@@ -269,7 +282,8 @@ class Stream(Generic[Key]):
     def take(self, key: Key) -> Region | None:
         """Return the region of `key` once it is loaded; None if the unit takes no ring space.
 
-        The card waits for the loads if it can, otherwise this thread does. Keys come in the order of the sequence.
+        The card waits for the loads if it can, otherwise this thread does. Keys come in the order
+        of the sequence.
         """
         if not self._source.nbytes(key):
             return None

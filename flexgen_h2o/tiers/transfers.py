@@ -1,9 +1,9 @@
 """Transfers between files, host and device memory, on lanes of worker threads.
 
-An operation waits on its worker for the events that must come before it, and signals its own `Done`. A
-copy between a card and pinned memory waits on the card instead: its worker continues with the next job,
-and its `Done` says that the copy has begun. The first failure ends every lane, and whoever waits gets
-that error.
+An operation waits on its worker for the events that must come before it, and signals its own
+`Done`. A copy between a card and pinned memory waits on the card instead: its worker continues with
+the next job, and its `Done` says that the copy has begun. The first failure ends every lane, and
+whoever waits gets that error.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Job(NamedTuple):
     done: Done  # of the operation
 
 
-# Queues besides a lane's own, by the lane and the end of an operation's name. On a card, weights wait for
-# ring space and must not hold up KV. Rows of a table must not wait behind bulk reads.
+# Queues besides a lane's own, by the lane and the end of an operation's name. On a card, weights
+# wait for ring space and must not hold up KV. Rows of a table must not wait behind bulk reads.
 _OWN_QUEUES = {("h2d", "weight"): "h2d weights", ("disk_read", "look_up_weight"): "disk_read rows"}
 # Copies that a worker may have begun: two units of weights, so that a signal is soon seen.
 MOST_UNDER_WAY = 32
@@ -55,16 +55,17 @@ _Wanted = Sequence[tuple[torch.Tensor, int]]  # (tensor to fill, row of a table)
 class Lanes:
     """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads.
 
-    Weights go to the card in a queue of their own. So do rows that are looked up.
-    bytes_moved: bytes over each lane's link. bytes_by_name: the same by (lane, name of the operation).
+    Weights go to the card in a queue of their own. So do rows that are looked up. bytes_moved:
+    bytes over each lane's link. bytes_by_name: the same by (lane, name of the operation).
     """
 
     def __init__(self, threads: dict[str, int], timeline: Timeline) -> None:
         self.timeline = timeline
         self.bytes_moved = dict.fromkeys(threads, 0)
         self.bytes_by_name: Counter[tuple[str, str]] = Counter()
-        # State of a worker. `name`: name of its current operation. `begun`: copies that the operation
-        # has begun. `all`: the last of them is all that the operation does. `last`: the last copy begun.
+        # State of a worker. `name`: name of its current operation. `begun`: copies that the
+        # operation has begun. `all`: the last of them is all that the operation does. `last`: the
+        # last copy begun.
         self._current = threading.local()
         self._failure: BaseException | None = None
         self._closed = False
@@ -108,7 +109,8 @@ class Lanes:
     def begin(self, copy: Waitable, is_all: bool = False) -> None:
         """Make the current operation last until `copy` is done, while the worker continues.
 
-        Jobs call it. is_all: the operation does nothing else, so its span in the timeline is the copy's.
+        Jobs call it. is_all: the operation does nothing else, so its span in the timeline is the
+        copy's.
         """
         if not copy.is_done:
             self._current.begun.append(copy)
@@ -117,8 +119,8 @@ class Lanes:
     def close(self) -> None:
         """Drop what is queued, end the threads and wait for them.
 
-        This does nothing in a child of os.fork(), which has no threads and may have inherited a lock that
-        one of them held.
+        This does nothing in a child of os.fork(), which has no threads and may have inherited a
+        lock that one of them held.
         """
         if os.getpid() != self._owner:
             return
@@ -164,8 +166,8 @@ class Lanes:
     def _see_end(self, lane: str, row: str, job: _Job, copy: Waitable) -> None:
         """Wait until a copy that was begun has ended, and record when the link was busy with it.
 
-        The link was busy from the moment all events before the copy were done, which include the worker's
-        previous copy.
+        The link was busy from the moment all events before the copy were done, which include the
+        worker's previous copy.
         """
         try:
             wait_all(job.after)
@@ -203,7 +205,10 @@ class _Staging:
         return slot
 
     def is_read_by(self, copy: Waitable, source: torch.Tensor) -> None:
-        """Record the copy that was begun from the slot taken last. source: what it reads, kept until then."""
+        """Record the copy that was begun from the slot taken last.
+
+        source: the memory that the copy reads. It is kept until the copy is done.
+        """
         self._readers[self._at] = copy, source
 
 
@@ -213,8 +218,8 @@ Memory = Literal["device", "host"]
 class Mover:
     """All traffic of a run. Every method queues the work and returns its `Done`.
 
-    pins: host memory that is copied to and from a card is pinned. Without pinning, each copy, and each wait
-    of the card for a copy, would occupy a CPU core.
+    pins: host memory that is copied to and from a card is pinned. Without pinning, each copy, and
+    each wait of the card for a copy, would occupy a CPU core.
     """
 
     def __init__(self, device: Device, lanes: Lanes, pins: bool = True) -> None:
@@ -227,9 +232,9 @@ class Mover:
     ) -> Done:
         """Fill `dst`, which lies in `memory`, from a range of a file.
 
-        The file is read straight into `dst` if that is page-aligned host bytes with room for the aligned
-        range. Otherwise it is read in chunks through the worker's staging memory. Each chunk is converted to
-        dst's dtype and copied to dst's memory while further chunks are read.
+        The file is read straight into `dst` if that is page-aligned host bytes with room for the
+        aligned range. Otherwise it is read in chunks through the worker's staging memory. Each
+        chunk is converted to dst's dtype and copied to dst's memory while further chunks are read.
         """
         file, offset, nbytes, dtype = source
         crosses = self._crosses(memory)
@@ -246,8 +251,8 @@ class Mover:
     def read_rows(self, name: str, wanted: _Wanted, table: FileRange) -> Done:
         """Fill tensors in host memory with one row each of a table in a file.
 
-        wanted: in the order of rows. table: the range of the first row. Rows that are near each other are
-        read together, with what lies between them.
+        wanted: in the order of rows. table: the range of the first row. Rows that are near each
+        other are read together, with what lies between them.
         """
         runs = _runs(wanted, table.nbytes)
 
@@ -261,9 +266,10 @@ class Mover:
         self, name: str, file: DirectFile, offset: int, src: torch.Tensor, memory: Memory,
         after: Sequence[Waitable] = (),
     ) -> Done:  # fmt: skip
-        """Write `src` (uint8), which lies in `memory`, to the file at `offset` (a multiple of 4 KiB).
+        """Write `src` to the file at `offset`.
 
-        Whole pages are written. If `src` ends within a page, the rest of that page in the file is undefined.
+        src: uint8, in `memory`. offset: a multiple of 4 KiB. Whole pages are written. If `src` ends
+        within a page, the rest of that page in the file is undefined.
         """
         crosses = self._crosses(memory)
         if not crosses and src.data_ptr() % PAGE == 0 and src.numel() % PAGE == 0:
@@ -280,7 +286,10 @@ class Mover:
         return memory == "device" and not self.device.is_host
 
     def _wait_of(self, crosses: bool) -> _Wait:
-        """Return how to wait for what comes before an operation: on the card if only it touches the bytes."""
+        """Return how to wait for what comes before an operation.
+
+        The card waits if only it touches the bytes.
+        """
         return self._wait_on_card if crosses and self._pins else wait_all
 
     def _wait_on_card(self, events: Iterable[Waitable]) -> None:
@@ -307,8 +316,9 @@ class Mover:
         """Copy the KV entry at slots[r] of each row r from device to host memory.
 
         pairs: (target, source) of keys and of values, each (segments, rows, S, d), with slot j at
-        [j // S, :, j % S]. A target may have more rows. slots: (rows,) int64 on the device, read once `after`
-        is done. On a card the copy runs beside compute and does not wait for work that is issued later.
+        [j // S, :, j % S]. A target may have more rows. slots: (rows,) int64 on the device, read
+        once `after` is done. On a card the copy runs beside compute and does not wait for work that
+        is issued later.
         """
         length, sources = pairs[0][1].shape[2], [source for _, source in pairs]
         row_bytes = slots.itemsize + sum(source.shape[3] * source.itemsize for source in sources)
@@ -325,10 +335,9 @@ class Mover:
         return self.lanes.submit("d2h", name, [job], after, self._wait_of(crosses=True))
 
     def _gathered(self, slots: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the slots and the KV entries in them, in host memory until the thread's next transfer.
+        """Return the slots and the KV entries in them, in host memory.
 
-        A card sends all of them in one copy.
-        """
+        They are valid until the thread's next transfer. A card sends all of them in one copy."""
         with self.device.beside_compute():
             at = _places(slots, sources[0].shape[2])
             found = [slots, *(source[at] for source in sources)]
@@ -368,14 +377,20 @@ class Mover:
         return file.write(staging, offset)
 
     def _thread_staging(self, slots: int = 1) -> _Staging:
-        """Return the staging memory of this thread, which asks for the same number of slots each time."""
+        """Return the staging memory of this thread.
+
+        The thread must ask for the same number of slots each time.
+        """
         if not hasattr(self._staging, "own"):
             self._staging.own = _Staging(self._take_staging(slots * STAGING_BYTES))
         return cast(_Staging, self._staging.own)
 
 
 def _read_into(staging: torch.Tensor, file: DirectFile, offset: int, nbytes: int) -> tuple[torch.Tensor, int]:
-    """Read a range of a file into staging. Returns the range as a view of staging, and the bytes read."""
+    """Read a range of a file into staging.
+
+    Returns the range as a view of staging, and the bytes read.
+    """
     start, length = aligned_range(offset, nbytes)
     got = file.read(staging[:length], start, offset - start + nbytes)
     return staging[offset - start : offset - start + nbytes], got

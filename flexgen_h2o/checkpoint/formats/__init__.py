@@ -1,8 +1,8 @@
 """How the matrices of a model are stored, held on their tiers and multiplied.
 
-`FORMATS` names one module per format. A module has `recognise(policy, quantization, itemsize)`, which
-returns its format if the policy's switches or the checkpoint's `quantization_config` ask for it.
-Plans ask formats for bytes, so torch is imported only in the functions that use it.
+`FORMATS` names one module per format. A module has `recognise(policy, quantization, itemsize)`,
+which returns its format if the policy's switches or the checkpoint's `quantization_config` ask for
+it. Plans ask formats for bytes, so torch is imported only in the functions that use it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"
 
 @dataclass(frozen=True)
 class StoredRows:
-    """One of the stored tensors that a matrix, or a vector, is made of. A format's `layout` makes it."""
+    """One of the stored tensors that a matrix, or a vector, is made of.
+
+    A format's `layout` makes it.
+    """
 
     # Names that the tensor may have in a checkpoint.
     names: tuple[str, ...] = field(compare=False)
@@ -69,8 +72,8 @@ class StoredRows:
     # (mask, base), for random weights: byte i is (any byte & mask[i]) + base[i], where both repeat.
     # The default allows any byte.
     random: tuple[bytes, bytes] = field(default=(b"\xff", b"\0"), compare=False)
-    # This tensor is `shape[0]` rows, from row `first` on, of what has the name. Its rows are counted
-    # from there. Set by `of_rows`.
+    # This tensor is `shape[0]` rows, from row `first` on, of what has the name. Its rows are
+    # counted from there. Set by `of_rows`.
     first: int = field(default=0, compare=False)
 
     @property
@@ -109,7 +112,8 @@ class StoredRows:
     def held(self, raw: torch.Tensor, dtype: str) -> torch.Tensor:
         """Return bytes of a checkpoint as a piece for `WeightFormat.decode_rows`.
 
-        raw: uint8, numbers that the checkpoint stores as `dtype`. They become float32 if `in_float32` is set.
+        raw: uint8, numbers that the checkpoint stores as `dtype`. They become float32 if
+        `in_float32` is set.
         """
         import torch
 
@@ -147,7 +151,7 @@ class TensorLayout:
         return sum(stored.part_bytes(part) for stored in self.stored)
 
     def cuts_at(self, multiple: int) -> bool:
-        """Return whether rows can be cut at multiples of `multiple` into tensors that share nothing.
+        """Return whether cuts at multiples of `multiple` rows give tensors that share nothing.
 
         `of_rows` makes such tensors.
         """
@@ -162,9 +166,9 @@ class TensorLayout:
     def homes(self, shares: Shares, device_is_host: bool) -> tuple[tuple[Part, bool], ...]:
         """Return the parts of the tensor, each with whether it is streamed.
 
-        A table that is only looked up by row is not split if the device is host memory: it lies on the last
-        tier that has a share of the weights. On disk only the rows that a step needs are read. In memory
-        they are already there.
+        A table that is only looked up by row is not split if the device is host memory: it lies on
+        the last tier that has a share of the weights. On disk only the rows that a step needs are
+        read. In memory they are already there.
         """
         if self.looked_up and device_is_host:
             last = max(i for i, share in enumerate(shares) if share > 0)
@@ -176,8 +180,8 @@ class TensorLayout:
 def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
     """Return the homes of a tensor's rows. Shares split matrices; vectors stay on the device.
 
-    shape: as TensorLayout.cut_shape. Large matrices are cut at the ends of blocks of rows, because the
-    compiled loop reads whole blocks.
+    shape: as TensorLayout.cut_shape. Large matrices are cut at the ends of blocks of rows, because
+    the compiled loop reads whole blocks.
     """
     if len(shape) < 2:
         return split_rows(shape[0], (1.0, 0.0, 0.0))
@@ -218,16 +222,19 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One format of weights. Subclasses say how matrices are laid out and decoded. Vectors are always plain.
+    """One format of weights.
 
-    This class itself is the format `dense`, which most checkpoints have: any float dtype, held in the
-    compute dtype.
+    Subclasses say how matrices are laid out and decoded. Vectors are always plain.
+
+    This class itself is the format `dense`, which most checkpoints have: any float dtype, held in
+    the compute dtype.
     """
 
     itemsize: int  # bytes of one number of the compute dtype
     # Matrices are decoded into a buffer when their unit is opened. Otherwise they are used as held.
     decodes: ClassVar[bool] = False
-    # Name of a tensor that is a matrix of this format in any model. `warm_up` decodes such a matrix.
+    # Name of a tensor that is a matrix of this format in any model. `warm_up` decodes such a
+    # matrix.
     sample_name: ClassVar[str] = ""
     # Columns of matrices that different loops multiply. The last is for the kernel on a card.
     sample_columns: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)
@@ -249,14 +256,14 @@ class WeightFormat:
 
     @property
     def decoder(self) -> str:
-        """Name in profiles of the decoder of a quantised checkpoint's matrices; "" for other formats."""
+        """Name in profiles of what decodes a quantised checkpoint's matrices, or ""."""
         return ""
 
     @property
     def decoder_in_products(self) -> str:
-        """Name in profiles of the decoder of experts' matrices while a CPU multiplies them (`codes`).
+        """Name in profiles of what decodes experts' matrices as a CPU multiplies them.
 
-        It is "" for formats without such a decoder.
+        They are multiplied from their `codes`. The name is "" for formats without such a decoder.
         """
         return ""
 
@@ -281,8 +288,8 @@ class WeightFormat:
     ) -> RowParts:
         """Return the rows of a tensor that is used as held.
 
-        pieces: one uint8 tensor per stored tensor. blocks: reorder the rows in place into the order in which
-        products are fastest.
+        pieces: one uint8 tensor per stored tensor. blocks: reorder the rows in place into the order
+        in which products are fastest.
         """
         from flexgen_h2o.kernels.linear import DenseRows, InputRows, block_rows
 
@@ -313,8 +320,8 @@ class WeightFormat:
     def coded_parts(self, layout: TensorLayout, held: Sequence[Held], decoded: RowParts) -> RowParts:
         """Return the rows of a matrix that products read from their codes while inputs are few.
 
-        With more inputs they are decoded into `decoded` first. Returns () if products cannot read the codes.
-        held: all rows of the matrix, in order. They must stay where they are.
+        With more inputs they are decoded into `decoded` first. Returns () if products cannot read
+        the codes. held: all rows of the matrix, in order. They must stay where they are.
         """
         if not self.has_codes:
             return ()
@@ -332,7 +339,10 @@ class WeightFormat:
         return tuple(CodedRows(codes, DenseRows(rows)) for codes, rows in found)
 
     def codes(self, layout: TensorLayout, held: Held) -> Codes:
-        """Return some rows of a matrix as products read them. Formats without this method are decoded."""
+        """Return some rows of a matrix as products read them.
+
+        Formats without this method are decoded.
+        """
         raise NotImplementedError
 
     def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
@@ -359,8 +369,8 @@ class WeightFormat:
 class PackedFormat(WeightFormat):
     """A format that weights are converted to once, because a switch of the policy asks for it.
 
-    checkpoint/packed_store.py converts them. A tensor is one stored tensor under its own key. A matrix
-    is uint8 of (rows, row bytes).
+    checkpoint/packed_store.py converts them. A tensor is one stored tensor under its own key. A
+    matrix is uint8 of (rows, row bytes).
     """
 
     flag: ClassVar[str]  # the command-line flag of that switch
@@ -376,16 +386,18 @@ class PackedFormat(WeightFormat):
 
     @property
     def record(self) -> dict[str, object]:
-        """Description of what the bytes mean.
+        """A description of what the bytes mean.
 
-        Its entry `format` is a number that rises when the meaning changes. Stores with another number are not used.
+        Its entry `format` is a number that rises when the meaning changes. Stores with another
+        number are not used.
         """
         raise NotImplementedError
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows in this format, (n, row bytes) uint8.
 
-        rows: (n, columns), any float dtype, on the host. Raises ValueError if a number is not finite.
+        rows: (n, columns), any float dtype, on the host. Raises ValueError if a number is not
+        finite.
         """
         raise NotImplementedError
 
@@ -405,7 +417,10 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
 
 @lru_cache(maxsize=1024)
 def weight_format(spec: ModelSpec, policy: Policy, itemsize: int) -> WeightFormat:
-    """Return how a run holds a model's weights: as the policy asks, or else as the checkpoint has them."""
+    """Return the format in which a run holds a model's weights.
+
+    It is what the policy asks for, or else the checkpoint's.
+    """
     return _recognised(policy, spec.quantization, itemsize)
 
 
@@ -448,8 +463,8 @@ def layout_of(form: WeightFormat, tensor: TensorSpec) -> TensorLayout:
 def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, experts: bool = False) -> None:
     """Compile what decoding and products need by decoding and multiplying zeros.
 
-    The matrices have rows that can be blocked, and rows that cannot. On a card, products from codes are
-    compiled too. experts: also compile the products of experts on a card.
+    The matrices have rows that can be blocked, and rows that cannot. On a card, products from codes
+    are compiled too. experts: also compile the products of experts on a card.
     """
     import torch
 
