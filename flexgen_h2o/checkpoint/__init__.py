@@ -1,7 +1,7 @@
 """Checkpoints: a model's folder, its tensors by byte range, imports of .bin files, random weights.
 
-This package does not depend on model families and does no I/O of runs: a spec says which tensors
-there are, and the tiers read them.
+Model families and tiers are not known here: a spec says which tensors there are, and the tiers read
+them.
 """
 
 from __future__ import annotations

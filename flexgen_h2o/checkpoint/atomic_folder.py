@@ -108,7 +108,10 @@ def sample_digest(paths: Sequence[Path]) -> str:
 
 
 def file_state(path: Path) -> FileState | None:
-    """Return the state of a file, or of the target of a link; None if it cannot be read by `stat`."""
+    """Return the state of a file, or of the target of a link.
+
+    None: there is no such file, or it cannot be looked at.
+    """
     try:
         before = path.stat()
         for _ in range(_STEADY_TRIES):
@@ -187,7 +190,7 @@ def _digest_of(path: Path) -> str | None:
 
 
 def label(name: str) -> str:
-    """Return `name`, cut to `LABEL_BYTES`, for names of folders that a fingerprint distinguishes."""
+    """Return `name`, cut to `LABEL_BYTES`, as a part of the name of a fingerprinted folder."""
     return os.fsencode(name)[:LABEL_BYTES].decode(errors="ignore")
 
 

@@ -68,7 +68,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """Float dtype of most bytes (`float32`, `bfloat16`, `float16`). float64 counts as float32."""
+        """Float dtype of most bytes: `float32` (or float64), `bfloat16` or `float16`."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
             dtype = "float32" if tensor.dtype == WIDE else tensor.dtype
@@ -78,11 +78,11 @@ class Checkpoint:
 
     @property
     def files(self) -> States:
-        """The files that contain the tensors, with their states before anything of them was read."""
+        """Files that contain the tensors, with their states before anything of them was read."""
         return {t.path: t.state for t in self.tensors.values()}
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointChangedError if one of its files, or of their source files, has changed."""
+        """Raise CheckpointChangedError if one of its files or source files has changed."""
         check_unchanged({**self.sources, **self.files})
 
 

@@ -501,7 +501,10 @@ def find_checkpoint(
 
 
 def _in_use(checkpoint: Checkpoint) -> Checkpoint:
-    """Keep `flexgen-h2o cache` from removing the package's own folders while the object is alive."""
+    """Keep `flexgen-h2o cache` from removing the checkpoint's folder while the object is alive.
+
+    This matters only for folders that the package has made.
+    """
     folder = checkpoint.folder
     if read_mark(folder) is not None:
         try:
@@ -637,7 +640,7 @@ def _drop_dropout(tokenizer: Any, folder: Path) -> None:
 
 
 def _missing_for_sentencepiece(folder: Path) -> list[str]:
-    """Return the packages to install for a folder with a SentencePiece model and no tokenizer.json."""
+    """Return the packages to install for a SentencePiece model without a tokenizer.json."""
     if (folder / "tokenizer.json").exists() or not (folder / _SENTENCEPIECE).exists():
         return []
     modules = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}

@@ -1,1 +1,1 @@
-"""Where bytes live and how they move: budgets, buffers, device, host, disk, transfer lanes."""
+"""Where bytes are kept and how they move: budgets, buffers, device, host, disk, transfer lanes."""

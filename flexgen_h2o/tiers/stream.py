@@ -184,7 +184,7 @@ class Ring:
         self._refused: int | None = None
 
     def take(self, nbytes: int) -> Region | None:
-        """Return a region of at least `nbytes`, or None while older regions still hold the space."""
+        """Return a region of at least `nbytes`, or None while older regions hold the space."""
         size = round_up(max(1, nbytes), PAGE)
         if size > self.capacity:
             raise ValueError(f"ring of {self.capacity} bytes cannot hold {size}")

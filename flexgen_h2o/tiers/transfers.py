@@ -282,7 +282,7 @@ class Mover:
         return self.lanes.submit("disk_write", name, jobs, after, self._wait_of(crosses))
 
     def _crosses(self, memory: Memory) -> bool:
-        """Return whether bytes between a file and `memory` cross the link between host and device."""
+        """Return whether I/O between a file and `memory` crosses the link of host and device."""
         return memory == "device" and not self.device.is_host
 
     def _wait_of(self, crosses: bool) -> _Wait:

@@ -105,7 +105,7 @@ class StoredRows:
         return (end - first) * self.row_bytes
 
     def of_rows(self, chosen: range) -> StoredRows:
-        """Return the rows that the chosen rows of the matrix need, as a tensor without other rows."""
+        """Return a tensor of only those rows that the chosen rows of the matrix need."""
         first, end = self.rows_of(chosen.start, chosen.stop)
         return replace(self, shape=(end - first, *self.shape[1:]), first=first)
 

@@ -1,9 +1,10 @@
-"""quant_method "awq" (Lin et al. 2023, AutoAWQ's version "gemm"): matrices in 4 bits with a scale and a zero for each
-group of columns.
+"""quant_method "awq": matrices in 4 bits with a scale and a zero for each group of columns.
 
-Of a matrix `base`.weight (N, K) there are `base`.qweight, int32 of (K, N / 8), `base`.qzeros, int32 of (groups, N / 8),
-and `base`.scales of (groups, N). The codes of a word are those of rows 0, 2, 4, 6, 1, 3, 5, 7 of its 8, from the lowest
-bits on. number = (code - zero) x scale. It lies by columns, so its parts are runs of columns.
+The paper is Lin et al. 2023; the layout is AutoAWQ's version "gemm". A matrix `base`.weight (N, K)
+is stored as `base`.qweight, int32 of (K, N / 8), `base`.qzeros, int32 of (groups, N / 8), and
+`base`.scales of (groups, N). The codes of a word belong to rows 0, 2, 4, 6, 1, 3, 5, 7 of its 8,
+from the lowest bits upwards. number = (code - zero) x scale. The matrix is stored by columns, so
+its parts are runs of columns.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _RULES: Rules = {
 }  # fmt: skip
 _PER_WORD = 8
 _RANDOM_ZEROS = (b"\0", b"\x88")
-_RANDOM_SCALES = (b"\x0f\0", struct.pack("<e", 0.02 / 4.6))  # any codes have that std
+_RANDOM_SCALES = (b"\x0f\0", struct.pack("<e", 0.02 / 4.6))  # random codes have a std of 4.6
 
 
 @dataclass(frozen=True)
 class Awq(Quantised):
-    """group: columns that share a scale, 0 for all."""
+    """The format `awq`."""
 
-    group: int = 128
+    group: int = 128  # columns that share a scale; 0: all columns
     name = "awq"
     by_columns = True
     in_blocks_only = True
