@@ -48,10 +48,10 @@ _TORCH_TO_SAFETENSORS = {
 def import_bin(folder: Path, cache_dir: Path) -> Path:
     """Return the safetensors copy of the .bin checkpoint in `folder`. The first call makes it.
 
-    The copy lies in `cache_dir`/imported/<folder>-<fingerprint>/. It has one file per shard, an
-    index, and every small file of the model that is not weights (config, tokenizer), so it is a
-    full Hugging Face folder. A source that changes gets a new copy, and the old one stays. Files
-    that do not belong to the model do not count. Dtypes and values are kept.
+    The copy lies in `cache_dir`/imported/<folder>-<fingerprint>/. It is a full Hugging Face folder:
+    one file per shard, an index, and every small file of the model that is not weights (config,
+    tokenizer). A source that changes gets a new copy, and the old one stays. Files that do not
+    belong to the model do not count. Dtypes and values are kept.
 
     Memory: files in torch's zip format (torch >= 1.6) are mapped and leave RAM tensor by tensor.
     Older files cannot be mapped, so a whole shard is in RAM at a time.

@@ -38,7 +38,7 @@ class NotOnHubError(UsageError):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from."""
+    """The source of a model: a folder, or random weights."""
 
     name: str
     folder: Path | None  # None: random weights with the shape of the built-in table

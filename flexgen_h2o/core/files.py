@@ -433,9 +433,12 @@ def policies_folder() -> Path:
 def usable_path(text: str | Path, what: str) -> Path:
     """Return `text` as a path, with `~` expanded. `what` names the flag in the error.
 
-    Raises UsageError for an empty text (it would mean the current folder), an unknown user, a name
-    that is too long or has a NUL byte, a path below a folder that may not be read, and anything
-    that is not a path.
+    Raises UsageError for:
+    - an empty text, which would mean the current folder
+    - an unknown user
+    - a name that is too long or has a NUL byte
+    - a path below a folder that may not be looked into
+    - anything that is not a path
     """
     if text == "":
         raise UsageError(f"{what} '': is empty; name a file or folder, or leave {what} out")

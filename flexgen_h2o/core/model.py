@@ -52,7 +52,7 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
     # No switch compresses the tensor (a router, for example).
     exact: bool = False
-    # The tensor is this slice, along the first dimension, of what is stored under its name. An
+    # The tensor is this slice, along the first dimension, of the stored tensor of its name. An
     # expert can be such a slice of all experts of a block. `shape` is the slice's. A model has all
     # slices.
     index: int | None = None

@@ -1,6 +1,6 @@
-"""Mixtures of experts instead of LLaMA's MLP (Shazeer et al.
+"""Mixtures of experts instead of LLaMA's MLP: Qwen3-MoE, Mixtral, OLMoE.
 
-2017; Jiang et al. 2024): Qwen3-MoE, Mixtral, OLMoE.
+The papers are Shazeer et al. 2017 and Jiang et al. 2024.
 
 The softmax of a router over all experts gives a token its `per_token` likeliest experts and their
 weights. Formulas follow transformers' modeling_qwen3_moe, modeling_mixtral and modeling_olmoe. The

@@ -28,7 +28,8 @@ class NamedModel:
     bits: int  # bits of a weight in that file
     download_bytes: int
     folder_bytes: int  # about the size of the finished folder
-    # Its tokenizer cuts numbers into digits, which transformers' reader of GGUF files does not know.
+    # Its tokenizer cuts numbers into digits, which transformers' reader of GGUF files does not
+    # know.
     splits_digits: bool
     licence: str
 

@@ -35,9 +35,9 @@ CARD_LIBRARY_BYTES = 96 * 2**20
 def host_buffer(nbytes: int) -> torch.Tensor:
     """Return a uint8 tensor of `nbytes` in host memory, with every page touched.
 
-    Raises MemoryError if the machine does not have that much. Large buffers ask for huge pages:
-    O_DIRECT reads into them are about twice as fast as into 4 KiB pages, because the disk sees
-    whole requests (bench/results/notes/offloading.md, "Huge pages").
+    Raises MemoryError if the machine does not have that much. Large buffers ask for huge pages.
+    O_DIRECT reads into them about twice as fast as into 4 KiB pages, because the disk sees whole
+    requests (bench/results/notes/offloading.md, "Huge pages").
     """
     size = max(1, nbytes)
     align = HUGE_PAGE if size >= HUGE_PAGE else PAGE

@@ -1,7 +1,7 @@
 """Transfers between files, host and device memory, on lanes of worker threads.
 
 An operation waits on its worker for the events that must come before it, and signals its own
-`Done`. A copy between a card and pinned memory waits on the card instead: its worker continues with
+`Done`. A copy between a card and pinned memory waits on the card instead. Its worker continues with
 the next job, and its `Done` says that the copy has begun. The first failure ends every lane, and
 whoever waits gets that error.
 """

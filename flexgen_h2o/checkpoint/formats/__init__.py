@@ -65,15 +65,15 @@ class StoredRows:
     is_values: bool = False
     # The tensor holds numbers that become float32. If neither flag is set, it holds bytes.
     in_float32: bool = False
-    # This tensor is slice `index` of what has the name (TensorSpec.index).
+    # This tensor is slice `index` of the checkpoint's tensor of that name (TensorSpec.index).
     index: int | None = field(default=None, compare=False)
     # As TensorSpec.stacked.
     stacked: Stacked | None = field(default=None, compare=False)
     # (mask, base), for random weights: byte i is (any byte & mask[i]) + base[i], where both repeat.
     # The default allows any byte.
     random: tuple[bytes, bytes] = field(default=(b"\xff", b"\0"), compare=False)
-    # This tensor is `shape[0]` rows, from row `first` on, of what has the name. Its rows are
-    # counted from there. Set by `of_rows`.
+    # This tensor is `shape[0]` rows, from row `first` on, of the checkpoint's tensor of that name.
+    # Its rows are counted from there. Set by `of_rows`.
     first: int = field(default=0, compare=False)
 
     @property
@@ -96,7 +96,7 @@ class StoredRows:
         return first // self.rows_each, -(-end // self.rows_each)
 
     def file_rows(self, part: Part) -> tuple[int, int]:
-        """Return `part_rows`, counted in what has the name in the checkpoint."""
+        """Return `part_rows`, counted in the checkpoint's tensor of that name."""
         first, end = self.part_rows(part)
         return self.first + first, self.first + end
 
@@ -166,9 +166,9 @@ class TensorLayout:
     def homes(self, shares: Shares, device_is_host: bool) -> tuple[tuple[Part, bool], ...]:
         """Return the parts of the tensor, each with whether it is streamed.
 
-        A table that is only looked up by row is not split if the device is host memory: it lies on
-        the last tier that has a share of the weights. On disk only the rows that a step needs are
-        read. In memory they are already there.
+        A table that is only looked up by row is not split if the device is host memory. It then
+        lies on the last tier that has a share of the weights. On disk only the rows that a step
+        needs are read. In memory they are already there.
         """
         if self.looked_up and device_is_host:
             last = max(i for i, share in enumerate(shares) if share > 0)

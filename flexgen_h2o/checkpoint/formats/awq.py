@@ -1,10 +1,14 @@
 """quant_method "awq": matrices in 4 bits with a scale and a zero for each group of columns.
 
 The paper is Lin et al. 2023; the layout is AutoAWQ's version "gemm". A matrix `base`.weight (N, K)
-is stored as `base`.qweight, int32 of (K, N / 8), `base`.qzeros, int32 of (groups, N / 8), and
-`base`.scales of (groups, N). The codes of a word belong to rows 0, 2, 4, 6, 1, 3, 5, 7 of its 8,
-from the lowest bits upwards. number = (code - zero) x scale. The matrix is stored by columns, so
-its parts are runs of columns.
+is stored as:
+
+    base.qweight  int32 (K, N / 8)
+    base.qzeros   int32 (groups, N / 8)
+    base.scales   (groups, N)
+
+The codes of a word belong to rows 0, 2, 4, 6, 1, 3, 5, 7 of its 8, from the lowest bits upwards.
+number = (code - zero) x scale. The matrix is stored by columns, so its parts are runs of columns.
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
 There is one scale for each group of columns or for each row. number = (code - zero) x scale.
 
-In format pack-quantized a matrix `base`.weight (N, K) is stored as `base`.weight_packed, int32 of
-(N, ceil(K x bits / 32)), with codes from the lowest bits of a word upwards, and `base`.weight_scale
-of (N, groups). Unless it is symmetric, there is also `base`.weight_zero_point, int32 of (ceil(N x
-bits / 32), groups), packed along its rows. Codes and zeros are stored with 2^(bits - 1) added.
+A matrix `base`.weight (N, K) in format pack-quantized is stored as:
 
-In format int-quantized it is stored as `base`.weight, int8 of (N, K), and `base`.weight_scale.
+base.weight_packed      int32 (N, ceil(K x bits / 32))       codes from a word's lowest bits upwards
+base.weight_scale       (N, groups)     base.weight_zero_point  int32 (ceil(N x bits / 32), groups)
+along rows; not if symmetric
+
+Codes and zeros are stored with 2^(bits - 1) added.
+
+In format int-quantized the matrix is stored as `base`.weight, int8 of (N, K), and
+`base`.weight_scale.
 """
 
 from __future__ import annotations

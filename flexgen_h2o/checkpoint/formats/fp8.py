@@ -1,8 +1,10 @@
 """quant_method "fp8" (DeepSeek-V3, Qwen3-FP8): matrices in e4m3 with a scale for each block.
 
-A block is a run of rows by a run of columns. A matrix `name` (N, K) is stored as `name`, F8_E4M3 of
-(N, K), and `name`_scale_inv, float32 or bfloat16 of (ceil(N / rows of a block), ceil(K / columns of
-a block)). number = e4m3 x scale_inv.
+A block is a run of rows by a run of columns. number = e4m3 x scale_inv. A matrix `name` (N, K) is
+stored as:
+
+    name            F8_E4M3 (N, K)
+    name_scale_inv  float32 or bfloat16 (ceil(N / rows of a block), ceil(K / columns of a block))
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """quant_method "gptq": matrices in 4 or 8 bits with a scale and a zero per group of columns.
 
 The paper is Frantar et al. 2022; the layout is that of AutoGPTQ and GPTQModel. A matrix
-`base`.weight (N, K) is stored as four tensors: `base`.qweight, int32 of (K x bits / 32, N): codes
-of columns from the lowest bits of a word upwards; `base`.qzeros, int32 of (groups, N x bits / 32);
-`base`.scales of (groups, N); `base`.g_idx, int32 of (K,): the group of each column.
+`base`.weight (N, K) is stored as:
+
+    base.qweight  int32 (K x bits / 32, N)       codes of columns, from a word's lowest bits upwards
+    base.qzeros   int32 (groups, N x bits / 32)
+    base.scales   (groups, N)
+    base.g_idx    int32 (K,)                     the group of each column
 
 number = (code - zero) x scale. checkpoint_format "gptq" stores the zero less 1, "gptq_v2" the zero
 itself. The matrix is stored by columns, so its parts are runs of columns. Each part has all scales.

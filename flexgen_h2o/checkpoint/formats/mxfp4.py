@@ -1,8 +1,9 @@
 """quant_method "mxfp4" (gpt-oss): experts in MXFP4 (OCP Microscaling Formats 1.0).
 
-All other matrices are plain. The tensor `name` of a block's experts is stored as `name`_blocks,
-uint8 of (experts, rows, columns / 32, 16), and `name`_scales, uint8 of (experts, rows, columns /
-32).
+All other matrices are plain. The tensor `name` of a block's experts is stored as:
+
+    name_blocks  uint8 (experts, rows, columns / 32, 16)
+    name_scales  uint8 (experts, rows, columns / 32)
 """
 
 from __future__ import annotations
