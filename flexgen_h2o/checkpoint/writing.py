@@ -326,17 +326,20 @@ class RandomValues:
         """Yield rows [first, end) of a stored tensor, in pieces of numbers or bytes."""
         digest = hashlib.blake2b(f"{self._seed}:{rows.name}".encode(), digest_size=8).digest()
         table = self._table if rows.is_values else self._bytes
-        each = math.prod(rows.shape) if rows.is_values else Entry("", self._stored_dtype(rows), rows.shape).nbytes
-        row, begin_of_slice = each // rows.shape[0], each * (rows.index or 0)
-        at, left = (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES, (end - first) * row
+        size = math.prod(rows.shape) if rows.is_values else Entry("", self._stored_dtype(rows), rows.shape).nbytes
+        row, begin_of_slice = size // rows.shape[0], size * (rows.index or 0)
+        offset, left = (
+            (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES,
+            (end - first) * row,
+        )
         done = first * row
         while left:
-            values = table[at : at + left]
+            values = table[offset : offset + left]
             if not rows.is_values:
                 yield _masked(values, done, *rows.random)
             else:
                 yield values if len(tensor.shape) != 1 else _vector(tensor, values)
-            left, done, at = left - values.numel(), done + values.numel(), 0
+            left, done, offset = left - values.numel(), done + values.numel(), 0
 
 
 def any_bytes(rows: StoredRows) -> torch.Tensor:

@@ -164,10 +164,10 @@ class Experts:
         Each token is assumed to choose evenly. With E experts, k per token and groups of g, the
         share is 1 - (C(E - g, k) / C(E, k))^tokens.
         """
-        left, none = self.count - group, 1.0
+        num_left, share_unused = self.count - group, 1.0
         for i in range(self.per_token):
-            none *= max(0.0, (left - i) / (self.count - i))
-        return float(1.0 - none**tokens)
+            share_unused *= max(0.0, (num_left - i) / (self.count - i))
+        return float(1.0 - share_unused**tokens)
 
     def group_size(self, asked: int, rows: int) -> int:
         """Return how many experts move as one piece if `rows` sequences decode together.

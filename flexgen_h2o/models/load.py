@@ -452,15 +452,15 @@ def with_max_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
     """
     if max_model_len is None:
         return spec
-    most = check_int("--max-model-len", max_model_len, low=1)
-    if most > spec.max_positions:
+    max_len = check_int("--max-model-len", max_model_len, low=1)
+    if max_len > spec.max_positions:
         way = (
             "lower it"
             if spec.rotary is None
             else f"lower it, or stretch the positions by rope_scaling in {CONFIG_NAME}"
         )
-        raise UsageError(f"--max-model-len {most}: {spec.name} has {spec.max_positions} positions; {way}")
-    return replace(spec, max_positions=most)
+        raise UsageError(f"--max-model-len {max_len}: {spec.name} has {spec.max_positions} positions; {way}")
+    return replace(spec, max_positions=max_len)
 
 
 @contextlib.contextmanager

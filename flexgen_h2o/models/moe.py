@@ -166,8 +166,8 @@ def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     Raises UsageError if either number, or the number in all layers, is too large for a model.
     """
     # transformers gives the number under one of two names.
-    given = config.get("num_experts", config.get("num_local_experts"))
-    count = check_int("num_experts or num_local_experts", given, low=1, high=MOST_EXPERTS)
+    num_experts = config.get("num_experts", config.get("num_local_experts"))
+    count = check_int("num_experts or num_local_experts", num_experts, low=1, high=MOST_EXPERTS)
     if count * int(config["num_hidden_layers"]) > MOST_IN_ALL:
         raise UsageError(
             f"num_experts: {count} in each of {config['num_hidden_layers']} layers (num_hidden_layers) are more than"

@@ -1,6 +1,4 @@
-"""OPT (Zhang et al.
-
-2022): config, checkpoint names, and the forward of one layer as plain functions.
+"""OPT (Zhang et al. 2022): config, checkpoint names, and a layer's forward as plain functions.
 
 The file serves every public OPT from 125m to 175b, the post-norm 350m with its narrow embedding,
 OPT-IML, and Galactica (GELU, no biases). Formulas follow transformers' modeling_opt.

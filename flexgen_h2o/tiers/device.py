@@ -404,8 +404,10 @@ def resolve_budgets(
         host = min(budget.host, whole_host_bytes() // processes)
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    most = max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)
-    disk = DiskBudget(most, free // processes)
+    disk_bytes = (
+        max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)
+    )
+    disk = DiskBudget(disk_bytes, free // processes)
     if device.is_host:
         return {"device": 0, "host": host, "disk": disk}
     free_on_card, on_device = device.free_bytes(), budget.device

@@ -98,7 +98,7 @@ class Lanes:
         return done
 
     def _queue_of(self, lane: str, name: str) -> str:
-        return next((own for (of, end), own in _OWN_QUEUES.items() if of == lane and name.endswith(end)), lane)
+        return next((own for (owner, end), own in _OWN_QUEUES.items() if owner == lane and name.endswith(end)), lane)
 
     def count(self, lane: str, nbytes: int) -> None:
         """Count bytes that crossed a lane's link. Jobs of that or of another lane call it."""
@@ -416,11 +416,11 @@ def _places(slots: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
 
 def _runs(wanted: _Wanted, row_bytes: int) -> list[list[tuple[torch.Tensor, int]]]:
     """Group rows, which come in order, into runs of neighbours. One request reads each run."""
-    runs, most = list[list[tuple[torch.Tensor, int]]](), max(1, TRANSFER_CHUNK // row_bytes)
+    runs, max_rows = list[list[tuple[torch.Tensor, int]]](), max(1, TRANSFER_CHUNK // row_bytes)
     for one in wanted:
         row = one[1]
         is_near = bool(runs) and (row - runs[-1][-1][1] - 1) * row_bytes <= NEAR_BYTES
-        if not is_near or row - runs[-1][0][1] >= most:
+        if not is_near or row - runs[-1][0][1] >= max_rows:
             runs.append([])
         runs[-1].append(one)
     return runs

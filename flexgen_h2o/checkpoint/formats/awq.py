@@ -57,13 +57,13 @@ class Awq(Quantised):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), words = tensor.shape, self.multiple(tensor, 0, _PER_WORD)
-        index, each = tensor.index, self.group or columns
-        groups = -(-columns // each)
+        index, group = tensor.index, self.group or columns
+        groups = -(-columns // group)
         return (
             StoredRows(names_of(tensor, "qweight"), (columns, words), ("I32",), 4 * words, index=index),
-            StoredRows(names_of(tensor, "qzeros"), (groups, words), ("I32",), 4 * words, each, index=index,
+            StoredRows(names_of(tensor, "qzeros"), (groups, words), ("I32",), 4 * words, group, index=index,
                        random=_RANDOM_ZEROS),
-            StoredRows(names_of(tensor, "scales"), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, each,
+            StoredRows(names_of(tensor, "scales"), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, group,
                        in_float32=True, index=index, random=_RANDOM_SCALES),
         )  # fmt: skip
 
@@ -80,8 +80,8 @@ class Awq(Quantised):
         skip = first - begin * _PER_WORD
         zeros = awq_parted(zero_words)[:, skip:][:, : len(out)]
         scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]
-        each = self.group or columns
-        unpack_awq(words, skip, scales, zeros, Groups(each, part.start % each), out)
+        group = self.group or columns
+        unpack_awq(words, skip, scales, zeros, Groups(group, part.start % group), out)
 
 
 def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Awq | None:

@@ -4,10 +4,11 @@ There is one scale for each group of columns or for each row. number = (code - z
 
 A matrix `base`.weight (N, K) in format pack-quantized is stored as:
 
-base.weight_packed      int32 (N, ceil(K x bits / 32))       codes from a word's lowest bits upwards
-base.weight_scale       (N, groups)     base.weight_zero_point  int32 (ceil(N x bits / 32), groups)
-along rows; not if symmetric
+    base.weight_packed      int32 (N, ceil(K x bits / 32))
+    base.weight_scale       (N, groups)
+    base.weight_zero_point  int32 (ceil(N x bits / 32), groups), unless it is symmetric
 
+Packed codes begin at the lowest bits of a word. Zeros are packed along the rows of the matrix.
 Codes and zeros are stored with 2^(bits - 1) added.
 
 In format int-quantized the matrix is stored as `base`.weight, int8 of (N, K), and

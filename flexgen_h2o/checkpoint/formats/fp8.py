@@ -51,7 +51,7 @@ class BlockFp8(Quantised):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape
-        high, wide = (-(-size // of) for size, of in zip(tensor.shape, self.block, strict=True))
+        high, wide = (-(-size // block_size) for size, block_size in zip(tensor.shape, self.block, strict=True))
         names = (tensor.name, *tensor.aliases)
         return (
             StoredRows(names, (rows, columns), ("F8_E4M3",), columns, index=tensor.index, random=_RANDOM_CODES),

@@ -136,8 +136,8 @@ class Quantised(WeightFormat):
         parts = [some.packed for some in out if isinstance(some, Int8Rows)]
         done = len(parts[0]) if isinstance(parts[0], BlockedInt8) and self.fill_blocks(layout, held, parts[0]) else 0
         some_rows = list(row_slices(rows - done, columns, BLOCK_ROWS))
-        most = some_rows[0].stop if some_rows else 0
-        values = torch.empty(most, columns, device=held[0].pieces[0].device, dtype=torch.float32)
+        max_rows = some_rows[0].stop if some_rows else 0
+        values = torch.empty(max_rows, columns, device=held[0].pieces[0].device, dtype=torch.float32)
         for some in some_rows:
             here = self.decode_range(layout, held, done + some.start, values[: some.stop - some.start])
             fill_int8_rows(here, done + some.start, parts)
