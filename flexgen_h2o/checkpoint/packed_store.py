@@ -196,9 +196,10 @@ class _Reader:
         )
 
     def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
-        """Return all of a matrix in which any rows are spread over all that is stored.
+        """Return all of a matrix that is stored by columns.
 
-        It is read once, for the calls of `rows` that follow each other.
+        Any of its rows are spread over all stored bytes, so the matrix is read once and kept for
+        further calls of `rows`.
         """
         if self._whole is None or self._whole[0] != tensor.key:
             self._whole = None

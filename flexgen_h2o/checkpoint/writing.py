@@ -314,9 +314,10 @@ class RandomValues:
         return Held(part, [rows.held(raw, rows.dtypes[0]) for rows, raw in pieces])
 
     def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
-        """Return all of a tensor in which any rows are spread over all that is stored.
+        """Return all of a matrix that is stored by columns.
 
-        It is made once, for the calls of `rows` that follow each other.
+        Any of its rows are spread over all stored bytes, so the matrix is made once and kept for
+        further calls of `rows`.
         """
         if self._whole is None or self._whole[0] != tensor.key:
             self._whole = tensor.key, self._held(tensor, layout, Part("host", 0, layout.cut_shape[0]))

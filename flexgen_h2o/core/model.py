@@ -223,7 +223,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     # Sorted pairs that only the family reads (activation, norm placement, ...).
     options: tuple[tuple[str, Any], ...] = ()
-    # None if positions are in the hidden states already.
+    # Rotary embeddings of queries and keys. None if positions are in the hidden states already.
     rotary: Rotary | None = None
     # The checkpoint's `quantization_config` (checkpoint/formats).
     quantization: Mapping[str, Any] | None = None

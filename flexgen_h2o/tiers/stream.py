@@ -44,9 +44,8 @@ class Part:
 def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...]:
     """Cut `count` rows into at most three parts, device first.
 
-    Each share is honoured to within `multiple` rows.
-
-    A share of 0 gets no rows. The parts together are always all rows.
+    Each share is honoured to within `multiple` rows. A share of 0 gets no rows. The parts together
+    are always all rows.
     """
     cuts, total = [0], 0.0
     for i, share in enumerate(shares):
@@ -78,8 +77,8 @@ class Waitable(Protocol):
     def wait_on_card(self) -> None:
         """Let the card's current stream wait for this operation before any work that follows.
 
-        The thread itself waits only until the card knows what to wait for. After that call, host
-        memory may not be read or overwritten by the thread.
+        The thread itself waits only until the card knows what to wait for. After that call,
+        host memory may still not be read or overwritten.
         """
         self.wait()
 
