@@ -1,6 +1,7 @@
-"""Checkpoints: finding a model's folder, its tensors by byte range, importing .bin files, random weights.
+"""Checkpoints: a model's folder, its tensors by byte range, imports of .bin files, random weights.
 
-Model families and tiers are not known here: a spec says which tensors, the tiers read them.
+Model families and tiers are not known here: a spec says which tensors there are, and the tiers read
+them.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ __all__ = [
 
 
 def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoint:
-    """The tensors of `spec` in `folder`: safetensors in place, or .bin files imported once under `cache_dir`.
+    """Return the tensors of `spec` in `folder`.
 
-    Raises UsageError that names the folder, file or tensor: no weights, damaged, missing, wrong shape or dtype;
-    DoesNotFitError when an import fills the disk.
+    Safetensors are used in place. Files in .bin format are imported once under `cache_dir`. Raises
+    UsageError that names the folder, file or tensor if weights are missing or damaged, or have a
+    wrong shape or dtype. Raises DoesNotFitError if an import fills the disk.
     """
     names = names_in(folder)
     if names == SAFETENSORS:
@@ -57,7 +59,11 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files in `folder` that `open_checkpoint` takes weights from; none where there are none. UsageError names a
-    damaged index or a missing shard."""
+    """Return the files in `folder` from which `open_checkpoint` reads weights.
+
+    The list is empty if there are none.
+
+    Raises UsageError that names a damaged index or a missing shard.
+    """
     names = names_in(folder)
     return shards(folder, names) if names else []

@@ -1,7 +1,7 @@
-"""Fingerprints of files, a check that files have not changed, and folders that are complete or absent.
+"""Fingerprints of files, checks for changes, and folders that are complete or absent.
 
-One process at a time builds a folder. Each folder has the package's mark; one without it belongs to somebody else and
-is never removed, whatever its name.
+Only one process at a time builds a folder. Each folder has the package's mark. A folder without the
+mark belongs to somebody else and is never removed, whatever its name.
 """
 
 from __future__ import annotations
@@ -35,44 +35,50 @@ from flexgen_h2o.core.files import (
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.units import format_bytes, format_free
 
+# Files of at most this size are sampled whole.
 WHOLE_BYTES = 32 * 2**20
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a larger file, evenly from its first byte to its last
-LABEL_BYTES = 100  # file systems take names of 255 bytes, and ours get endings
+# Samples of a larger file, evenly spaced from its first byte to its last.
+SAMPLES, SAMPLE_BYTES = 64, 4096
+# File systems allow names of 255 bytes, and names of this package get endings.
+LABEL_BYTES = 100
 
 _METADATA = "a checkpoint file has another mode, owner, name or number of links, and the same contents; the run goes on"
-_STEADY_TRIES = 5  # to find a file in one state before and after its contents are sampled
+_STEADY_TRIES = 5  # tries to find a file in one state before and after its contents are sampled
 _GONE_S, _GONE_POLL_S = 0.5, 0.02  # a file that was renamed may be renamed back
 
 
 @dataclass
 class FileState:
-    """A file, or what a link leads to, as it was when it was opened.
+    """The state of a file, or of the target of a link, when it was opened. `file_state` makes it.
 
-    The first four say that a file was written to or replaced. A new ctime alone does not: it also comes with another
-    mode, owner, name or number of hard links, and then the contents decide.
+    A change of one of the first four fields shows that the file was written to or replaced. A new
+    ctime alone does not show that: it also comes with another mode, owner, name or number of hard
+    links. The contents then decide.
     """
 
     nbytes: int
     mtime_ns: int
     inode: int
     device: int
-    ctime_ns: int  # the newest one whose contents are known to be the same
-    digest: str | None  # of its contents (`sample_digest`); None if they could not be read, or changed meanwhile
+    ctime_ns: int  # newest ctime at which the contents are known to be the same
+    # `sample_digest` of the contents. None if they could not be read or changed meanwhile.
+    digest: str | None
 
     def is_like(self, now: os.stat_result) -> bool:
-        """Is it the same file, of the same size and time of change?"""
+        """Return whether the file has the same inode, size and time of change."""
         then = (self.nbytes, self.mtime_ns, self.inode, self.device)
         return then == (now.st_size, now.st_mtime_ns, now.st_ino, now.st_dev)
 
 
-States = Mapping[Path, FileState | None]  # None: the file is not there
+States = Mapping[Path, FileState | None]  # None: there is no such file
 
 
 def fingerprint(paths: Sequence[Path], *more: object) -> str:
-    """16 hex digits of names, sizes, times of change, inodes and sampled contents of files.
+    """Return 16 hex digits of names, sizes, times of change, inodes and sampled contents of files.
 
-    `more`: other facts that count, as JSON takes them. A file that is moved with its folder stays the same, and so does
-    one whose mode, owner or number of links changes. A copy has another inode and counts as another file.
+    more: other facts that count, as JSON values. The fingerprint stays the same if a file is moved
+    with its folder, or if its mode, owner or number of links changes. A copy has another inode and
+    counts as another file.
     """
     facts: list[object] = []
     for path in paths:
@@ -82,10 +88,10 @@ def fingerprint(paths: Sequence[Path], *more: object) -> str:
 
 
 def sample_digest(paths: Sequence[Path]) -> str:
-    """16 hex digits of names, sizes and contents, the same for a copy: small files whole, of others SAMPLES pieces.
+    """Return 16 hex digits of names, sizes and contents. They are the same for a copy.
 
-    Training changes nearly every weight and merged adapters change whole matrices, so some piece differs.
-    Raises OSError.
+    Small files are read whole, larger ones in SAMPLES pieces. Training changes nearly every weight,
+    and merged adapters change whole matrices, so some piece differs. Raises OSError.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -102,7 +108,10 @@ def sample_digest(paths: Sequence[Path]) -> str:
 
 
 def file_state(path: Path) -> FileState | None:
-    """The state of a file, or of what a link leads to; None if there is none that can be looked at."""
+    """Return the state of a file, or of the target of a link.
+
+    None: there is no such file, or it cannot be looked at.
+    """
     try:
         before = path.stat()
         for _ in range(_STEADY_TRIES):
@@ -118,14 +127,15 @@ def file_state(path: Path) -> FileState | None:
 
 
 def states_of(paths: Iterable[Path]) -> States:
+    """Return the state of each file."""
     return {path: file_state(path) for path in paths}
 
 
 def check_unchanged(states: States) -> None:
     """Raise CheckpointChangedError if a file is in another state than in `states`.
 
-    This takes one `stat` per file. Contents are sampled only after a change of a file's ctime alone; if they are the
-    same, that is said once, and the new ctime is kept in `states`.
+    This needs one `stat` per file. Contents are sampled only after a change of a file's ctime
+    alone. If they are the same, the user is told once, and the new ctime is kept in `states`.
     """
     for path, before in states.items():
         now = _stat_of(path, waits=before is not None)
@@ -138,7 +148,10 @@ def check_unchanged(states: States) -> None:
 
 
 def _stat_of(path: Path, waits: bool) -> os.stat_result | None:
-    """None if there is no such file; `waits`: a moment later either."""
+    """Return the file's `stat`, or None if there is no such file.
+
+    waits: look for a missing file again for a moment before None is returned.
+    """
     end = time.monotonic() + _GONE_S
     while True:
         try:
@@ -152,7 +165,7 @@ def _stat_of(path: Path, waits: bool) -> os.stat_result | None:
 def _check_contents(path: Path, before: FileState) -> None:
     """Accept a file whose ctime alone has changed if its sampled contents are those of `before`."""
     if not os.access(path, os.R_OK, effective_ids=True):
-        # Its mode or owner is what has changed. What reads it has it open since before.
+        # The file's mode or owner has changed. Whoever reads it has had it open since before.
         say_once(_METADATA)
         return
     now = file_state(path)
@@ -177,7 +190,7 @@ def _digest_of(path: Path) -> str | None:
 
 
 def label(name: str) -> str:
-    """`name`, cut to `LABEL_BYTES`, for the names of folders that a fingerprint tells apart."""
+    """Return `name`, cut to `LABEL_BYTES`, as a part of the name of a fingerprinted folder."""
     return os.fsencode(name)[:LABEL_BYTES].decode(errors="ignore")
 
 
@@ -189,12 +202,17 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = "") -> Iterator[Path | None]:
-    """Yield a folder to fill with files, which becomes `folder` at the end; or None: `folder` is already complete.
+    """Yield a folder to fill, which becomes `folder` at the end.
 
-    nbytes: about what will be written; refused before anything is written if the disk has less free, else said on
-    stderr. kind, model: what it will be, for that line and the mark. When the body fails, by whatever exception, what
-    it wrote is removed. A second process waits and then gets None; what killed processes left in the same parent is
-    removed. Raises DoesNotFitError when the disk is full, UsageError when the parent cannot be written to.
+    It yields None if `folder` is already complete.
+
+    nbytes: about the bytes that will be written. DoesNotFitError is raised before anything is
+    written if the disk has less free; otherwise the size is printed to stderr. kind, model: what
+    the folder will be, for that line and for the mark.
+
+    If the body raises any exception, what it wrote is removed. A second process waits and then gets
+    None. Remains of killed processes in the same parent are removed. Raises DoesNotFitError if the
+    disk is full, and UsageError if the parent cannot be written to.
     """
     folder = Path(os.path.abspath(folder))
     if _is_complete(folder):
@@ -210,7 +228,8 @@ def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
         try:
             if shutil.disk_usage(folder.parent).free < nbytes:
                 raise _no_space(folder, nbytes)
-            if nbytes and read_mark(folder.parent) is None:  # a scratch folder goes with its run
+            # A marked parent is a scratch folder, which is removed with its run.
+            if nbytes and read_mark(folder.parent) is None:
                 size, what = format_bytes(nbytes), f"{kind} of {model}"
                 line = f"# {size} will be written to {folder} ({what}), and stay there for later runs"
                 print(f"{line}; flexgen-h2o cache lists and removes them", file=sys.stderr, flush=True)
@@ -236,12 +255,12 @@ def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Is it one that `building` has not finished?"""
+    """Return whether the folder is one that `building` has not finished."""
     return folder.name.endswith(_TEMP_SUFFIX) and read_mark(folder) is not None
 
 
 def is_in_use(folder: Path) -> bool:
-    """Does a process use what `building` has made (`lock_folder`), or is one still building it?"""
+    """Return whether a process uses the folder (`lock_folder`) or is still building it."""
     held = _lock_of(folder) if is_unfinished(folder) else folder / MARK
     try:
         fd = os.open(held, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -254,15 +273,16 @@ def is_in_use(folder: Path) -> bool:
 
 
 def remove_built(folder: Path, files: Collection[str]) -> bool:
-    """Remove what `building` has made, complete or not. False: it is in use, or has more than `files` in it.
+    """Remove a folder that `building` has made, complete or not.
 
-    It goes at once: no run ever finds half of it. Raises OSError.
+    Returns False if the folder is in use or contains more than `files`. It is removed at once: no
+    run ever finds half of it. Raises OSError.
     """
     unfinished = is_unfinished(folder)
     with _locked(_lock_of(folder), wait=False) as taken:
         if taken and unfinished:
             return _remove_marked(folder)
-        if taken and read_mark(folder) is None:  # of an older version
+        if taken and read_mark(folder) is None:  # made by an older version
             mark(folder)
         fd = lock_folder(folder) if taken else None
         if fd is None:
@@ -285,7 +305,7 @@ def _is_complete(folder: Path) -> bool:
         raise UsageError(
             f"--offload-dir {folder.parent}: cannot be used ({error.strerror}); give another one"
         ) from error
-    if in_the_way:  # a link that leads nowhere, too: no folder can take its place
+    if in_the_way:  # this includes a link without a target: no folder can take its place
         raise UsageError(f"--offload-dir {folder.parent}: {folder.name} is in the way and not a folder; remove it")
     return complete
 
@@ -295,20 +315,23 @@ def _sibling(folder: Path, suffix: str) -> Path:
 
 
 def _lock_of(folder: Path) -> Path:
-    """Of a folder that is complete or being built."""
+    """Return the lock file of a folder that is complete or being built."""
     name = folder.name.removeprefix(".").removesuffix(_TEMP_SUFFIX) if is_unfinished(folder) else folder.name
     return _sibling(folder.with_name(name), _LOCK_SUFFIX)
 
 
 @contextmanager
 def _exclusively(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`, its parent made and rid of what dead processes left."""
+    """Hold the lock of `folder`.
+
+    Its parent is made first, and rid of the remains of dead processes.
+    """
     with ExitStack() as stack:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             _remove_stale(folder.parent)
             stack.enter_context(_locked(_sibling(folder, _LOCK_SUFFIX), wait=True))
-            # Under the lock nobody else can be filling it.
+            # While this process holds the lock, no other can be filling the folder.
             _remove_marked(_sibling(folder, _TEMP_SUFFIX))
         except OSError as error:
             if error.errno in _FULL:
@@ -322,9 +345,10 @@ def _exclusively(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock on `path`, which exists only while somebody holds it; False: somebody else does (not `wait`).
+    """Hold a lock on `path`, a file that exists only while somebody holds the lock.
 
-    Locks of ours are empty: a file that is not is somebody else's, and stays.
+    Yields False if another process holds it and `wait` is not set. The package's lock files are
+    empty: a file with contents belongs to somebody else and stays.
     """
     fd = _take(path, wait)
     if fd is None:
@@ -353,12 +377,16 @@ def _take(path: Path, wait: bool) -> int | None:
         except BaseException:
             os.close(fd)
             raise
-        # The last holder removed the file that we waited on: what counts is the one there now.
+        # The last holder has removed the file that this process waited for. The file there now
+        # counts.
         os.close(fd)
 
 
 def _remove_stale(parent: Path) -> None:
-    """The kernel drops the lock of a killed process, so a lock file that can be taken has lost its owner."""
+    """Remove unfinished folders whose process is dead.
+
+    The kernel drops the lock of a killed process, so a lock that can be taken has lost its owner.
+    """
     for lock in parent.glob(f".*{_LOCK_SUFFIX}"):
         if lock.is_symlink() or not lock.is_file():
             continue
@@ -368,11 +396,15 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _remove_marked(temp: Path) -> bool:
-    """Remove what a dead process was building. False: it is not one's of ours, or not there."""
+    """Remove the unfinished folder of a dead process.
+
+    Returns False if a folder is still there, because it has no mark of the package.
+    """
     if read_mark(temp) is not None:
         shutil.rmtree(temp, ignore_errors=True)
     else:
-        with suppress(OSError):  # killed before it could mark it: nothing is in it
+        # The process may have been killed before it marked the folder, which is then empty.
+        with suppress(OSError):
             os.rmdir(temp)
     return not temp.exists()
 

@@ -1,6 +1,7 @@
-"""Turns a pytorch_model.bin checkpoint into a safetensors folder, once. Never runs pickled code; knows no model.
+"""Convert a pytorch_model.bin checkpoint to a safetensors folder, once.
 
-torch is imported where it is used: what only looks at folders must not pay for it.
+Pickled code is never run. The module does not depend on models. torch is imported only where it is
+used, because code that only looks at folders must not wait for it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 _ZIP_MAGIC = b"PK\x03\x04"
-# Tokenizers reach tens of MB; anything larger is weights of some other format.
+# Files of a tokenizer reach tens of MB. Anything larger is weights of some other format.
 _CARRIED_BYTES = 64 * MIB
 _NOT_CARRIED = {".bin", ".safetensors", ".h5", ".msgpack", ".pt", ".pth", ".ckpt", ".onnx", ".ot", ".gguf"}
 _TORCH_TO_SAFETENSORS = {
@@ -45,17 +46,18 @@ _TORCH_TO_SAFETENSORS = {
 
 
 def import_bin(folder: Path, cache_dir: Path) -> Path:
-    """The safetensors copy of the .bin checkpoint in `folder`; made at the first call, found by later ones.
+    """Return the safetensors copy of the .bin checkpoint in `folder`. The first call makes it.
 
-    It lies in `cache_dir`/imported/<folder>-<fingerprint>/, one file a shard, with an index and every small file of the
-    model that is not weights (config, tokenizer): a full Hugging Face folder. A source that changes gets a new copy;
-    the old one stays. Other files in its folder do not count. Dtypes and values are kept.
+    The copy lies in `cache_dir`/imported/<folder>-<fingerprint>/. It is a full Hugging Face folder:
+    one file per shard, an index, and every small file of the model that is not weights (config,
+    tokenizer). A source that changes gets a new copy, and the old one stays. Files that do not
+    belong to the model do not count. Dtypes and values are kept.
 
-    Memory: files in torch's zip format (torch >= 1.6) are mapped and leave RAM tensor by tensor; older ones cannot be
-    mapped, and then a whole shard is in RAM at a time.
+    Memory: files in torch's zip format (torch >= 1.6) are mapped and leave RAM tensor by tensor.
+    Older files cannot be mapped, so a whole shard is in RAM at a time.
 
-    Raises UsageError that names the file: missing, truncated, not plain tensors (pickled code is refused, never run).
-    DoesNotFitError: the disk of `cache_dir` is full. Nothing is left behind then.
+    Raises UsageError that names the file if it is missing, truncated or more than plain tensors.
+    Raises DoesNotFitError if the disk of `cache_dir` is full. In both cases nothing is left behind.
     """
     sources = shards(folder, BIN)
     carried = _carried_files(folder)
@@ -94,7 +96,11 @@ def _convert(sources: list[Path], out: Path) -> None:
 
 
 def _convert_shard(path: Path, out: Path) -> list[Entry]:
-    """Write one shard's tensors; a tied one (same storage, offset, shape) once, its other names in the metadata."""
+    """Write the tensors of one shard. Returns the entries that were written.
+
+    Tied tensors (same storage, offset and shape) are written once. Their other names are in the
+    metadata.
+    """
     import torch
 
     tensors, mapped = load_tensors(path)
@@ -121,7 +127,10 @@ def _convert_shard(path: Path, out: Path) -> list[Entry]:
 
 
 def _identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the very same bytes read the same way; empty ones have no bytes to tell by."""
+    """Return a key that is equal for tensors that read the same bytes in the same way.
+
+    Empty tensors have no bytes to compare, so each has its own key.
+    """
     if not tensor.numel():
         return (name,)
     address = tensor.untyped_storage().data_ptr()
@@ -135,7 +144,7 @@ def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
         kind = f"{tensor.layout}, {tensor.device}"
         raise UsageError(f"{path}: tensor {name!r} is {tensor.dtype} ({kind}), which cannot be imported")
     entry, stored = Entry(name, dtype, tuple(tensor.shape)), tensor.untyped_storage().nbytes()
-    if entry.nbytes > stored:  # the same bytes many times: a tiny file could fill the disk
+    if entry.nbytes > stored:  # the tensor repeats its bytes: a tiny file could fill the disk
         raise UsageError(
             f"{path}: tensor {name!r} of shape {entry.shape} takes {entry.nbytes} bytes, and the file has {stored} of"
             " it; give a checkpoint with all of its values"
@@ -144,7 +153,10 @@ def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
 
 
 def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
-    """The tensors of a .bin file by name, and whether they are mapped from the file. UsageError names the file."""
+    """Return the tensors of a .bin file by name, and whether they are mapped from the file.
+
+    Raises UsageError that names the file.
+    """
     import torch
 
     try:
@@ -172,9 +184,10 @@ def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
 
 
 def _forget(tensor: torch.Tensor) -> None:
-    """Drop a mapped tensor's pages, or they would count as this process's RAM; the file still has them.
+    """Drop a mapped tensor's pages, which would otherwise count as this process's RAM.
 
-    Only for a tensor of a file mapping: any other memory would be zeroed.
+    The file still has them. The tensor must be mapped from a file: any other memory would be
+    zeroed.
     """
     storage = tensor.untyped_storage()
     page = mmap.PAGESIZE

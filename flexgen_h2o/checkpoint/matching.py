@@ -1,6 +1,7 @@
-"""Finds the tensors of a model's spec among those of a checkpoint, under every name that transformers loads them from.
+"""Find the tensors of a model's spec in a checkpoint, by every name that transformers accepts.
 
-Reads no weights, except the two tables of a tied model that has both in its files. Says once what is not used.
+No weights are read, except the two tables of a tied model that has both in its files. The user is
+told once which tensors are not used.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.notes import say_once
 from flexgen_h2o.core.units import MIB
 
-# Buffers of older versions of transformers, which it leaves out of its own report on what is not used.
+# Buffers of older versions of transformers. Its own report on unused tensors leaves them out.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attention\.(bias|masked_bias)|(^|\.)position_ids)$")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|bin)$")
-_MOST_BIAS_BYTES = MIB  # of a bias that is looked at: one that is all zeros changes nothing
+_MOST_BIAS_BYTES = MIB  # largest bias that is read: one that is all zeros changes nothing
 _BELONGS = "give a folder whose weights belong to its config.json"
-# How quantisers' tensors are called that stand in the place of a module's `weight`, and who writes them.
+# Names of tensors that quantisers store instead of a module's `weight`, and the quantisers that do.
 _QUANTISERS = {
     "qweight": "GPTQ or AWQ",
     "weight_packed": "compressed-tensors",
@@ -48,8 +49,9 @@ _QUANTISERS = {
 def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> Checkpoint:
     """Return the stored tensors of `spec`, by their keys.
 
-    Tensors that the files have besides are not used, which is said once. Raises UsageError that names the tensor and
-    the folder (missing) or the file (shape or dtype; a head that is not the table which the config ties it to).
+    Other tensors in the files are not used, which the user is told once. Raises UsageError that
+    names the folder and a missing tensor, or the file and a tensor with a wrong shape or dtype. It
+    also names a head that differs from the table to which the config ties it.
     """
     names = Names(spec.prefix, stored)
     tensors: dict[str, StoredTensor] = {}
@@ -77,7 +79,7 @@ def match(spec: ModelSpec, stored: Mapping[str, StoredTensor], folder: Path) -> 
                 f"{stored[head].path}: {head!r} differs from {spec.head[-1].name!r}, to which config.json ties"
                 " it; set tie_word_embeddings to false in config.json"
             )
-        for name in HEADS:  # copies of the table
+        for name in HEADS:  # mark copies of the table as used
             names.find((name,))
     _say_unused(spec, names, folder)
     return Checkpoint(folder, tensors)
@@ -103,13 +105,16 @@ def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor, stor
 
 
 def _quantiser_of(name: str, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Who has quantised the matrix `name`, which is expected as plain numbers, as the names beside it tell."""
+    """Return who has quantised the matrix `name`, by the names of its module's tensors.
+
+    The matrix is expected as plain numbers. None: no quantiser is recognised.
+    """
     base = name.removesuffix("weight")
     return next((kind for end, kind in _QUANTISERS.items() if base != name and base + end in stored), None)
 
 
 def _missing(spec: ModelSpec, rows: StoredRows, names: Names, folder: Path) -> UsageError:
-    """The error for a tensor that is not there, with the advice that fits its cause."""
+    """Return the error for a missing tensor, with the advice that fits its cause."""
     stored, what = names.stored, f"{folder}: tensor {rows.name!r} is not in this checkpoint"
     known = [variant for name in rows.names for variant in variants(name, spec.prefix)]
     kind = next(filter(None, (_quantiser_of(name, stored) for name in known)), None)
@@ -150,7 +155,7 @@ def _missing(spec: ModelSpec, rows: StoredRows, names: Names, folder: Path) -> U
 
 
 def no_weights(folder: Path) -> UsageError:
-    """The error for a folder without a checkpoint that has one of the usual names."""
+    """Return the error for a folder without a checkpoint under one of the usual names."""
     what = f"--model {folder}: no weights there (no {SAFETENSORS[0]}, no {BIN[0]}, no index of either)"
     others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
     if not others:
@@ -165,20 +170,21 @@ def no_weights(folder: Path) -> UsageError:
 
 
 def _listed(folder: Path) -> dict[str, tuple[str, str]]:
-    """The names that the index of a checkpoint lists, each with the index's name and a shard's."""
+    """Return, by tensor name, the (index, shard) file names of a checkpoint with an index."""
     names = names_in(folder)
     if names is None or (folder / names[0]).is_file():
         return {}
     return {name: (names[1], shard) for name, shard in read_weight_map(folder / names[1]).items()}
 
 
-# ---- What is not used
+# ---- Tensors that are not used
 
 
 def _say_unused(spec: ModelSpec, names: Names, folder: Path) -> None:
-    """Name the tensors that no layer of the model takes, except those that change nothing.
+    """Tell the user which tensors no layer of the model reads, except those that change nothing.
 
-    These are buffers, biases of zeros, and shapes of packed matrices, which config.json gives too.
+    The exceptions are buffers, biases of zeros, and shapes of packed matrices, which config.json
+    gives too.
     """
     unused = [
         name
@@ -196,7 +202,10 @@ def _say_unused(spec: ModelSpec, names: Names, folder: Path) -> None:
 
 
 def _is_zero(bias: StoredTensor) -> bool:
-    """Are all its bytes 0? Quantisers write such biases for layers that have none."""
+    """Return whether all bytes of the bias are 0.
+
+    Quantisers write such biases for layers that have none.
+    """
     if bias.nbytes > _MOST_BIAS_BYTES:
         return False
     try:

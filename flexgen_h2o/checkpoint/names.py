@@ -1,4 +1,4 @@
-"""The names that a checkpoint may have for a tensor: transformers loads it from any of them."""
+"""Names that a checkpoint may have for a tensor. transformers loads the tensor from any of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from flexgen_h2o.checkpoint.safetensors import SAFETENSORS, StoredTensor, names_in, read_index, read_weight_map
 from flexgen_h2o.core.errors import UsageError
 
-HEADS = ("lm_head.weight", "embed_out.weight")  # of heads with a table of their own
+HEADS = ("lm_head.weight", "embed_out.weight")  # tables of heads that have their own
 
 
 def variants(name: str, prefix: str) -> list[str]:
-    """The names that a tensor may have in place of `name`: with the base model's prefix, without it, or with it twice.
+    """Return the names that a tensor may have instead of `name`.
 
-    If a file has several of them, transformers takes the first in the order of the alphabet.
+    They are `name` with the base model's prefix, without it, or with it twice. If a file has
+    several of them, transformers takes the first in alphabetical order.
     """
     found = [name, f"{prefix}.{name}"]
     if name.startswith(f"{prefix}."):
@@ -23,13 +24,16 @@ def variants(name: str, prefix: str) -> list[str]:
 
 
 def first_of(name: str, prefix: str, stored: Mapping[str, object]) -> str | None:
-    """The one of the names that a tensor may have in place of `name` that counts among those that are stored."""
+    """Return the stored name of a tensor that may have a variant of `name`; None if there is none.
+
+    If several variants are stored, the first in alphabetical order counts.
+    """
     there = [variant for variant in variants(name, prefix) if variant in stored]
     return min(there) if there else None
 
 
 class Names:
-    """The stored tensors by name, and which of them have been found."""
+    """The stored tensors by name, with a record of those that have been found."""
 
     def __init__(self, prefix: str, stored: Mapping[str, StoredTensor]) -> None:
         self.prefix = prefix
@@ -37,7 +41,7 @@ class Names:
         self._found: set[tuple[Path, int]] = set()
 
     def find(self, names: Iterable[str]) -> StoredTensor | None:
-        """The tensor that has the first of these names that there is."""
+        """Return the tensor with the first of these names that is stored."""
         for name in names:
             own = first_of(name, self.prefix, self.stored)
             if own is not None:
@@ -48,12 +52,18 @@ class Names:
 
     @property
     def unused(self) -> list[str]:
-        """Names of tensors that have not been found. Further names of one that was found are not among them."""
+        """Names of tensors that have not been found.
+
+        Further names of a found tensor are left out.
+        """
         return [name for name, one in self.stored.items() if (one.path, one.offset) not in self._found and one.nbytes]
 
 
 def names_of_tensors(folder: Path) -> list[str]:
-    """The names that a checkpoint's files have, without importing them; none where they cannot be told."""
+    """Return the tensor names in a checkpoint's files, without importing them.
+
+    The list is empty if the names cannot be read.
+    """
     names = names_in(folder)
     try:
         if names == SAFETENSORS:

@@ -1,7 +1,8 @@
-"""Compressed weights on disk: made once from a checkpoint or from random values, found by later runs.
+"""Compressed weights on disk, made once from a checkpoint or from random values.
 
-A safetensors folder with the tensors of a spec under their names: matrices as packed rows (core/packing.py), uint8 of
-(rows, bytes of a packed row), first in each file, so that they start at multiples of 4; vectors as they were stored.
+Later runs find them. A store is a safetensors folder with the tensors of a spec under their names.
+Matrices are packed rows (core/packing.py), uint8 of (rows, bytes of a packed row). They are first
+in each file, so that they start at multiples of 4. Vectors are kept as they were stored.
 """
 
 from __future__ import annotations
@@ -43,28 +44,33 @@ RECORD_NAME = "packed_weights.json"
 
 
 class _Weights(Protocol):
-    """Where weights come from."""
+    """A source of weights: a checkpoint or random values."""
 
     def describe(self, tensor: TensorSpec) -> str:
-        """For errors."""
+        """Return a text for errors that names the tensor and its source."""
 
     def dtype_of(self, tensor: TensorSpec) -> str: ...
 
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
-        """Rows [first, end), in a float dtype, on the host; the next call may overwrite them."""
+        """Return rows [first, end) in a float dtype, on the host.
+
+        The next call may overwrite them.
+        """
 
 
 def pack_checkpoint(
     spec: ModelSpec, source: Checkpoint, cache_dir: Path, form: PackedFormat, progress: bool = False
 ) -> Checkpoint:
-    """The tensors of `source` with matrices packed, under `cache_dir`/packed/; made at the first call.
+    """Return the tensors of `source` with packed matrices, under `cache_dir`/packed/.
 
-    A source that changes gets a new store; the old one stays. Under 200 MB of RAM at any size; where the source is
-    stored by columns, its largest matrix more, as stored. Raises UsageError that
-    names the tensor (not finite) or the store (damaged); DoesNotFitError: the disk is full. Nothing is left then.
+    The first call makes them. A source that changes gets a new store, and the old one stays. Less
+    than 200 MB of RAM is used at any size. If the source is stored by columns, its largest matrix,
+    as stored, is added. Raises UsageError that names a tensor that is not finite, or a damaged
+    store. Raises DoesNotFitError if the disk is full. In both cases nothing is left behind.
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
-    read_as = [] if spec.quantization is None else [spec.quantization]  # the same files may mean something else
+    # With another quantization_config the same files mean something else.
+    read_as = [] if spec.quantization is None else [spec.quantization]
     mark = fingerprint(paths, form.record, [(t.key, t.shape) for t in spec.tensors], *read_as)
     folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{form.name}-{mark}"
     with closing(_Reader(spec, source)) as reader:
@@ -76,9 +82,9 @@ def pack_random(
     spec: ModelSpec, config_json: dict[str, object], folder: Path, dtype: str, seed: int, form: PackedFormat,
     progress: bool = False,
 ) -> Checkpoint:  # fmt: skip
-    """The random weights of `writing.write_random_checkpoint`, packed in `folder`; those are not written first.
+    """Return the random weights of `writing.write_random_checkpoint`, packed in `folder`.
 
-    Raises as `pack_checkpoint`.
+    The unpacked weights are not written first. Raises as `pack_checkpoint`.
     """
     mark = fingerprint([], form.record, record_of(spec, config_json, dtype, seed))
     folder = folder.with_name(f"{folder.name}-{form.name}-{mark}")
@@ -106,7 +112,10 @@ def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, 
 
 
 def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) -> Checkpoint:
-    """A store that is complete, checked against its record and the spec: somebody may have changed it since."""
+    """Return a complete store after a check against its record and the spec.
+
+    Somebody may have changed it since it was made.
+    """
     record = folder / RECORD_NAME
     try:
         about = read_object(record, str(record))
@@ -134,7 +143,7 @@ def _entry(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Entry:
 
 
 def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterator[memoryview]:
-    """The bytes of one tensor, some rows at a time."""
+    """Yield the bytes of one tensor, some rows at a time."""
     import torch
 
     step = max(1, PACK_CHUNK // (tensor.numel // tensor.shape[0]))
@@ -149,12 +158,16 @@ def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterat
 
 
 class _Reader:
-    """The weights of a checkpoint, read past the page cache into one buffer: what was read before is overwritten."""
+    """The weights of a checkpoint, read past the page cache into one buffer.
+
+    Each read overwrites the buffer.
+    """
 
     def __init__(self, spec: ModelSpec, source: Checkpoint) -> None:
         self._tensors, self._form = source.tensors, checkpoint_format(spec)
         self._buffer: torch.Tensor | None = None
-        self._whole: tuple[str, Held] | None = None  # of the matrix that was read last
+        # Key and contents of the matrix that was read last.
+        self._whole: tuple[str, Held] | None = None
         self._files: dict[Path, DirectFile] = {}
 
     def describe(self, tensor: TensorSpec) -> str:
@@ -183,7 +196,11 @@ class _Reader:
         )
 
     def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
-        """Some rows are in all that is stored: it is read once."""
+        """Return all of a matrix that is stored by columns.
+
+        Any of its rows are spread over all stored bytes, so the matrix is read once and kept for
+        further calls of `rows`.
+        """
         if self._whole is None or self._whole[0] != tensor.key:
             self._whole = None
             self._whole = tensor.key, self._held(layout, Part("host", 0, layout.cut_shape[0]))
@@ -205,7 +222,7 @@ class _Reader:
         inside = source.offset - start
         self._files[source.path].read(self._buffer[:length], start, inside + source.nbytes)
         found = self._buffer[inside : inside + source.nbytes]
-        return found.clone() if inside % WORD else found  # safetensors promises no alignment
+        return found.clone() if inside % WORD else found  # safetensors does not promise alignment
 
     def close(self) -> None:
         for file in self._files.values():

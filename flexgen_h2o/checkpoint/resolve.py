@@ -1,4 +1,4 @@
-"""Finds a model's folder: packaged, local, under --path, on the hub. Reads no weights."""
+"""Find a model's folder: packaged, local, under --path, or on the hub. No weights are read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from flexgen_h2o.core.files import usable_path
 
 DUMMY = "_DUMMY_"
 CONFIG_NAME = "config.json"
-# Models that come with the package, by name.
+# Folders of models that come with the package, by name.
 PACKAGED = {"opt-tiny": Path(__file__).resolve().parent.parent / "assets" / "opt-tiny"}
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "tokenizer*"]
 _WITH_SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
 _WITH_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
-_NOT_FETCHED = ["*/*", "consolidated*"]  # subfolders, and Mistral's second copy of its weights, which is not read
-# What is read of a model's folder, by the package or by transformers' tokenizers.
+# Subfolders, and Mistral's second copy of its weights, which is not read.
+_NOT_FETCHED = ["*/*", "consolidated*"]
+# Files of a model's folder that the package or transformers' tokenizers read.
 _READ = (
     "*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json", "*.model", "tokenizer*", "vocab.*",
     "config.json", "*_config.json", "added_tokens.json", "special_tokens_map.json", "merges.txt", "chat_template*",
@@ -32,31 +33,33 @@ _HUB_SECONDS = 5.0
 
 
 class NotOnHubError(UsageError):
-    """A model that is neither in the hub's cache nor to be had from the hub."""
+    """The model is not in the hub's cache and cannot be fetched from the hub."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from. folder: None means random weights at the shape of the built-in table."""
+    """The source of a model: a folder, or random weights."""
 
     name: str
-    folder: Path | None
+    folder: Path | None  # None: random weights with the shape of the built-in table
     random: bool
 
 
 def resolve(
     model: str, path: str | None, revision: str | None = None, weights: bool = True, made: Path | None = None
 ) -> ModelSource:
-    """The source of `model` (--model) given `path` (--path).
+    """Return the source of `model` (--model) given `path` (--path).
 
-    A local folder, a packaged name, or a hub id, which is looked for as `path`, `path`/org/name and `path`/name, then
-    in the hub's cache, then on the hub (HF_HUB_OFFLINE and HF_HOME count; `revision` is a branch, tag or commit).
-    A `path` with "_DUMMY_" in it asks for random weights, with the config of the folder where `model` is one.
-    weights=False: from the hub, fetch config and tokenizer only. made: the model's folder if neither `model` nor `path`
-    names one; then the hub is not asked.
+    `model` is a local folder, a packaged name or a hub id. A hub id is looked for as `path`,
+    `path`/org/name and `path`/name, then in the hub's cache, then on the hub. HF_HUB_OFFLINE and
+    HF_HOME count. A `path` with "_DUMMY_" in it asks for random weights, with the config of `model`
+    if that is a folder. revision: a branch, tag or commit. weights=False: fetch only config and
+    tokenizer from the hub. made: the model's folder if neither `model` nor `path` names one. The
+    hub is then not asked.
 
-    Raises UsageError in one line with the way out: no such folder (`path` too), no config.json in it; NotOnHubError:
-    not cached and not to be had from the hub. DoesNotFitError: the disk filled up during the download.
+    Raises UsageError, with the remedy, if the folder or `path` does not exist or has no
+    config.json. Raises NotOnHubError if the model is not cached and cannot be fetched. Raises
+    DoesNotFitError if the disk filled up during the download.
     """
     folder, random = find_folder(model, path), path is not None and DUMMY in path
     if path is not None and not random and not usable_path(path, "--path").is_dir():
@@ -69,7 +72,10 @@ def resolve(
 
 
 def find_folder(model: str, path: str | None) -> Path | None:
-    """`resolve` without the hub and its cache: None where only they may know the model. Raises UsageError."""
+    """Return the folder of `model` without asking the hub or its cache.
+
+    None: only they may know the model. Raises UsageError.
+    """
     if not model:
         raise UsageError("--model: a name is missing; give a hub id like org/name or a local folder")
     folder = _local(model)
@@ -81,12 +87,15 @@ def find_folder(model: str, path: str | None) -> Path | None:
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a file of this name in a model's folder is read with the model."""
+    """Return whether a file with this name in a model's folder is read with the model."""
     return any(fnmatchcase(name, pattern) for pattern in _READ)
 
 
 def _local(model: str) -> Path | None:
-    """The folder that `model` itself names: local first, packaged second; None: it must be a hub id."""
+    """Return the folder that `model` itself names, local first, packaged second.
+
+    None: the model must be a hub id.
+    """
     folder = usable_path(model, "--model")
     if folder.is_dir():
         return _with_config(folder, f"--model {model}")
@@ -117,7 +126,8 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
         return _cached(model, revision, weights) or _downloaded(model, revision, weights)
     except FlexgenError:
         raise
-    except Exception as error:  # the hub's own errors, its HTTP library's and the system's have no common base
+    # Errors of the hub, of its HTTP library and of the system have no common base.
+    except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DoesNotFitError(
                 f"--model {model}: the disk is full, the download stopped; set HF_HOME to a folder with more room"
@@ -130,7 +140,7 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    # The library's messages run over several lines of advice; the cause says what happened.
+    # The library's messages have several lines of advice. The cause says what happened.
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -138,7 +148,10 @@ def _reason(error: Exception) -> str:
 
 
 def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
-    """The hub cache's folder if it has all that is needed; no network."""
+    """Return the folder in the hub's cache if it has all that is needed.
+
+    The network is not used.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -155,14 +168,15 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
 
 
 def is_downloaded(model: str, revision: str | None) -> bool:
-    """Return whether the hub's cache here has all of a model."""
-    with contextlib.suppress(ValueError, OSError):  # a name that no hub has, a cache that cannot be read
+    """Return whether the local hub cache has all of a model."""
+    # The name may be one that no hub has, or the cache may be unreadable.
+    with contextlib.suppress(ValueError, OSError):
         return _cached(model, revision, True) is not None
     return False
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether every file of a checkpoint is there: a download may have stopped in between."""
+    """Return whether every file of a checkpoint is there. A download may have stopped halfway."""
     names = names_in(folder)
     if names is None or any((folder / single).is_file() for single, _ in (SAFETENSORS, BIN)):
         return names is not None
@@ -172,7 +186,8 @@ def has_weights(folder: Path) -> bool:
 def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
-    # Asked first because it takes a timeout: snapshot_download alone would wait for a silent network without end.
+    # This call has a timeout, so it is first: snapshot_download would wait for a silent network
+    # forever.
     info: Any = HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS)
     files = {sibling.rfilename for sibling in info.siblings or ()}
     has_safe = not files.isdisjoint(SAFETENSORS)

@@ -1,7 +1,7 @@
-"""Safetensors checkpoints: finds every tensor by byte range, refuses damaged files, and builds headers and indexes.
+"""Safetensors: find tensors by byte range, refuse damaged files, build headers and indexes.
 
-A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes without gaps. Only
-headers and the index are read, never a tensor.
+A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes
+without gaps. Only headers and the index are read, never a tensor.
 """
 
 from __future__ import annotations
@@ -26,41 +26,39 @@ from flexgen_h2o.core.units import round_up
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor's bytes: `nbytes` from `offset` (bytes from the start of the file), row-major, little-endian.
-
-    dtype: a key of `config.DTYPE_BYTES`, `config.WIDE`, `uint8`, or the safetensors name of a type that is not computed
-    with (`I8`, ...). state: of the file, before anything of it was read.
-    """
+    """The place of one tensor's bytes in a file, row-major and little-endian."""
 
     path: Path
-    offset: int
+    offset: int  # bytes from the start of the file
     nbytes: int
+    # A key of `config.DTYPE_BYTES`, `config.WIDE`, `uint8`, or the safetensors name of a type that
+    # is not used for computing (`I8`, ...).
     dtype: str
     shape: tuple[int, ...]
+    # State of the file before anything of it was read.
     state: FileState | None = field(default=None, compare=False)
 
     def rows(self, first: int, end: int) -> StoredTensor:
-        """Its rows [first, end), along the first dimension."""
+        """Return rows [first, end) of the tensor, along the first dimension."""
         row = self.nbytes // self.shape[0]
         return replace(
             self, offset=self.offset + first * row, nbytes=(end - first) * row, shape=(end - first, *self.shape[1:])
         )
 
     def item(self, index: int) -> StoredTensor:
-        """Its slice `index` along the first dimension, without that dimension."""
+        """Return slice `index` along the first dimension, without that dimension."""
         return replace(self.rows(index, index + 1), shape=self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The stored tensors of one model, and slices of them, by their keys (formats.StoredRows.key): of most formats the
-    `TensorSpec.key` of its spec.
-
-    sources: the files that these were made from (imported, packed), as they were before that.
-    """
+    """The stored tensors of one model. `open_checkpoint` and packed_store.py make it."""
 
     folder: Path
+    # Stored tensors, and slices of them, by their keys (formats.StoredRows.key). In most formats
+    # these are the `TensorSpec.key` of the model's spec.
     tensors: dict[str, StoredTensor]
+    # States of the files that this checkpoint was made from (imported, packed), taken before that.
     sources: States = field(default_factory=dict, compare=False)
 
     @property
@@ -70,7 +68,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The float dtype that most bytes have (`float32`, `bfloat16`, `float16`). float64 counts as float32."""
+        """Float dtype of most bytes: `float32` (or float64), `bfloat16` or `float16`."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
             dtype = "float32" if tensor.dtype == WIDE else tensor.dtype
@@ -80,22 +78,24 @@ class Checkpoint:
 
     @property
     def files(self) -> States:
-        """The files that tensors lie in, as they were before anything of them was read."""
+        """Files that contain the tensors, with their states before anything of them was read."""
         return {t.path: t.state for t in self.tensors.values()}
 
     def check_unchanged(self) -> None:
-        """CheckpointChangedError where one of its files, or of those it was made from, is not as it was."""
+        """Raise CheckpointChangedError if one of its files or source files has changed."""
         check_unchanged({**self.sources, **self.files})
 
 
-Names = tuple[str, str]  # of the single file of a checkpoint, and of the index where it has several
+# Name of a checkpoint's single file, and of its index if it has several files.
+Names = tuple[str, str]
 SAFETENSORS: Names = ("model.safetensors", "model.safetensors.index.json")
 BIN: Names = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 LENGTH_BYTES = 8
-# What the safetensors library itself refuses to exceed.
+# The safetensors library itself refuses larger headers.
 MAX_HEADER_BYTES = 100_000_000
 
-# Bits of one element. Types that are missing here are kept, but their size cannot be checked.
+# Bits of one element. Tensors of types that are missing here are kept, but their size is not
+# checked.
 DTYPE_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
@@ -104,16 +104,16 @@ DTYPE_BITS = {
 TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": WIDE, "U8": "uint8"}
 FROM_ENGINE = {ours: theirs for theirs, ours in TO_ENGINE.items()}
 
-# Direct reads fetch whole blocks: data that starts on one costs no extra block.
+# Direct reads fetch whole blocks, so data that starts at one needs no extra block.
 _DATA_ALIGNMENT = 4096
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file to be written: its name, its safetensors dtype (`F32`, ...) and shape."""
+    """One tensor of a file that is to be written."""
 
     name: str
-    dtype: str
+    dtype: str  # safetensors name (`F32`, ...)
     shape: tuple[int, ...]
 
     @property
@@ -122,7 +122,10 @@ class Entry:
 
 
 def header(entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> bytes:
-    """The first bytes of a file whose data are `entries` in this order, length prefix included, padded to a block."""
+    """Return the first bytes of a file that contains `entries` in this order.
+
+    The length prefix is included, and the header is padded to a block.
+    """
     body: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for entry in entries:
@@ -134,31 +137,36 @@ def header(entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def shard_name(index: int, count: int) -> str:
-    """The customary name of shard `index` (from 0) of `count`."""
+    """Return the customary name of shard `index` (from 0) of `count`."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, weight_map: dict[str, str], nbytes: int) -> None:
-    """Write the index file of a sharded checkpoint: tensor name -> file name, and the sum of the tensors' bytes."""
+    """Write the index file of a sharded checkpoint.
+
+    weight_map: file name by tensor name. nbytes: sum over the tensors.
+    """
     body = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
     write_new(folder / SAFETENSORS[1], json.dumps(body, indent=2) + "\n")
 
 
 AGAIN = "download it again"
 MOST_INDEX_BYTES = 16 * 2**20
-_MOST_NUMBER = 2**64 - 1  # of what the safetensors library counts with
+_MOST_NUMBER = 2**64 - 1  # the safetensors library counts in 64 bits
 
 
 def names_in(folder: Path) -> Names | None:
-    """The names of the checkpoint in `folder`, SAFETENSORS before BIN; None: there is none. Nothing is opened."""
+    """Return the file names of the checkpoint in `folder`, SAFETENSORS before BIN.
+
+    None: there is no checkpoint. No file is opened."""
     both = (SAFETENSORS, BIN)
     return next((names for names in both if any((folder / name).is_file() for name in names)), None)
 
 
 def shards(folder: Path, names: Names) -> list[Path]:
-    """The files of a checkpoint of these names, in the order of their names.
+    """Return the files of a checkpoint with these names, sorted by name.
 
-    UsageError names what is wrong: no such checkpoint, a damaged index, a missing shard.
+    Raises UsageError for a missing checkpoint, a damaged index or a missing shard.
     """
     single, index = (folder / name for name in names)
     if single.is_file():
@@ -169,12 +177,13 @@ def shards(folder: Path, names: Names) -> list[Path]:
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the safetensors checkpoint in `folder`, by its name in the files.
+    """Return every tensor of the safetensors checkpoint in `folder`, by its name in the files.
 
-    As in transformers, an index only says which files there are. A tensor may be in another of them than the index
-    says, or not be listed at all. If two files have one name, the last file counts. A name that the file's metadata
-    gives as another name of a stored tensor (tied weights) points at the same bytes.
-    Raises UsageError that names the file: missing or truncated shard, damaged header or index.
+    As in transformers, an index only says which files there are. A tensor may be in another of them
+    than the index says, or not be listed at all. If two files have one name, the last file counts.
+    Metadata of a file may give another name for a stored tensor (tied weights): that name points at
+    the same bytes. Raises UsageError that names the file: missing or truncated shard, damaged
+    header or index.
     """
     found: dict[str, StoredTensor] = {}
     aliases: dict[str, StoredTensor] = {}
@@ -186,7 +195,10 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name -> file name. Raises UsageError that names the file."""
+    """Return the `weight_map` of an index file: file name by tensor name.
+
+    Raises UsageError that names the file.
+    """
     try:
         body = read_json(index, MOST_INDEX_BYTES)
     except OSError as error:
@@ -200,7 +212,10 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _shard_path(index: Path, shard: str) -> Path:
-    """Where the shard `shard` of `index` lies. Raises UsageError: not there, or a name that leaves the folder."""
+    """Return the path of a shard that `index` lists.
+
+    Raises UsageError if the file is missing or its name leads out of the folder.
+    """
     shown = repr(shard) if len(shard) <= 80 else f"{shard[:60]!r}... ({len(shard)} characters)"
     parts = Path(shard).parts
     if not parts or Path(shard).is_absolute() or ".." in parts or "\0" in shard:
@@ -216,14 +231,20 @@ def _shard_path(index: Path, shard: str) -> Path:
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of one safetensors file. Raises UsageError that names the file and what is wrong with it."""
+    """Return every tensor of one safetensors file.
+
+    Raises UsageError that names the file and what is wrong with it.
+    """
     tensors, aliases = _read_file(path)
     return {**aliases, **tensors}
 
 
 def _read_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """As `read_file`: the tensors of a file by name, and those that its metadata has further names for."""
-    state = file_state(path)  # first, so that whatever is written from here on is noticed
+    """Return the tensors of a file by name, and by further names that its metadata gives them.
+
+    Raises UsageError as `read_file`.
+    """
+    state = file_state(path)  # taken first, so that any later write is noticed
     head, start, size = _read_header(path)
     metadata = head.pop("__metadata__", None)
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
@@ -238,12 +259,13 @@ def _read_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredTen
     if size != end:
         what = "is truncated" if size < end else "has bytes that belong to no tensor"
         raise UsageError(f"{path}: {what}: {size} bytes, {end} expected; {AGAIN}")
-    # safetensors.torch.save_model notes tied weights this way; the import of .bin files does too.
+    # safetensors.torch.save_model records tied weights like this, and so does the import of .bin
+    # files.
     return tensors, {a: tensors[kept] for a, kept in (metadata or {}).items() if kept in tensors}
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The parsed header, where the data start and the size of the file (bytes)."""
+    """Return (parsed header, byte at which the data start, size of the file in bytes)."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, 2)
@@ -268,14 +290,18 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
-    """One header entry, checked: its range must have the bytes that shape x dtype needs."""
+    """Return one header entry as a tensor.
+
+    Its range must have the bytes that shape and dtype need.
+    """
     bad = UsageError(f"{path}: the header entry of tensor {name!r} is damaged; {AGAIN}")
     if not isinstance(entry, dict):
         raise bad
     dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(span) or len(span) != 2:
         raise bad
-    if any(n > _MOST_NUMBER for n in accumulate(shape, mul)):  # ends early: the product may have millions of digits
+    # `any` ends early: the whole product may have millions of digits.
+    if any(n > _MOST_NUMBER for n in accumulate(shape, mul)):
         raise bad
     begin, end = span
     nbytes = end - begin
@@ -295,7 +321,7 @@ def _naturals(value: Any) -> TypeGuard[list[int]]:
 
 
 def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without names that are there twice, which the format forbids: which of the two would count?"""
+    """Return a JSON object. Raises ValueError for a repeated name, which the format forbids."""
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = Counter(name for name, _ in pairs)

@@ -1,4 +1,4 @@
-"""Files beside a model's config.json that say how it is to be read: settings of older quantisers, and adapters."""
+"""Files beside config.json that matter for it: settings of older quantisers, and adapters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from flexgen_h2o.core.files import read_object
 from flexgen_h2o.core.notes import say_once
 
 ADAPTER = "adapter_config.json"
-# AutoGPTQ's and AutoAWQ's names, in the order in which vLLM looks for them.
+# AutoGPTQ's and AutoAWQ's file names, in the order in which vLLM looks for them.
 _SETTINGS = ("quantize_config.json", "quant_config.json")
 _OF_AWQ = ("w_bit", "q_group_size", "zero_point")
 
 
 def quantization_beside(folder: Path) -> dict[str, Any] | None:
-    """The quantization_config of a checkpoint whose quantiser wrote its settings into a file of their own.
+    """Return the quantization_config that a quantiser wrote into a file of its own.
 
-    None if there is no such file, or if the checkpoint's names show that it is not quantised so. Raises UsageError for
-    a file that is no JSON object.
+    Returns None if there is no such file, or if the checkpoint's tensor names show that it is not
+    quantised in that way. Raises UsageError for a file that is no JSON object.
     """
     path = next((path for name in _SETTINGS if (path := folder / name).is_file()), None)
     if path is None:
@@ -34,7 +34,7 @@ def quantization_beside(folder: Path) -> dict[str, Any] | None:
 
 
 def say_adapter(folder: Path) -> None:
-    """Say that an adapter beside a model is not used."""
+    """Tell the user that an adapter beside a model is not used."""
     if (folder / ADAPTER).is_file():
         say_once(
             f"{folder / ADAPTER}: this adapter is not used, the base model answers; merge it into the model (peft's"

@@ -1,4 +1,7 @@
-"""Heads that a config ties to the embedding: are they the same numbers? transformers ties only then."""
+"""Heads that a config ties to the embedding.
+
+transformers ties them only if they are the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from flexgen_h2o.core.units import MIB
 if TYPE_CHECKING:
     import torch
 
-_PIECE_BYTES, _PIECE_ROWS = MIB, 64  # of two tables that are compared
+_PIECE_BYTES, _PIECE_ROWS = MIB, 64  # pieces in which two tables are compared
 
 
 def has_other_head(spec: ModelSpec, folder: Path) -> bool:
-    """Has a checkpoint a head with other numbers than the table that `spec` ties it to?
+    """Return whether a checkpoint's head differs from the table that `spec` ties it to.
 
-    transformers then uses both, whatever the config says. False if the files are not all there, or cannot be read:
-    opening the checkpoint says why.
+    transformers then uses both, whatever the config says. Returns False if files are missing or
+    cannot be read: opening the checkpoint raises the error.
     """
     names = names_in(folder)
     if not (spec.tied and spec.head) or names is None:
@@ -43,7 +46,7 @@ def has_other_head(spec: ModelSpec, folder: Path) -> bool:
 
 
 def other_head(prefix: str, stored: Mapping[str, StoredTensor], table: StoredTensor) -> str | None:
-    """The name of a stored head that is not a copy of `table`; None if there is none."""
+    """Return the name of a stored head that is not a copy of `table`; None if there is none."""
     for name in _heads(prefix, stored):
         head = stored[name]
         if not _are_equal(head, table, _ctime(head), _ctime(table)):
@@ -56,7 +59,10 @@ def _heads(prefix: str, stored: Mapping[str, object]) -> list[str]:
 
 
 def _has_other_head_in_bin(spec: ModelSpec, folder: Path) -> bool:
-    """The same of .bin files. Those of torch before 1.6 cannot be mapped: one file at a time is read whole."""
+    """Return `has_other_head` of .bin files.
+
+    Files of torch before 1.6 cannot be mapped: one file at a time is read whole.
+    """
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
@@ -87,9 +93,10 @@ def _ctime(tensor: StoredTensor) -> int:
 
 @lru_cache(maxsize=16)  # a run asks when it reads the config, and again when it opens the weights
 def _are_equal(one: StoredTensor, other: StoredTensor, *ctimes: int) -> bool:
-    """Whether both have the same shape and numbers, in whatever float dtype.
+    """Return whether both tensors have the same shape and numbers, in whatever float dtype.
 
-    All numbers count: training of some tokens changes few rows. ctimes: of the files.
+    All numbers are compared: training of some tokens changes few rows. ctimes: of the files, so
+    that the cache is not used for a file that has changed.
     """
     if one == other:
         return True

@@ -1,6 +1,7 @@
-"""Writes checkpoints: files in one pass at the disk's speed, safetensors folders, and seeded random weights.
+"""Write checkpoints: files at the disk's speed, safetensors folders, seeded random weights.
 
-Knows tensors by role, name and shape only. torch is imported where it is used.
+Each file is written in one pass. The module knows tensors only by role, name and shape. torch is
+imported only where it is used.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from flexgen_h2o.tiers.stream import Part
 if TYPE_CHECKING:
     import torch
 
-# Also a multiple of every block size that O_DIRECT may ask for.
+# This is also a multiple of every block size that O_DIRECT may ask for.
 BUFFER_BYTES = 16 * MIB
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Make the file and take its blocks, so that a full disk shows before minutes of writing.
+    """Create the file and reserve its blocks, so that a full disk shows before minutes of writing.
 
-    Raises OSError (ENOSPC) when the disk has not the room, FileExistsError.
+    Raises OSError (ENOSPC) if the disk is too full, and FileExistsError.
     """
     fd = open_new(path)
     try:
@@ -59,10 +60,12 @@ def reserve(path: Path, nbytes: int) -> None:
 
 
 class FileWriter:
-    """Appends to a reserved file from its start; after the `with` block the bytes are on disk, not in the page cache.
+    """Appends to a reserved file from its start.
 
-    Buffered writes and the kernel's write-back reach a third of what direct ones do, and the cached pages would hide
-    the reads that follow. RAM: `BUFFER_BYTES`. Raises OSError (ENOSPC when the disk is full).
+    After the `with` block the bytes are on disk, not in the page cache. Buffered writes with the
+    kernel's write-back reach only a third of the speed of direct ones, and the cached pages would
+    hide the reads that follow. Uses `BUFFER_BYTES` of RAM. Raises OSError (ENOSPC if the disk is
+    full).
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +104,7 @@ class FileWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if error is None:
-                # The last piece is of any length, which direct writes refuse.
+                # The last piece has any length, which direct writes refuse.
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 self._flush()
                 os.fsync(self._fd)
@@ -115,24 +118,27 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Written:
-    """One stored tensor to write. pieces: its bytes in order."""
+    """One stored tensor that is to be written."""
 
     entry: Entry
-    pieces: Callable[[], Iterator[memoryview]]
+    pieces: Callable[[], Iterator[memoryview]]  # returns the tensor's bytes in order
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to write: its header (bytes) and its tensors in the order of their data."""
+    """One file that is to be written. `plan_shards` makes it."""
 
     name: str
-    head: bytes
-    tensors: tuple[Written, ...]
+    head: bytes  # the header, with its length prefix
+    tensors: tuple[Written, ...]  # in the order of their data
     nbytes: int  # of the whole file
 
 
 def plan_shards(tensors: Iterable[Written], metadata: Mapping[str, str] | None = None) -> list[Shard]:
-    """Files of at most SHARD_BYTES (one tensor may exceed it), a layer's tensors side by side."""
+    """Return files of at most SHARD_BYTES for the tensors, in order.
+
+    One tensor may exceed that size.
+    """
     groups: list[list[Written]] = [[]]
     room = SHARD_BYTES
     for tensor in tensors:
@@ -152,9 +158,9 @@ def plan_shards(tensors: Iterable[Written], metadata: Mapping[str, str] | None =
 
 
 def write_shards(folder: Path, shards: list[Shard], title: str, progress: bool) -> None:
-    """Fill `folder`: all files' space is taken first. progress: a bar on stderr.
+    """Write all shards into `folder`. The space of all files is reserved first.
 
-    Raises OSError (ENOSPC) when the disk is full.
+    progress: show a bar on stderr. Raises OSError (ENOSPC) if the disk is full.
     """
     for shard in shards:
         reserve(folder / shard.name, shard.nbytes)
@@ -162,7 +168,7 @@ def write_shards(folder: Path, shards: list[Shard], title: str, progress: bool) 
         weight_map = {tensor.entry.name: shard.name for shard in shards for tensor in shard.tensors}
         write_index(folder, weight_map, sum(shard.nbytes - len(shard.head) for shard in shards))
     nbytes = sum(shard.nbytes for shard in shards)
-    with interrupts.held():  # it starts a thread
+    with interrupts.held():  # tqdm starts a thread
         bar = tqdm(total=nbytes, desc=title, unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
         for shard in shards:
@@ -178,7 +184,8 @@ def write_shards(folder: Path, shards: list[Shard], title: str, progress: bool) 
 # ---- random weights
 
 RANDOM_RECORD_NAME = "random_weights.json"
-# 2**24 - 3 is prime: the rows of no matrix repeat, as they would with a power of two (equal rows: equal logits).
+# 2**24 - 3 is prime, so no matrix repeats its rows. With a power of two it would, and equal rows
+# give equal logits.
 TABLE_VALUES = 2**24 - 3
 _MATRIX_STD, _NORM_STD, _BIAS_STD = 0.02, 0.02, 0.01
 
@@ -186,16 +193,20 @@ _MATRIX_STD, _NORM_STD, _BIAS_STD = 0.02, 0.02, 0.01
 def write_random_checkpoint(
     spec: ModelSpec, config_json: dict[str, Any], folder: Path, dtype: str, seed: int = 0, progress: bool = False
 ) -> Path:
-    """Write a Hugging Face folder with random weights for `spec` and return it; a folder already there is kept.
+    """Write a Hugging Face folder with random weights for `spec` and return it.
 
-    dtype: a key of `config.DTYPE_BYTES`. Matrices are normal with std 0.02, norm weights 1 + 0.02 noise, other vectors
-    0.01 noise; in a quantised format matrices have random codes, and scales that give about that std. The same seed,
-    name and shape give the same values. Files are at most 5 GB (one tensor may exceed it), a layer's tensors side by
-    side. Under 256 MB of RAM at any size, torch itself aside; the page cache holds nothing of the files afterwards.
-    progress: a bar on stderr.
+    An existing one is kept.
 
-    Raises DoesNotFitError (needed and free bytes) before writing when the disk has not the room, with nothing left
-    behind; UsageError for an unknown dtype, or when `folder` holds something else.
+    dtype: a key of `config.DTYPE_BYTES`. progress: show a bar on stderr.
+
+    Matrices are normal with std 0.02, norm weights are 1 + 0.02 noise, other vectors are 0.01
+    noise. In a quantised format matrices have random codes, and scales that give about that std.
+    The same seed, name and shape give the same values. Files are at most 5 GB (one tensor may
+    exceed it), and a layer's tensors are side by side. Less than 256 MB of RAM is used at any size,
+    not counting torch itself. The page cache holds nothing of the files afterwards.
+
+    Raises DoesNotFitError (needed and free bytes) before writing if the disk is too full; nothing
+    is left behind. Raises UsageError for an unknown dtype, or if `folder` contains something else.
     """
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPE_BYTES)}")
@@ -209,7 +220,8 @@ def write_random_checkpoint(
             raise UsageError(
                 f"{folder}: holds something else than these random weights; remove it or give another folder"
             )
-        # The files decide the dtype; a config that says otherwise would mislead whoever reads it first.
+        # The files decide the dtype. A config with another one would mislead whoever reads it
+        # first.
         config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
         for name, body in (("config.json", config | {"torch_dtype": dtype}), (RANDOM_RECORD_NAME, record)):
             write_new(temp / name, json.dumps(body, indent=2) + "\n")
@@ -218,8 +230,11 @@ def write_random_checkpoint(
 
 
 class RandomValues:
-    """The weights of a seed, in the format of the model's checkpoints. Under 60 MB of RAM (bf16): every tensor takes
-    its own from one table of numbers, or from one of bytes."""
+    """The random weights of a seed, in the format of the model's checkpoints.
+
+    Every tensor takes its values from one table of numbers, or from one of bytes. This uses less
+    than 60 MB of RAM (bf16).
+    """
 
     def __init__(self, spec: ModelSpec, dtype: str, seed: int) -> None:
         self._spec, self._form, self._dtype, self._seed = spec, checkpoint_format(spec), dtype, seed
@@ -243,7 +258,10 @@ class RandomValues:
         return torch.randint(0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator, device="cpu")
 
     def stored(self) -> list[Written]:
-        """What a checkpoint of the model stores: slices of one stored tensor together."""
+        """Return what a checkpoint of the model stores.
+
+        Slices of one stored tensor are together.
+        """
         slices: dict[str, list[tuple[TensorSpec, StoredRows]]] = {}
         for tensor in self._spec.tensors:
             for rows in self._form.layout(tensor).stored:
@@ -267,7 +285,7 @@ class RandomValues:
         return self._dtype
 
     def _pieces(self, slices: Iterable[tuple[TensorSpec, StoredRows]]) -> Iterator[memoryview]:
-        """The bytes of slices one after the other, as views of a table for matrices."""
+        """Yield the bytes of slices one after the other. Those of matrices are views of a table."""
         import torch
 
         for tensor, rows in slices:
@@ -275,7 +293,7 @@ class RandomValues:
                 yield values.contiguous().view(torch.uint8).numpy().data
 
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
-        """Rows [first, end) of a tensor, decoded."""
+        """Return rows [first, end) of a tensor, decoded."""
         import torch
 
         layout, part = self._form.layout(tensor), Part("host", first, end)
@@ -296,30 +314,40 @@ class RandomValues:
         return Held(part, [rows.held(raw, rows.dtypes[0]) for rows, raw in pieces])
 
     def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
-        """Some rows are in all that is stored: it is made once."""
+        """Return all of a matrix that is stored by columns.
+
+        Any of its rows are spread over all stored bytes, so the matrix is made once and kept for
+        further calls of `rows`.
+        """
         if self._whole is None or self._whole[0] != tensor.key:
             self._whole = tensor.key, self._held(tensor, layout, Part("host", 0, layout.cut_shape[0]))
         return self._whole[1]
 
     def _of_rows(self, tensor: TensorSpec, rows: StoredRows, first: int, end: int) -> Iterator[torch.Tensor]:
-        """What is stored of rows [first, end) of a stored tensor, in pieces: numbers, or bytes."""
+        """Yield rows [first, end) of a stored tensor, in pieces of numbers or bytes."""
         digest = hashlib.blake2b(f"{self._seed}:{rows.name}".encode(), digest_size=8).digest()
         table = self._table if rows.is_values else self._bytes
-        each = math.prod(rows.shape) if rows.is_values else Entry("", self._stored_dtype(rows), rows.shape).nbytes
-        row, begin_of_slice = each // rows.shape[0], each * (rows.index or 0)
-        at, left = (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES, (end - first) * row
+        size = math.prod(rows.shape) if rows.is_values else Entry("", self._stored_dtype(rows), rows.shape).nbytes
+        row, begin_of_slice = size // rows.shape[0], size * (rows.index or 0)
+        offset, left = (
+            (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES,
+            (end - first) * row,
+        )
         done = first * row
         while left:
-            values = table[at : at + left]
+            values = table[offset : offset + left]
             if not rows.is_values:
                 yield _masked(values, done, *rows.random)
             else:
                 yield values if len(tensor.shape) != 1 else _vector(tensor, values)
-            left, done, at = left - values.numel(), done + values.numel(), 0
+            left, done, offset = left - values.numel(), done + values.numel(), 0
 
 
 def any_bytes(rows: StoredRows) -> torch.Tensor:
-    """Random bytes (uint8) of a whole stored tensor of bytes, or of numbers that become float32."""
+    """Return random bytes (uint8) of a whole stored tensor.
+
+    The tensor holds bytes, or numbers that become float32.
+    """
     import torch
 
     dtype = FROM_ENGINE.get(rows.dtypes[0], rows.dtypes[0])
@@ -330,7 +358,10 @@ def any_bytes(rows: StoredRows) -> torch.Tensor:
 
 
 def _masked(values: torch.Tensor, begin: int, mask: bytes, base: bytes) -> torch.Tensor:
-    """(byte & mask) + base of the bytes from `begin` of a tensor on; mask and base repeat."""
+    """Return (byte & mask) + base for each byte.
+
+    begin: index in the tensor of the first byte. mask and base repeat.
+    """
     import torch
 
     if (mask, base) == (b"\xff", b"\0"):
@@ -344,7 +375,7 @@ def _masked(values: torch.Tensor, begin: int, mask: bytes, base: bytes) -> torch
 
 
 def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: int) -> dict[str, Any]:
-    """What the values and files depend on."""
+    """Return what the values and files depend on."""
     facts = [config_json, [(t.role, t.key, t.shape) for t in spec.tensors]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return {"seed": seed, "dtype": dtype, "model": digest}

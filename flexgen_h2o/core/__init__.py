@@ -1,1 +1,1 @@
-"""What every room uses: configuration, packing, files, errors, units, the timeline."""
+"""Parts that all other packages use: configuration, packing, files, errors, units, timeline."""

@@ -1,21 +1,21 @@
-"""How many descriptors the process may have open, which `ulimit -n` says, and how many it has."""
+"""Limits on open file descriptors of the process (`ulimit -n`), and how many it has open."""
 
 from __future__ import annotations
 
 import os
 import resource
 
-UNLIMITED = 2**20  # what is taken for no limit
+UNLIMITED = 2**20  # number that stands for no limit
 
 
 def descriptor_limits() -> tuple[int, int]:
-    """Return the soft limit, which counts, and the hard one, up to which a process may raise it."""
+    """Return the soft limit, which applies, and the hard one, to which a process may raise it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _finite(soft), _finite(hard)
 
 
 def raise_descriptor_limit(needed: int) -> int:
-    """Raise the soft limit to `needed`, as far as the hard one lets, and return what it is then."""
+    """Raise the soft limit to `needed`, at most to the hard one, and return the new soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(needed, _finite(hard))
     if _finite(soft) >= wanted:
@@ -25,7 +25,7 @@ def raise_descriptor_limit(needed: int) -> int:
 
 
 def descriptors_in_use() -> int:
-    """Return how many are open; 0 on a system that does not say."""
+    """Return the number of open descriptors; 0 on a system that does not show it."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:

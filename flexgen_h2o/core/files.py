@@ -1,8 +1,8 @@
-"""Files: bounded reads, atomic writes, locks (flock), the mark of folders that the package made, and paths.
+"""Files: bounded reads, atomic writes, locks (flock), marks of the package's folders, and paths.
 
-Only regular files of bounded size are read, so that no device or pipe fills the memory. Results appear whole or not at
-all; a draft's name is random, and a file or link that has it already is never opened. The package removes only folders
-with its mark.
+Only regular files of bounded size are read, so that no device or pipe fills the memory. Results
+appear whole or not at all. A draft's name is random, and an existing file or link with that name is
+never opened. The package removes only folders with its mark.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from typing import Any, TextIO
 from flexgen_h2o.core.errors import FlexgenError, UsageError, json_reason
 from flexgen_h2o.core.units import is_text
 
-# Of a settings file (policy, profile, config, index, sidecar). Parsed, it takes up to twenty times as much memory.
+# Largest settings file (policy, profile, config, index, sidecar). Parsed, it needs up to twenty
+# times the memory.
 MOST_JSON_BYTES = 8 * 2**20
-# Of a line of prompts or requests. A million token ids of six digits, each with a comma and a space, fit in.
+# Longest line of prompts or requests: a million token ids of six digits, each with a comma and a
+# space, fit.
 MOST_LINE_BYTES = 8 * 2**20
 _LONG_LINE_PIECE = 2**20
 
 
-_PATIENCE_S, _WAIT_S = 10.0, 0.05  # for a descriptor
+_PATIENCE_S, _WAIT_S = 10.0, 0.05  # how long, and how often, a free descriptor is waited for
 
 
 def is_scarce(error: BaseException | None) -> bool:
-    """Is its cause that no descriptor is left? That is no fault of the file, and passes."""
+    """Return whether an error was caused by a lack of descriptors.
+
+    That is no fault of the file, and passes.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True
@@ -43,7 +48,10 @@ def is_scarce(error: BaseException | None) -> bool:
 
 
 def open_patiently(path: Path, flags: int, mode: int = 0o666) -> int:
-    """`os.open`, which is tried again for some seconds where no descriptor is left: others close theirs meanwhile."""
+    """Call `os.open`.
+
+    If no descriptor is left, try again for some seconds: others close theirs meanwhile.
+    """
     ends = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -55,7 +63,10 @@ def open_patiently(path: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def check_working_folder() -> None:
-    """UsageError if the working folder has been removed: a library of torch's ends the process for it."""
+    """Raise UsageError if the working folder has been removed.
+
+    A library of torch would end the process for that.
+    """
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -63,8 +74,12 @@ def check_working_folder() -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file, or a link to one, for reading. OSError for a device, a pipe, a folder, or no file."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a pipe must not be waited for
+    """Open a regular file, or a link to one, for reading.
+
+    Raises OSError for a device, a pipe, a folder, or no file.
+    """
+    # O_NONBLOCK: a pipe must not be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     fd = open_patiently(path, flags)
     try:
         mode = os.fstat(fd).st_mode
@@ -79,9 +94,12 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
-    """A regular file's bytes. OSError as of `open_regular`, and where there are more than `most`."""
+    """Return a regular file's bytes.
+
+    Raises OSError like `open_regular`, and if there are more than `most` bytes.
+    """
     with open_regular(path) as file:
-        # Nothing is read of a file whose size says that it is too large; files in /proc say 0.
+        # A file whose size is too large is not read at all. Files in /proc have size 0.
         is_large = os.fstat(file.fileno()).st_size > most
         data = b"" if is_large else file.read(most + 1)
         if is_large or len(data) > most:
@@ -90,7 +108,10 @@ def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
 
 
 def read_json(path: Path, most: int = MOST_JSON_BYTES) -> Any:
-    """The value of a JSON file. OSError as of `read_bounded`, ValueError where it is not JSON."""
+    """Return the value of a JSON file.
+
+    Raises OSError like `read_bounded`, and ValueError if it is not JSON.
+    """
     try:
         return json.loads(read_bounded(path, most))
     except RecursionError as error:
@@ -102,7 +123,11 @@ def read_json(path: Path, most: int = MOST_JSON_BYTES) -> Any:
 
 
 def read_object(path: Path, where: str) -> dict[str, Any]:
-    """The object of a JSON file. `where` begins the UsageError where it cannot be read or is something else."""
+    """Return the object of a JSON file.
+
+    Raises UsageError, which begins with `where`, if the file cannot be read or contains something
+    else.
+    """
     try:
         body = read_json(path)
     except OSError as error:
@@ -115,9 +140,10 @@ def read_object(path: Path, where: str) -> dict[str, Any]:
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
-    """The lines of a regular file from a byte on, each with its newline; OSError as of `open_regular`.
+    """Yield the lines of a regular file from a byte on, each with its newline.
 
-    A line of more than MOST_LINE_BYTES comes in pieces. The flag says of each piece: does its line go on?
+    A line of more than MOST_LINE_BYTES comes in pieces. Each piece has a flag: True if its line
+    continues. Raises OSError like `open_regular`.
     """
     with open_regular(path) as file:
         file.seek(offset)
@@ -127,14 +153,17 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
             yield raw, goes_on
 
 
-# What open says of O_TMPFILE where the file system, or the kernel, has no files without a name.
-# JSON leaves these characters as they are, and readers of lines that go by Unicode cut at them.
+# JSON leaves these characters as they are, but readers that split lines by Unicode rules split at
+# them.
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def json_line(value: object) -> str:
-    """Return a value as a line of JSON, without its newline. It has no character that a reader of lines could cut at,
-    and half surrogates, which UTF-8 cannot hold, are escaped."""
+    """Return a value as a line of JSON, without its newline.
+
+    The line has no character at which a reader of lines could split. Half surrogates, which UTF-8
+    cannot encode, are escaped.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if text.isascii():
         return text
@@ -145,22 +174,30 @@ def json_line(value: object) -> str:
     return text
 
 
+# Errors of open with O_TMPFILE if the file system, or the kernel, does not support files without a
+# name.
 _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
 def open_new(path: Path) -> int:
-    """A descriptor to write to a new file. Raises OSError; FileExistsError also for a link, wherever it leads."""
+    """Return a descriptor of a new file for writing.
+
+    Raises OSError. A link counts as an existing file (FileExistsError), wherever it leads.
+    """
     return open_patiently(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def write_new(path: Path, text: str) -> None:
-    """A small new file in a folder that nobody else reads yet. Raises OSError as above."""
+    """Write a small new file in a folder that nobody else reads yet.
+
+    Raises OSError like `open_new`.
+    """
     with open(open_new(path), "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
 
 
 def sync_path(path: Path) -> None:
-    """Put a file, or a folder with the names in it, on disk. Raises OSError."""
+    """Force a file, or a folder with the names in it, to disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -170,13 +207,17 @@ def sync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, follow: bool = True, sync: bool = True) -> Iterator[TextIO]:
-    """A text file (UTF-8) to write, which takes the place and the mode of `path` at the end; its `buffer` takes bytes.
+    """Yield a text file (UTF-8) that replaces `path` at the end and gets its mode.
 
-    follow: a link stays and its target is replaced; a file that is not regular, is under /dev, or lies in a folder
-    without write permission is written in place. False: the name is replaced, a link too. sync: after a power cut the
-    new file or the older one is whole. Raises OSError.
+    Its `buffer` accepts bytes.
 
-    The draft has no name until its end, where the file system allows that, so that a killed process leaves nothing.
+    follow: a link stays and its target is replaced. A file that is not regular, is under /dev, or
+    lies in a folder without write permission is written in place. False: the name is replaced, even
+    if it is a link. sync: after a power cut either the new file or the older one is whole. Raises
+    OSError.
+
+    If the file system allows it, the draft has no name until its end, so a killed process leaves
+    nothing.
     """
     if follow and _is_written_in_place(path):
         with path.open("w", encoding="utf-8", newline="\n") as file:
@@ -204,18 +245,24 @@ def replacing(path: Path, follow: bool = True, sync: bool = True) -> Iterator[Te
         if has_name:
             draft.unlink(missing_ok=True)
     if sync:
-        with contextlib.suppress(OSError):  # where file system and permissions allow it
+        with contextlib.suppress(OSError):  # file system or permissions may not allow it
             sync_path(target.parent)
 
 
 def write_whole(path: Path, text: str, follow: bool = True, sync: bool = True) -> None:
-    """`text` as the whole of a file, as `replacing` does it; OSError leaves the older one as it was."""
+    """Write `text` as the whole of a file, by `replacing`.
+
+    After an OSError the older file is unchanged.
+    """
     with replacing(path, follow, sync) as file:
         file.write(text)
 
 
 def write_result(path: Path, content: object, flag: str) -> None:
-    """A text, or any other value as JSON, as the whole of the file that a flag names. FlexgenError names both."""
+    """Write a text, or any other value as JSON, as the whole of the file that a flag names.
+
+    Raises FlexgenError that names flag and file.
+    """
     text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
     try:
         write_whole(path, text)
@@ -224,7 +271,10 @@ def write_result(path: Path, content: object, flag: str) -> None:
 
 
 def write_picture(path: Path, figure: Any) -> None:
-    """A matplotlib figure as a whole file; the suffix names the format. FlexgenError names --plot and the file."""
+    """Write a matplotlib figure as a whole file. The suffix names the format.
+
+    Raises FlexgenError that names --plot and the file.
+    """
     try:
         with replacing(path) as file:
             figure.savefig(file.buffer, format=path.suffix.lower().removeprefix("."), dpi=110)
@@ -233,11 +283,15 @@ def write_picture(path: Path, figure: Any) -> None:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Refuse, before the run, a file that could not be written after it: UsageError naming `flag`. Creates nothing."""
+    """Raise UsageError that names `flag` if a file could not be written after the run.
+
+    Creates nothing.
+    """
     folder = path.absolute().parent
     if path.is_dir():
         raise UsageError(f"{flag} {path}: is a folder; name a file in it")
-    # A pipe would be waited for until somebody reads it. Standard output may be one: /dev/stdout is in /proc.
+    # Opening a pipe would wait for a reader. Standard output may be a pipe: /dev/stdout is in
+    # /proc.
     if path.exists() and not (path.is_file() or path.is_char_device() or os.path.realpath(path).startswith("/proc/")):
         raise UsageError(f"{flag} {path}: is no regular file; name one")
     if not folder.is_dir():
@@ -247,7 +301,10 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def check_folder(path: Path, flag: str) -> Path:
-    """UsageError where nothing could be written below `path`, whose folders may be missing."""
+    """Return `path` as a usable path. Folders on the way to it may be missing.
+
+    Raises UsageError if nothing could be written below it.
+    """
     path = usable_path(path, flag)
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if there != path.absolute() and not there.is_dir():
@@ -258,8 +315,8 @@ def check_folder(path: Path, flag: str) -> Path:
 
 
 def _open_draft(draft: Path) -> tuple[int, bool]:
-    """A descriptor to write to, and whether the draft has its name yet."""
-    if os.path.isdir("/proc/self/fd"):  # where a file without a name gets one
+    """Return a descriptor for writing, and whether the draft already has its name."""
+    if os.path.isdir("/proc/self/fd"):  # a file without a name gets one through this folder
         try:
             return open_patiently(draft.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC), False
         except OSError as error:
@@ -270,7 +327,7 @@ def _open_draft(draft: Path) -> tuple[int, bool]:
 
 def _name_draft(fd: int, draft: Path) -> None:
     folder = open_patiently(draft.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:  # Python follows the link in /proc only where it is given a folder
+    try:  # Python follows the link in /proc only if a folder is passed
         os.link(f"/proc/self/fd/{fd}", draft.name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
         os.close(folder)
@@ -282,15 +339,15 @@ def _is_written_in_place(path: Path) -> bool:
     return not path.is_file() or path.absolute().is_relative_to("/dev") or not os.access(path.resolve().parent, os.W_OK)
 
 
-MARK = ".flexgen_h2o"  # a file in each folder that the package has made
+MARK = ".flexgen_h2o"  # name of a file in each folder that the package has made
 _MADE_BY = {"made_by": "flexgen_h2o"}
 _MARK_BYTES = 2**20
 
 
 def try_lock(fd: int, shared: bool = False) -> bool:
-    """Lock an open file or folder without waiting; False: another process holds it. shared: others may share it.
+    """Lock an open file or folder without waiting. Returns False if another process holds the lock.
 
-    OSError where the file system has no locks.
+    shared: others may share it. Raises OSError if the file system has no locks.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -300,12 +357,18 @@ def try_lock(fd: int, shared: bool = False) -> bool:
 
 
 def wait_for_lock(fd: int) -> None:
-    """Lock an open file or folder, waiting for whoever holds it. OSError as above."""
+    """Lock an open file or folder, and wait for whoever holds the lock.
+
+    Raises OSError like `try_lock`.
+    """
     fcntl.flock(fd, fcntl.LOCK_EX)
 
 
 def is_still(path: Path, fd: int) -> bool:
-    """Is the open file the one at `path`? It may have been removed or replaced, also while its lock was waited for."""
+    """Return whether the open file is still the one at `path`.
+
+    It may have been removed or replaced, also while its lock was waited for.
+    """
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -313,10 +376,11 @@ def is_still(path: Path, fd: int) -> bool:
 
 
 def lock_folder(folder: Path, shared: bool = False) -> int | None:
-    """A descriptor that holds the lock of a marked folder until it is closed; None: another process holds it.
+    """Return a descriptor that holds the lock of a marked folder until it is closed.
 
-    The lock is on the mark; the folder's own lock belongs to processes that make folders in it. OSError where there is
-    no mark, or the file system has no locks.
+    None: another process holds the lock. The lock is on the mark; the folder's own lock belongs to
+    processes that make folders in it. Raises OSError if there is no mark or the file system has no
+    locks.
     """
     fd = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -335,12 +399,12 @@ def mark(folder: Path, **facts: object) -> None:
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
-    """The facts of `mark`; None for a folder without it, and for a link."""
+    """Return the facts of `mark`; None for a folder without a mark, and for a link."""
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return None
         fd = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:  # open() refuses a folder, and leaves its descriptor open
+        try:  # open() refuses a folder, but leaves its descriptor open
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
             with open(fd, "rb", closefd=False) as file:
@@ -356,17 +420,25 @@ DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
 
 
 def policies_folder() -> Path:
-    """The shipped policies and, in `profiles/`, hardware profiles: inside an installed package, beside a checkout's."""
+    """Return the folder of shipped policies, with hardware profiles in `profiles/`.
+
+    It is inside an installed package, or beside the package in a checkout.
+    """
     package = Path(__file__).resolve().parent.parent
-    installed = package / "policies"  # where setup.py maps the folder at the top of the repository
+    # setup.py maps the folder at the top of the repository to this one.
+    installed = package / "policies"
     return installed if installed.is_dir() else package.parent / "policies"
 
 
 def usable_path(text: str | Path, what: str) -> Path:
-    """`text` with `~` expanded. `what` names the flag in the error.
+    """Return `text` as a path, with `~` expanded. `what` names the flag in the error.
 
-    Raises UsageError for an empty one (it would be the current folder), an unknown user, a name that is too long or
-    holds a NUL byte, one below a folder that may not be looked into, and for what is no path at all.
+    Raises UsageError for:
+    - an empty text, which would mean the current folder
+    - an unknown user
+    - a name that is too long or has a NUL byte
+    - a path below a folder that may not be looked into
+    - anything that is not a path
     """
     if text == "":
         raise UsageError(f"{what} '': is empty; name a file or folder, or leave {what} out")
@@ -381,9 +453,12 @@ def usable_path(text: str | Path, what: str) -> Path:
 
 
 def user_cache_dir() -> Path:
-    """The package's folder in XDG_CACHE_HOME, or in ~/.cache where that is not an absolute path."""
+    """Return the package's folder in XDG_CACHE_HOME.
+
+    If that is not an absolute path, the folder is in ~/.cache.
+    """
     for base in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
-        folder = os.path.expanduser(base)  # unchanged, and so relative, where there is no such home
+        folder = os.path.expanduser(base)  # without a home it is unchanged, and so relative
         if os.path.isabs(folder):
             return Path(folder) / "flexgen_h2o"
-    return Path(os.devnull) / "flexgen_h2o"  # no home: nothing can be kept
+    return Path(os.devnull) / "flexgen_h2o"  # there is no home, so nothing can be kept

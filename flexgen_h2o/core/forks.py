@@ -1,8 +1,9 @@
-"""OpenMP's threads and os.fork(): a child has none of its parent's, and would wait for them without end.
+"""OpenMP's threads and os.fork(): a child has no threads of its parent, but waits for them.
 
-In a process that has imported the package, idle threads of OpenMP are ended before a fork, on the thread that forks:
-both sides start new ones when they need some. A process that imports the package after it was forked may lack the
-threads that torch had in its parent. Then a probe finds out, and `check_threads` refuses.
+In a process that has imported the package, idle threads of OpenMP are ended before a fork, on the
+thread that forks. Both sides start new ones when they need some. A process that imports the package
+after it was forked may lack the threads that torch had in its parent. A probe then finds out, and
+`check_threads` raises an error.
 
 No torch is imported here.
 """
@@ -22,22 +23,29 @@ from pathlib import Path
 
 from flexgen_h2o.core.errors import UsageError
 
-_LIBRARY = re.compile(r"(/\S*/lib(?:g|i)?omp[^/\s]*\.so[^/\s]*)$")  # GNU's, LLVM's and Intel's, as torch brings them
+# GNU's, LLVM's and Intel's library, as torch brings them.
+_LIBRARY = re.compile(r"(/\S*/lib(?:g|i)?omp[^/\s]*\.so[^/\s]*)$")
 _PAUSE_HARD = 2  # omp_pause_hard
-_FORKED = 0x40  # PF_FORKNOEXEC of the flags in /proc/PID/stat: forked, and no program was started since
+# PF_FORKNOEXEC in the flags of /proc/PID/stat: the process was forked and has started no program
+# since.
+_FORKED = 0x40
 _ELEMENTS = 2**20  # of a tensor that torch fills in several threads
-_ASLEEP_S, _MOST_S = 0.5, 30  # a probe that sleeps, or spins, for so long waits for a thread that is not there
+# A probe that sleeps for _ASLEEP_S, or spins for _MOST_S, waits for a thread that does not exist.
+_ASLEEP_S, _MOST_S = 0.5, 30
 _POLL_S = 0.01
 
-_TORCH_WAS_THERE = "torch" in sys.modules  # when the package was imported
+_TORCH_WAS_THERE = "torch" in sys.modules  # torch was imported before the package
 _IMPORTED_IN = os.getpid()
-_clean_process = _IMPORTED_IN  # of the newest process that was forked after idle threads had been ended
-_is_clean = True  # whether they have been, before the fork that is under way
-_are_missing: bool | None = None  # what a probe has found
+_clean_process = _IMPORTED_IN  # newest process that was forked after idle threads had been ended
+_is_clean = True  # idle threads have been ended before the fork that is under way
+_are_missing: bool | None = None  # result of the probe; None before it
 
 
 def check_threads() -> None:
-    """Raise UsageError in a process that was forked after torch was used, and so lacks the threads that torch has."""
+    """Raise UsageError in a process that lacks torch's threads.
+
+    It was forked after torch was used.
+    """
     global _are_missing
     if _may_be_missing() and _are_missing is None:
         _are_missing = not _do_threads_work()
@@ -51,7 +59,10 @@ def check_threads() -> None:
 
 @cache
 def _prepare_torch(process: int) -> None:
-    """Have one thread make torch's second pool anew in a forked process: several would find it half made."""
+    """Have one thread make torch's second pool anew in a forked process.
+
+    Several threads would find it half made.
+    """
     if _was_forked():
         import torch
 
@@ -61,7 +72,8 @@ def _prepare_torch(process: int) -> None:
 def _may_be_missing() -> bool:
     if _are_missing is not None:
         return _are_missing
-    if os.getpid() != _clean_process:  # forked by other means than os.fork(), or from one that lacks them
+    # The process was forked by other means than os.fork(), or from one that lacks threads.
+    if os.getpid() != _clean_process:
         return True
     return _TORCH_WAS_THERE and os.getpid() == _IMPORTED_IN and _was_forked()
 
@@ -75,16 +87,18 @@ def _was_forked() -> bool:
 
 
 def _do_threads_work() -> bool:
-    """Whether torch's threads work on this thread: a child of this process, which has what this thread has, tries.
+    """Return whether torch's threads work on this thread.
 
-    Threads that are not Python's have been started in this process itself, most likely by torch: then nothing is tried.
+    A child of this process, which has what this thread has, tries it. If the process has threads
+    that are not Python's, they were started in this process itself, most likely by torch: then
+    nothing is tried.
     """
     import torch
 
     if torch.get_num_threads() == 1 or len(os.listdir("/proc/self/task")) > threading.active_count():
         return True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of threads
+        warnings.simplefilter("ignore")  # newer Pythons warn of forks with threads
         child = os.fork()
     if not child:
         try:
@@ -105,11 +119,14 @@ def _do_threads_work() -> bool:
 
 
 def _end_idle_threads() -> None:
-    """Before a fork, on the thread that forks: it is the one that the child has."""
+    """End idle threads before a fork.
+
+    It runs on the thread that forks, which is the one that the child has.
+    """
     global _is_clean
     _is_clean = "torch" not in sys.modules or not _may_be_missing()
     if not _is_clean or "torch" not in sys.modules:
-        return  # to end threads that are missing would wait for them, too
+        return  # ending threads that are missing would wait for them, too
     import ctypes
 
     with suppress(OSError):

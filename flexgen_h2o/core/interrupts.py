@@ -1,11 +1,12 @@
 """SIGINT, SIGTERM and SIGHUP as exceptions that cannot get lost.
 
-A signal handler raises in whatever code the main thread runs, and Python swallows exceptions in finalisers and weak
-references' callbacks. So the signal is also remembered, the engine checks at every step, and what is swallowed is not
-printed.
+A signal handler raises in whatever code the main thread runs, and Python swallows exceptions in
+finalisers and callbacks of weak references. So the signal is also remembered, and the engine checks
+for it at every step. Python's report of a swallowed exception is not printed.
 
-Python's events, conditions and futures stay locked for ever where an exception comes right after they took their lock.
-So the main thread uses them only through `wait_for` and `start`, or where signals are `held`.
+Python's events, conditions and futures stay locked forever if an exception comes right after they
+took their lock. So the main thread uses them only through `wait_for` and `start`, or while signals
+are `held`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE_S = 0.2  # after which a wait looks for a signal
+_PATIENCE_S = 0.2  # interval at which a wait checks for a signal
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; `number` says which."""
+    """A signal asked the run to end. `number` is the signal's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -34,14 +35,18 @@ _held = 0
 
 
 def arrived() -> Interrupted | None:
-    """The signal that has arrived, also where its exception was swallowed."""
+    """Return the signal that has arrived, or None.
+
+    The signal counts even if its exception was swallowed.
+    """
     return Interrupted(_arrived[0]) if _arrived else None
 
 
 def asks_to_end(error: BaseException) -> bool:
-    """Return whether an exception is a request to end: no handler of a prompt's errors may keep it.
+    """Return whether an exception is a request to end.
 
-    Other exceptions that are no `Exception` are failures: pyo3's PanicException is one, of a tokenizer in Rust.
+    No handler of a prompt's errors may keep such a request. Other exceptions that are no
+    `Exception` are failures. An example is pyo3's PanicException, of a tokenizer in Rust.
     """
     return isinstance(error, Interrupted | KeyboardInterrupt | SystemExit | GeneratorExit)
 
@@ -55,9 +60,13 @@ def check() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Signals that arrive in here are remembered and not raised: for cleaning up."""
+    """Remember signals that arrive inside the `with` block instead of raising them.
+
+    It is for cleaning up.
+    """
     global _held
-    if threading.current_thread() is not threading.main_thread():  # signals are raised in the main thread only
+    # Only the main thread gets signals.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     _held += 1
@@ -68,7 +77,10 @@ def held() -> Iterator[None]:
 
 
 def wait_for(event: threading.Event) -> None:
-    """Block until `event` is set. In the main thread a signal ends the wait, unless signals are `held`."""
+    """Block until `event` is set.
+
+    In the main thread a signal ends the wait, unless signals are `held`.
+    """
     while not event.is_set():
         with held():
             event.wait(_PATIENCE_S)
@@ -77,14 +89,17 @@ def wait_for(event: threading.Event) -> None:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, which waits until it runs."""
+    """Start a thread, and wait until it runs."""
     with held():
         thread.start()
 
 
 @contextmanager
 def asking_first(is_taken: Callable[[], bool]) -> Iterator[None]:
-    """In here SIGINT calls `is_taken` in the main thread; where that says no, the signal arrives as ever."""
+    """Call `is_taken` in the main thread on SIGINT.
+
+    If it returns False, the signal is handled as before.
+    """
     before = signal.getsignal(signal.SIGINT)
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -103,9 +118,9 @@ def asking_first(is_taken: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def as_exceptions() -> Iterator[None]:
-    """The first of these signals raises Interrupted in the main thread; later ones are ignored.
+    """Raise Interrupted in the main thread on the first of these signals, and ignore later ones.
 
-    SIGHUP stays ignored where it is, as under nohup.
+    SIGHUP stays ignored if it is ignored already, as under nohup.
     """
 
     def arrive(number: int, frame: FrameType | None) -> None:
@@ -117,7 +132,7 @@ def as_exceptions() -> Iterator[None]:
     try:
         handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, arrive) for number in handled}
-    except ValueError:  # not the main thread: the embedding program handles signals
+    except ValueError:  # this is not the main thread: the embedding program handles signals
         yield
         return
     unraisable = sys.unraisablehook

@@ -1,4 +1,7 @@
-"""The shape of a model, as frozen data: its tensors, its weight units and the layers of a sweep. No torch."""
+"""The shape of a model as frozen data: its tensors, its weight units and the layers of a sweep.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -8,66 +11,71 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-GROUP_NUMEL = 40 * 10**6  # of a group of experts: some tens of MB, so that a ring of a few groups is small
-# Where a decode sweep is expected to use less than this share of experts (of groups, where their size is given), they
-# move one by one once the router has chosen, and the others do not; above it, as many groups ahead of it are faster.
+# Elements in a group of experts: some tens of MB, so that a ring of a few groups is small.
+GROUP_NUMEL = 40 * 10**6
+# If a decode sweep is expected to use less than this share of the experts (or of groups, if their
+# size is set), experts move one by one once the router has chosen them, and the others do not move.
+# Above this share, loading as many groups ahead of the router is faster.
 WAITS_BELOW = 0.93
 
-# receive, send: where a stage of a pipeline begins and ends that has no embedding, no head.
+# A stage of a pipeline without an embedding begins with "receive". One without a head ends with
+# "send".
 LayerKind = Literal["embedding", "attention", "mlp", "block", "experts", "head", "receive", "send"]
 
 
 def slice_key(name: str, index: int | None) -> str:
-    """Of a stored tensor, or of slice `index` of it."""
+    """Return the key of a stored tensor, or of slice `index` of it."""
     return name if index is None else f"{name}[{index}]"
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """Rows of one slice of a larger tensor, as some checkpoints have an expert's matrices.
+    """Some rows of one slice of a larger tensor.
 
-    `shape` is the larger tensor's: (slices, rows of a slice, columns).
+    Some checkpoints store an expert's matrices like this.
     """
 
-    names: tuple[str, ...]  # that the larger tensor may have
-    shape: tuple[int, int, int]
-    index: int  # of the slice, along the first dimension
+    names: tuple[str, ...]  # names that the larger tensor may have
+    shape: tuple[int, int, int]  # of the larger tensor: (slices, rows of a slice, columns)
+    index: int  # index of the slice along the first dimension
     first: int  # row of the slice that is the matrix's first
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape.
+    """One tensor of a layer, as the model's family describes it."""
 
-    aliases: names that some checkpoints have for it. exact: no switch compresses it (a router). index: it is this
-    slice, along the first dimension, of what is stored under its name, as an expert is of all experts of a block;
-    `shape` is the slice's. A model has all slices of such a tensor. transposed: checkpoints with plain numbers have the
-    matrix as (columns, rows), for x W; `shape` is that of W^T, as of all matrices. looked_up: rows of it are looked up
-    by token, and nothing else is done with it. whole: it is rows of that tensor, from its row `first` on (`rows`).
-    stacked: where some checkpoints have it instead of under a name of its own.
-    """
-
-    role: str
-    name: str
+    role: str  # what the family's forward calls the tensor
+    name: str  # name in the checkpoint
     shape: tuple[int, ...]
+    # Other names that some checkpoints have for it.
     aliases: tuple[str, ...] = ()
+    # No switch compresses the tensor (a router, for example).
     exact: bool = False
+    # The tensor is this slice, along the first dimension, of the stored tensor of its name. An
+    # expert can be such a slice of all experts of a block. `shape` is the slice's. A model has all
+    # slices.
     index: int | None = None
+    # Checkpoints with plain numbers store the matrix as (columns, rows), for x W. `shape` is that
+    # of W^T, as for all matrices.
     transposed: bool = False
+    # Rows of the tensor are looked up by token, and it is used for nothing else.
     looked_up: bool = False
+    # The tensor is rows of that one, from its row `first` on. `rows` sets both.
     whole: TensorSpec | None = None
     first: int = 0
+    # Where some checkpoints have the tensor, instead of under a name of its own.
     stacked: Stacked | None = None
 
     @property
     def key(self) -> str:
-        """No other tensor of the model has it."""
+        """A name that no other tensor of the model has."""
         if self.whole is not None:
             return f"{self.whole.key}[{self.first}:{self.first + self.shape[0]}]"
         return slice_key(self.name, self.index)
 
     def rows(self, chosen: range) -> TensorSpec:
-        """These rows of a matrix, in the same role."""
+        """Return these rows of a matrix as a tensor in the same role."""
         return replace(self, shape=(len(chosen), *self.shape[1:]), whole=self, first=chosen.start)
 
     @property
@@ -77,7 +85,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightUnit:
-    """The tensors that move as one piece."""
+    """Tensors that move as one piece."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -89,17 +97,13 @@ class WeightUnit:
 
 @dataclass(frozen=True)
 class Layer:
-    """One step of a sweep. `block` is the transformer block it belongs to (-1: embedding or head).
-
-    `unit` indexes `LayerPlan.units`; embedding and head share one when the model ties them. experts: those of the
-    block that a layer of this kind computes. rows: of the head's table, those whose logits a layer of this kind gives.
-    """
+    """One step of a sweep."""
 
     kind: LayerKind
-    block: int
-    unit: int
-    experts: range = range(0)
-    rows: range = range(0)
+    block: int  # the transformer block that it belongs to; -1: embedding or head
+    unit: int  # index in `LayerPlan.units`; embedding and head share one if the model ties them
+    experts: range = range(0)  # experts of the block that a layer of kind "experts" computes
+    rows: range = range(0)  # rows of the head's table whose logits a layer of kind "head" computes
 
 
 @dataclass(frozen=True)
@@ -114,59 +118,62 @@ class LayerPlan:
 class Rotary:
     """Rotary position embeddings (Su et al. 2021, section 3.2.2) of queries and keys.
 
-    The first 2 x len(frequencies) numbers of a head turn: those of its first half with those of its second half, pair i
-    by position x frequencies[i] radians. scaling: of the turned numbers' cosines and sines (YaRN's attention factor).
+    The first 2 x len(frequencies) numbers of a head turn: the first half of them with the second
+    half. Pair i turns by position x frequencies[i] radians.
     """
 
     frequencies: tuple[float, ...]
-    scaling: float = 1.0
+    scaling: float = 1.0  # factor of the cosines and sines (YaRN's attention factor)
 
     @property
     def width(self) -> int:
-        """Numbers of a head that turn."""
+        """Number of a head's elements that turn."""
         return 2 * len(self.frequencies)
 
 
 @dataclass(frozen=True)
 class StepBuffer:
-    """A step buffer that not every model needs: `width` elements for each of a chunk of tokens, used in `layer`."""
+    """A step buffer that not every model needs. It serves a chunk of tokens at a time."""
 
     name: str
-    width: int
-    layer: Literal["attention", "mlp"]
+    width: int  # elements per token
+    layer: Literal["attention", "mlp"]  # the layer that uses the buffer
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixtures of experts that transformer blocks have in the place of an MLP (Shazeer et al. 2017).
+    """Mixtures of experts that replace the MLP of transformer blocks (Shazeer et al. 2017)."""
 
-    count, per_token: experts of a block, and how many a router chooses for a token. ffn_size: of one. tensors: of each
-    block's experts; () where the block has an MLP. inputs: of each block, vectors that every group of its experts
-    needs (its norm).
-    """
-
-    count: int
-    per_token: int
-    ffn_size: int
+    count: int  # experts of a block
+    per_token: int  # experts that a router chooses for a token
+    ffn_size: int  # of one expert
+    # Per block, per expert: its tensors. () for a block that has an MLP.
     tensors: tuple[tuple[tuple[TensorSpec, ...], ...], ...]
+    # Per block: vectors that every group of its experts needs (the norm).
     inputs: tuple[tuple[TensorSpec, ...], ...]
 
     def of_blocks(self, chosen: Sequence[int]) -> Experts:
-        """Those of some blocks."""
+        """Return the experts of the chosen transformer blocks."""
         return replace(
             self, tensors=tuple(self.tensors[i] for i in chosen), inputs=tuple(self.inputs[i] for i in chosen)
         )
 
     def share_used(self, tokens: float, group: int = 1) -> float:
-        """The expected share of groups of so many experts that some of `tokens` tokens need, if each chooses evenly:
-        1 - (C(E - g, k) / C(E, k))^tokens of E experts, of which it takes k."""
-        left, none = self.count - group, 1.0
+        """Return the expected share of groups of experts that some of `tokens` tokens need.
+
+        Each token is assumed to choose evenly. With E experts, k per token and groups of g, the
+        share is 1 - (C(E - g, k) / C(E, k))^tokens.
+        """
+        num_left, share_unused = self.count - group, 1.0
         for i in range(self.per_token):
-            none *= max(0.0, (left - i) / (self.count - i))
-        return float(1.0 - none**tokens)
+            share_unused *= max(0.0, (num_left - i) / (self.count - i))
+        return float(1.0 - share_unused**tokens)
 
     def group_size(self, asked: int, rows: int) -> int:
-        """Experts that move as one piece where so many rows decode together. asked: a number that is given, or 0."""
+        """Return how many experts move as one piece if `rows` sequences decode together.
+
+        asked: the number that the user set, or 0.
+        """
         if asked:
             return min(asked, self.count)
         if self.share_used(rows) < WAITS_BELOW:
@@ -175,31 +182,22 @@ class Experts:
 
     @cached_property
     def _largest(self) -> int:
-        """Elements of the largest expert; 1 where a stage of a pipeline has none. A search asks thousands of times."""
+        """Elements of the largest expert; 1 if a stage of a pipeline has no experts.
+
+        It is cached because a search asks for it thousands of times.
+        """
         return max((sum(t.numel for t in expert) for block in self.tensors for expert in block), default=1)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a model, all that the planner and the engine need to know of it.
+    """The shape of a model: all that the planner and the engine need to know of it.
 
-    family: key of `models.FAMILIES`, which knows names and forward. Widths are in elements.
-    mlp: of a transformer block; empty where attention and MLP read the same hidden states (parallel residual): such a
-    block is one layer, whose tensors are all in `attention`. Empty too where the block has `experts`: then `attention`
-    has the router.
-    rotary: None where positions are in the hidden states already.
-    windows: of each transformer block how many of the newest columns a query sees, its own among them; None: all.
-    Empty: none of them has a window.
-    options: what only the family reads (activation, norm placement, ...), as sorted pairs.
-    quantization: the checkpoint's `quantization_config` (checkpoint/formats).
-    embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
-    The head's last tensor is its table, which has a row for each token.
-    head_rows: rows of that table in a unit; the head is then as many layers (`with_head_rows`). 0: all of them.
-    prefix: what the names of all tensors but the head's begin with. Checkpoints of the bare model lack it.
+    Widths are in elements.
     """
 
     name: str
-    family: str
+    family: str  # key of `models.FAMILIES`, which knows names of tensors and the forward
     num_blocks: int
     hidden_size: int
     num_heads: int
@@ -208,24 +206,44 @@ class ModelSpec:
     ffn_size: int
     vocab_size: int
     max_positions: int
+    # Tensors of the embedding. () if this is a stage of a pipeline that another stage feeds
+    # (`stage`).
     embedding: tuple[TensorSpec, ...]
+    # Per transformer block: tensors of the attention, with the router if the block has `experts`.
     attention: tuple[tuple[TensorSpec, ...], ...]
+    # Per transformer block: tensors of the MLP. () if attention and MLP read the same hidden states
+    # (parallel residual): such a block is one layer, whose tensors are all in `attention`.
+    # () too if the block has `experts`.
     mlp: tuple[tuple[TensorSpec, ...], ...]
+    # Tensors of the head. The last is its table, with one row per token of the vocabulary.
+    # () if this is a stage of a pipeline that feeds another stage (`stage`).
     head: tuple[TensorSpec, ...]
     tied: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    # Sorted pairs that only the family reads (activation, norm placement, ...).
     options: tuple[tuple[str, Any], ...] = ()
+    # Rotary embeddings of queries and keys. None if positions are in the hidden states already.
     rotary: Rotary | None = None
+    # The checkpoint's `quantization_config` (checkpoint/formats).
     quantization: Mapping[str, Any] | None = None
     buffers: tuple[StepBuffer, ...] = ()
     experts: Experts | None = None
+    # Per transformer block: how many of the newest KV entries a query sees, its own included. None:
+    # all. (): no block has a window.
     windows: tuple[int | None, ...] = ()
+    # Rows of the head's table in a unit. The head is then as many layers as it has such units
+    # (`with_head_rows`). 0: all rows.
     head_rows: int = 0
+    # First part of the names of all tensors except the head's. Checkpoints of the bare model lack
+    # it.
     prefix: str = "model"
 
     def __hash__(self) -> int:
-        """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
+        """Return a hash of a few fields.
+
+        The planner looks models up thousands of times, and a model has thousands of tensors.
+        """
         sizes = self.num_blocks, self.hidden_size, self.ffn_size, self.vocab_size, self.head_rows
         return hash((self.name, self.family, *sizes))
 
@@ -233,7 +251,7 @@ class ModelSpec:
         return dict(self.options)[key]
 
     def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
-        """The model with these transformer blocks alone."""
+        """Return the model with only the chosen transformer blocks."""
         return replace(
             self,
             num_blocks=len(chosen),
@@ -247,8 +265,10 @@ class ModelSpec:
         return self.windows[block] if self.windows else None
 
     def stage(self, blocks: range) -> ModelSpec:
-        """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
-        the head if they are its last ones."""
+        """Return the part of the model with these transformer blocks.
+
+        It has the embedding if the first block is among them, and the head if the last one is.
+        """
         embedding, head = blocks.start == 0, blocks.stop == self.num_blocks
         return replace(
             self.of_blocks(blocks), embedding=self.embedding if embedding else (), head=self.head if head else ()
@@ -256,43 +276,52 @@ class ModelSpec:
 
     @property
     def shares_table(self) -> bool:
-        """Are embedding and head one unit here? Of a tied model, where both are in one stage and the head is whole."""
+        """Whether embedding and head are one unit here.
+
+        They are in a tied model if both are in one stage and the head is whole.
+        """
         return self.tied and bool(self.embedding) and bool(self.head) and not self.head_rows
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """All of them, those of a layer side by side, tied ones once."""
+        """All tensors; those of a layer are side by side, and tied ones appear once."""
         units = replace(self, head_rows=0).layers(sep_layer=False).units
         return list({t.key: t for unit in units for t in unit.tensors}.values())
 
     @property
     def num_weights(self) -> int:
-        """Elements of all weights, tied tensors counted once."""
+        """Elements of all weights. Tied tensors are counted once."""
         return sum(t.numel for t in self.tensors)
 
     @property
     def num_active(self) -> int:
-        """Those of them that a token uses: of experts only the ones that it chooses."""
+        """Elements of the weights that one token uses: all, but only the chosen experts."""
         if self.experts is None:
             return self.num_weights
         of_experts = sum(t.numel for block in self.experts.tensors for expert in block for t in expert)
         return self.num_weights - of_experts + of_experts * self.experts.per_token // self.experts.count
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V that one token adds over all blocks."""
+        """Return the bytes of K and V that one token adds over all blocks."""
         return 2 * self.num_blocks * self.num_kv_heads * self.head_dim * itemsize
 
     def kv_columns(self, tokens: int) -> int:
-        """Columns of so many tokens over all blocks, a window's at most in those that have one."""
+        """Return the KV entries of `tokens` tokens over all blocks.
+
+        A block with a window has at most as many as its window.
+        """
         return sum(min(tokens, self.window(block) or tokens) for block in range(self.num_blocks))
 
     def experts_of(self, block: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """The tensors of each expert of a transformer block; () where it has none."""
+        """Return the tensors of each expert of a transformer block; () if it has none."""
         return self.experts.tensors[block] if self.experts else ()
 
     def layers(self, sep_layer: bool, expert_group: int = 0) -> LayerPlan:
-        """The layers of a sweep. `sep_layer`: attention and MLP are two steps with a weight unit each, where the
-        model allows it. expert_group: experts of a step and unit; 0: all of a block."""
+        """Return the layers of a sweep.
+
+        sep_layer: attention and MLP are two steps with one weight unit each, if the model allows
+        it. expert_group: experts of a step and unit; 0: all of a block.
+        """
         units: list[WeightUnit] = []
         layers: list[Layer] = []
 
@@ -339,10 +368,13 @@ class ModelSpec:
         return LayerPlan(tuple(layers), tuple(units))
 
 
-@lru_cache(maxsize=64)  # the same object for equal ones, by which plans look up what they know of a model
+@lru_cache(maxsize=64)  # equal models give the same object, by which plans look up what they know
 def with_head_rows(spec: ModelSpec, rows: int) -> ModelSpec:
-    """The model with so many rows of the head's table in a unit; 0: all. A tied table is then two, as if it were not
-    tied: one whose rows the embedding looks up, and one that is multiplied."""
+    """Return the model with `rows` rows of the head's table in a unit; 0: all.
+
+    A tied table then becomes two, as if it were not tied. The embedding looks up rows of the first.
+    The second is multiplied.
+    """
     if rows == spec.head_rows:
         return spec
     table = spec.head[-1].key

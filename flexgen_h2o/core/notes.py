@@ -1,4 +1,4 @@
-"""Notes on stderr from the inside of the package, each said once per process."""
+"""Notes on stderr from inside the package. Each is written once per process."""
 
 from __future__ import annotations
 

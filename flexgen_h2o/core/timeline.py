@@ -1,6 +1,7 @@
 """Spans on named lanes, busy seconds by lane, Chrome traces and pictures of them.
 
-Sums are always recorded; spans only while `keep_spans` is set. matplotlib is imported when a picture is drawn.
+Sums are always recorded, spans only while `keep_spans` is set. matplotlib is imported when a
+picture is drawn.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ LANES = ("compute", "disk_read", "disk_write", "h2d", "d2h", "wait")
 
 @dataclass(frozen=True)
 class Span:
-    """A line of the trace (`row`) was busy from `start` to `end`, in seconds of `time.perf_counter`."""
+    """Time during which one line of the trace was busy.
 
-    row: str
+    Times are seconds of `time.perf_counter`.
+    """
+
+    row: str  # the line of the trace: a lane, or one of its threads
     name: str
     start: float
     end: float
 
 
 class _Recording(AbstractContextManager[None]):
-    """Records what is within. A class: ten a block and step, and a generator takes twice as long."""
+    """Records the time of a `with` block.
+
+    It is a class because a generator takes twice as long, and there are ten per block and step.
+    """
 
     __slots__ = "_lane", "_name", "_start", "_timeline"
 
@@ -48,7 +55,7 @@ class Timeline:
     """Collects spans from any thread."""
 
     def __init__(self) -> None:
-        self.keep_spans = False  # set it before the run for a trace
+        self.keep_spans = False  # set before a run that is to be traced
         self._lock = threading.Lock()
         self.spans: list[Span] = []
         self._busy: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
@@ -60,15 +67,17 @@ class Timeline:
             self._busy.clear()
 
     def take(self) -> list[Span]:
-        """The spans that it keeps, which it forgets."""
+        """Return the kept spans, and forget them."""
         with self._lock:
             taken, self.spans = self.spans, []
         return taken
 
     def record(self, lane: str, name: str, start: float, end: float, row: str | None = None) -> None:
-        """Add a span; `name` groups the sums, so keep it free of indices (`load_weight`, not `load_weight 3`).
+        """Add a span.
 
-        row: the line of the trace where several threads serve the lane, whose spans overlap.
+        `name` groups the sums, so it must have no index (`load_weight`, not `load_weight 3`).
+
+        row: the line of the trace, if several threads serve the lane and their spans overlap.
         """
         with self._lock:
             seconds, count = self._busy[lane, name]
@@ -80,25 +89,29 @@ class Timeline:
         return _Recording(self, lane, name)
 
     def seconds(self, lane: str, name: str | None = None) -> float:
-        """Busy seconds of a lane (summed over its threads), of one kind of span or of all."""
+        """Return the busy seconds of a lane, summed over its threads.
+
+        name: the kind of span; None: all kinds.
+        """
         with self._lock:
             return sum(s for (on, what), (s, _) in self._busy.items() if on == lane and name in (None, what))
 
     def count(self, lane: str, name: str) -> int:
-        """How many spans of one kind there were."""
+        """Return the number of spans of one kind."""
         with self._lock:
             return self._busy.get((lane, name), (0.0, 0))[1]
 
     def mean_seconds(self, lane: str, name: str) -> float:
-        """Mean seconds of one kind of span; 0 when there was none."""
+        """Return the mean seconds of one kind of span; 0 if there was none."""
         with self._lock:
             seconds, count = self._busy.get((lane, name), (0.0, 0))
         return seconds / count if count else 0.0
 
     def write_chrome_trace(self, path: Path) -> None:
-        """Write the spans as Chrome trace events (JSON; opens in Perfetto), a line for each worker, times in us.
+        """Write the spans as Chrome trace events (JSON, which Perfetto opens).
 
-        Raises FlexgenError naming the file.
+        There is one line per worker, and times are in microseconds. Raises FlexgenError that names
+        the file.
         """
         origin = min((s.start for s in self.spans), default=0.0)
         rows = _rows({*LANES, *(s.row for s in self.spans)})
@@ -115,20 +128,21 @@ class Timeline:
         write_result(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "--trace")
 
 
-PIXELS = 2000  # spans of one name whose gap is narrower than one of these are drawn as one
+PIXELS = 2000  # spans of one name are drawn as one if the gap between them is narrower than a pixel
 SWEEPS = 3
 COLORS = {
     "load_weight": "#3b6fb6", "load_cache": "#e08a2c", "store_cache": "#b5541c", "load_hidden": "#57a773",
     "store_hidden": "#2e7d4f", "compute_layer prefill": "#8e6bbf", "compute_layer decode": "#c2549c",
 }  # fmt: skip
 OTHER_COLOR = "#9a9a9a"
-Bars = list[tuple[float, float]]  # start and width, seconds
+Bars = list[tuple[float, float]]  # start and width in seconds
 
 
 def draw_timeline(spans: Sequence[Span], path: Path, title: str, window: tuple[float, float] | None = None) -> None:
-    """Draw the spans of a run, real or simulated. window: seconds as in the spans; None: from the first to the last.
+    """Draw the spans of a run, real or simulated.
 
-    The suffix of `path` names the format. Raises FlexgenError naming --plot where the file cannot be written.
+    window: seconds as in the spans; None: from the first to the last. The suffix of `path` names
+    the format. Raises FlexgenError that names --plot if the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -157,7 +171,9 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, window: tuple[f
 
 
 def around_prefill_end(spans: Sequence[Span], steps: int) -> tuple[float, float] | None:
-    """The end of prefill and the first decode sweeps. steps: of a sweep (layers x micro-batches). None without one."""
+    """Return a window around the end of prefill and the first decode sweeps.
+
+    None: there are no decode sweeps. steps: steps of a sweep (layers x micro-batches)."""
     turn = _prefill_end(spans)
     decode = sorted(s.end for s in spans if s.name == "compute_layer decode")[: SWEEPS * steps]
     if turn is None or not decode:
@@ -172,13 +188,13 @@ def _prefill_end(spans: Sequence[Span]) -> float | None:
 
 
 def _rows(found: set[str]) -> list[str]:
-    """Rows in the order of the lanes, a lane's workers together, the others last."""
+    """Return rows in the order of the lanes. A lane's workers are together, other rows last."""
     lanes = [row for lane in LANES for row in sorted(found) if row.startswith(lane)]
     return list(dict.fromkeys([*lanes, *sorted(found)]))
 
 
 def _cut(spans: Sequence[Span], low: float, high: float) -> list[Span]:
-    """What lies in the window, in seconds from its beginning."""
+    """Return the parts of spans that lie in the window, in seconds from its beginning."""
     return [
         Span(s.row, s.name, max(s.start, low) - low, min(s.end, high) - low)
         for s in spans
@@ -187,7 +203,10 @@ def _cut(spans: Sequence[Span], low: float, high: float) -> list[Span]:
 
 
 def _bars(spans: Sequence[Span], gap: float) -> dict[tuple[str, str], Bars]:
-    """The bars of each row and kind; across gaps that are narrower than `gap` seconds, one."""
+    """Return the bars of each row and kind.
+
+    Bars are joined across gaps narrower than `gap` seconds.
+    """
     found: dict[tuple[str, str], Bars] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.start):
         bars = found[span.row, _kind(span.name)]
@@ -200,5 +219,5 @@ def _bars(spans: Sequence[Span], gap: float) -> dict[tuple[str, str], Bars]:
 
 
 def _kind(name: str) -> str:
-    """What a span is drawn as: loads and stores of both phases look alike."""
+    """Return the kind as which a span is drawn: loads and stores of both phases look alike."""
     return name if name in COLORS else name.split(" ")[0]

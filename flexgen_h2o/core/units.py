@@ -1,4 +1,4 @@
-"""Numbers and tables as people write them (`12GiB`), range checks, and the sizes that engine and planner share."""
+"""Numbers and tables for people (`12GiB`), range checks, sizes that engine and planner share."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_bytes(text: str | float, what: str = "size") -> int:
-    """Read `12GiB`, `1.5g`, `800MB` or a plain count of bytes; `GiB`/`g` are binary, `GB` decimal.
+    """Return the bytes of `12GiB`, `1.5g`, `800MB` or a plain count.
 
-    `what` names the flag in the error. Raises UsageError for anything else, parts of bytes, zero and negative sizes.
+    `GiB` and `g` are binary, `GB` is decimal.
+
+    what: names the flag in the error. Raises UsageError for anything else, fractions of bytes, zero
+    and negative sizes.
     """
     if isinstance(text, numbers.Real) and not isinstance(text, bool):
         size, unit = text if isinstance(text, numbers.Integral) else float(text), 1
@@ -46,7 +49,10 @@ def parse_bytes(text: str | float, what: str = "size") -> int:
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as an int in [low, high], of numpy's integers too; raises UsageError that names `name`."""
+    """Return `value`, an integer of Python or numpy, as an int in [low, high].
+
+    Raises UsageError that names `name`.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise UsageError(f"{name}: {value!r:.60} is not a whole number")
     whole = int(value)
@@ -57,7 +63,10 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
 
 
 def check_number(name: str, value: object, high: float | None) -> float:
-    """`value` as a finite float in [0, high], of numpy's floats too; raises UsageError that names `name`."""
+    """Return `value`, a number of Python or numpy, as a finite float in [0, high].
+
+    Raises UsageError that names `name`.
+    """
     bounds = "a number of at least 0" if high is None else f"a number in [0, {high:g}]"
     number = as_float(value)
     if math.isfinite(number) and number >= 0 and (high is None or number <= high):
@@ -66,7 +75,7 @@ def check_number(name: str, value: object, high: float | None) -> float:
 
 
 def check_share(name: str, value: object) -> float:
-    """`value` as a float in (0, 1]; raises UsageError that names `name`."""
+    """Return `value` as a float in (0, 1]. Raises UsageError that names `name`."""
     share = as_float(value)
     if not 0 < share <= 1:
         raise UsageError(f"{name}: {value!r:.60} is not in (0, 1]")
@@ -74,7 +83,7 @@ def check_share(name: str, value: object) -> float:
 
 
 def as_float(value: object) -> float:
-    """NaN for what is no real number."""
+    """Return `value` as a float; NaN if it is no real number, infinity if it is too large."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:
@@ -84,7 +93,7 @@ def as_float(value: object) -> float:
 
 
 def format_bytes(size: float) -> str:
-    """`size` bytes for people: three significant places in the largest fitting binary unit."""
+    """Return `size` bytes for people, with two decimals in the largest fitting binary unit."""
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(size) >= scale:
             return f"{size / scale:.2f} {unit}"
@@ -92,13 +101,16 @@ def format_bytes(size: float) -> str:
 
 
 def format_free(free: int, needed: int) -> str:
-    """`2.99 MiB are free, 8.00 KiB too little`: with the gap, which rounded sizes may hide."""
+    """Return a text such as `2.99 MiB are free, 8.00 KiB too little`.
+
+    It has the gap because rounded sizes may hide it.
+    """
     gap = f", {format_bytes(needed - free)} too little" if free < needed else ""
     return f"{format_bytes(free)} are free{gap}"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: `0.31 s`, `42 s`, `4 min 10 s`, `3 h 7 min`, `2 d 5 h`."""
+    """Return a duration for people: `0.31 s`, `42 s`, `4 min 10 s`, `3 h 7 min`, `2 d 5 h`."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     whole, minutes, hours = round(seconds), round(seconds / 60), round(seconds / 3600)
@@ -112,9 +124,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
-    """A line a row, with columns as wide as their widest cell; short rows are filled up.
+    """Return one line per row, with columns as wide as their widest cell. Short rows are filled up.
 
-    right: all columns but the first are aligned to the right.
+    right: all columns except the first are aligned to the right.
     """
     count = max(map(len, rows))
     filled = [[*row, *[""] * (count - len(row))] for row in rows]
@@ -127,49 +139,53 @@ def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
 
 
 def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line each: the column names, the rule below them, and the rows."""
+    """Return the lines of a table: the column names, the rule below them, and the rows."""
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def counted(count: int, what: str) -> str:
-    """`1 row`, `2,000 rows`."""
+    """Return a count with its noun: `1 row`, `2,000 rows`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters of a text; dots stand for the rest."""
+    """Return a text of at most `most` characters. Dots replace the rest."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def is_text(text: str) -> bool:
-    """Return whether UTF-8 and tokenizers can take a string: it holds no half of a surrogate pair.
+    """Return whether UTF-8 and tokenizers accept a string.
 
-    JSON can escape such a half ("\\ud83e"), and Python makes them of bytes of the command line that are not UTF-8.
+    They do not accept half of a surrogate pair. JSON can escape such a half ("\\ud83e"), and Python
+    makes them of bytes of the command line that are not UTF-8.
     """
     return _HALF_PAIR.search(text) is None
 
 
 def check_text(name: str, text: str) -> str:
-    """Return the text; UsageError that names `name` if it is none."""
+    """Return the text. Raises UsageError that names `name` if it is not valid text."""
     if not is_text(text):
         raise UsageError(f"{name}: holds half of a surrogate pair, which is not text; remove it")
     return text
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `size`."""
+    """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 def less_margin(free: int) -> int:
-    """What a run may hold of `free` bytes of a tier: a tenth of them, and at least half a GiB, stays free."""
+    """Return what a run may hold of `free` bytes of a tier.
+
+    A tenth of them, and at least half a GiB, stays free.
+    """
     return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * free)))
 
 
 class DiskBudget(int):
-    """Bytes that the disk tier may hold. free: bytes that are free there, beyond which no flag raises the budget."""
+    """Bytes that the disk tier may hold."""
 
-    free: int
+    free: int  # bytes that are free on the disk; no flag raises the budget beyond them
 
     def __new__(cls, nbytes: int, free: int) -> DiskBudget:
         made = super().__new__(cls, nbytes)
@@ -178,7 +194,7 @@ class DiskBudget(int):
 
 
 def advice(tier: str, budget: int | None, needed: int) -> str:
-    """How to give a tier `needed` bytes: a higher budget, or space on a full disk."""
+    """Return how to give a tier `needed` bytes: a higher budget, or space on a full disk."""
     if isinstance(budget, DiskBudget) and needed > budget.free:
         return f"{format_bytes(budget.free)} are free on that disk: free space, or give another --offload-dir"
     return f"raise --{tier}-mem"
@@ -188,36 +204,43 @@ PAGE = 4096  # bytes; alignment of O_DIRECT reads and writes
 ALIGN = 64  # bytes; alignment of tensors that are packed side by side
 TRANSFER_CHUNK = 4 * 2**20  # bytes of one disk request
 READ_THREADS, WRITE_THREADS = 2, 1
-STAGING_BYTES = TRANSFER_CHUNK + 2 * PAGE  # of one disk thread: a chunk and its ragged ends
-STAGING_SLOTS = 4  # of so many bytes, of a thread that reads while what it has read is on its way to a device
-SAMPLING_CHUNK = 2**19  # logits whose probabilities are worked out at a time
-SCORE_TILE_BYTES = 4 * 2**20  # of an n x n matrix that exist at a time: what both cores' caches hold
-MASK_ROWS = 256  # queries at a time, where they are the last of a prompt and need a mask
-PACKED_CHUNK = 2**22  # values of the KV cache that are unpacked at a time where they are not read packed
-FEW_ROWS = 32  # of a product, that a card multiplies by a weight's codes as they are
+STAGING_BYTES = TRANSFER_CHUNK + 2 * PAGE  # bytes of a slot: a chunk and its ragged ends
+# Slots of STAGING_BYTES that a thread has if it reads while earlier chunks are still copied to a
+# device.
+STAGING_SLOTS = 4
+SAMPLING_CHUNK = 2**19  # logits whose probabilities are computed at a time
+# Bytes of an n x n matrix that exist at a time: as many as both cores' caches hold.
+SCORE_TILE_BYTES = 4 * 2**20
+MASK_ROWS = 256  # queries at a time if they are the last of a prompt and need a mask
+# Values of the KV cache that are unpacked at a time if they are not read packed.
+PACKED_CHUNK = 2**22
+FEW_ROWS = 32  # most input rows that a card multiplies by a weight's codes without decoding them
 TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
-JOINED_TOKENS = 4096  # of micro-batches that a group of experts computes together: hundreds of rows an expert
+# Tokens of several micro-batches that a group of experts computes together: hundreds of rows per
+# expert.
+JOINED_TOKENS = 4096
 NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time
 ROTARY_CHUNK = 256  # tokens whose queries and keys are rotated at a time
-QUERY_CHUNK = 2**20  # numbers of queries, or of keys, that an eviction policy looks at at a time
-ROLLING_CHUNK = 2**20  # numbers of keys in slots that are rotated by their ranks at a time
-GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep takes
+QUERY_CHUNK = 2**20  # elements of queries, or of keys, that an eviction policy reads at a time
+ROLLING_CHUNK = 2**20  # elements of keys in slots that are rotated by their ranks at a time
+GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep processes
 SCORED_CHUNK = 64  # prompt tokens whose logits exist at a time
 ROW_BLOCK = 16  # matrices are split over tiers at multiples of this many rows,
-CUT_IN_BLOCKS = 1024  # those of so many rows or more of BLOCK_ROWS
-WRITE_BACK_STEPS = 16  # decode steps whose columns wait in RAM before a disk unit of the KV cache is written back
-SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area
-WIRE_BUFFERS = 2  # micro-batches of hidden states on their way to, or from, a neighbour of a pipeline
+CUT_IN_BLOCKS = 1024  # but matrices with at least this many rows at multiples of BLOCK_ROWS
+WRITE_BACK_STEPS = 16  # decode steps that wait in RAM before a disk unit of KV is written back
+SEGMENT_SLOTS = 64  # most KV slots that are read and written as one area
+WIRE_BUFFERS = 2  # micro-batches of hidden states on their way between a pipeline's stages
 UNPACK_CHUNK = 2**20  # packed weights that torch operations unpack at a time
 PACK_CHUNK = 2**20  # weights that are packed at a time
-REQUANTISE_CHUNK = 16 * 2**20  # weights in 4 bits that become int8 rows at a time, where they are kept in memory
+# Weights in 4 bits that become int8 rows at a time, if those are kept in memory.
+REQUANTISE_CHUNK = 16 * 2**20
 INT8_TILE = 2**21  # sums of int8 products that exist at a time
-BLOCK_CHUNK = 4 * 2**20  # bytes of a matrix that are brought into the blocked layout at a time
-STRIP_ROWS = 16  # of packed rows, that the compiled loop makes int8 together
-BLOCK_ROWS = 64  # of a panel of a blocked matrix; its rows and columns are multiples of this
+BLOCK_CHUNK = 4 * 2**20  # bytes of a matrix that are copied into the blocked layout at a time
+STRIP_ROWS = 16  # packed rows that the compiled loop turns into int8 together
+BLOCK_ROWS = 64  # rows of a panel of a blocked matrix; its rows and columns are multiples of this
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits or all before the point, never an exponent."""
+    """Return three significant digits, or all digits before the point, never with an exponent."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
     return f"{value:,.{digits}f}"

@@ -1,5 +1,7 @@
-"""Model families: one file each. `FAMILIES` maps a Hugging Face `model_type` to the module that knows it; types that
-are the same network share one.
+"""Model families, one file each.
+
+`FAMILIES` maps a Hugging Face `model_type` to the module of its family. Types with the same network
+share one.
 """
 
 from __future__ import annotations
@@ -37,40 +39,46 @@ FAMILIES = {
     "gpt_oss": "flexgen_h2o.models.gpt_oss",
 }
 
-MOST_POSITIONS = 2**30  # far beyond any model: a damaged config must not become sizes that no float holds
-MOST_QUOTED = 300  # characters of a message of transformers
+# Far beyond any model: a damaged config must not lead to sizes that no float can represent.
+MOST_POSITIONS = 2**30
+MOST_QUOTED = 300  # characters of a message of transformers that are quoted
 GENERATION_CONFIG = "generation_config.json"
-# Of classifiers; transformers makes a table of as many entries as the config says.
+# Fields of classifiers. transformers would make a table of as many entries as the config says.
 _LABELS = ("num_labels", "id2label", "label2id")
 
 Weights = Mapping[str, RowParts]
 
 
 class Hidden(NamedTuple):
-    """The hidden states of a micro-batch, changed in place. x: (tokens, width), the residual stream.
+    """The hidden states of a micro-batch, changed in place.
 
-    Of a mixture of experts also: mixed, (tokens, width): the sum up to now of what experts give for each token, which
-    is added to x after the last of them; chosen (int32) and weights (fp32), (tokens, per_token): the experts of each
-    token and their weights, as the block's router has them, and then as `sort_choices` orders them; counts: how many
-    tokens have chosen each expert.
+    All fields except x are for mixtures of experts.
     """
 
+    # (tokens, width), the residual stream.
     x: torch.Tensor
+    # (tokens, width): sum of the experts' outputs for each token so far. It is added to x after the
+    # last expert.
     mixed: torch.Tensor | None = None
+    # (tokens, per_token) int32: the experts of each token, set by the block's router.
+    # `sort_choices` then replaces them by their sorted places.
     chosen: torch.Tensor | None = None
+    # (tokens, per_token) fp32: the weights of those experts, in the same order.
     weights: torch.Tensor | None = None
+    # For each expert, the number of tokens that have chosen it.
     counts: Sequence[int] = ()
 
 
 class Queries(NamedTuple):
-    """What tokens attend with: q, k, v, each (tokens, heads, d), before any rotary embedding.
+    """The queries, keys and values of some tokens, before any rotary embedding.
 
-    sinks: (heads,), learned logits, each of which joins the softmax of its head's queries and has no value.
+    A family's `attention` makes them.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor  # (tokens, heads, d)
+    k: torch.Tensor  # (tokens, kv heads, d)
+    v: torch.Tensor  # (tokens, kv heads, d)
+    # (heads,): learned logits. Each joins the softmax of its head's queries and has no value.
     sinks: torch.Tensor | None = None
 
 
@@ -78,24 +86,27 @@ Attention = Generator[Queries, torch.Tensor, None]
 
 
 def end_attention(attention: Attention, attended: torch.Tensor) -> None:
-    """Send what the queries have attended to, (tokens, heads x d): the layer goes on to its end."""
+    """Send the attention's output, (tokens, heads x d), to a layer, which then runs to its end."""
     with suppress(StopIteration):
         attention.send(attended)
 
 
 class Family(Protocol):
-    """What a file in this folder offers. All functions are pure but for the tensors they are told to fill.
+    """The functions that each file in this folder has.
 
-    Weights map a TensorSpec's role to the row parts of that tensor (a vector has one part). `x` is (tokens, width),
-    the residual stream, changed in place. `attention` computes the whole of a block that has no tensors for `mlp`; it
-    yields its queries and is sent what they have attended to (`end_attention`), so that several micro-batches, each
-    with KV of its own, may be computed as one.
-    A block with experts has `route` after `attention`, with the same tensors, and, once choices are sorted, `experts`
-    for each group.
-    `head` fills the logits (rows, n) that n rows of its table give for some positions, x (rows, hidden), left as it is.
+    They are pure, except for tensors that they are told to fill.
+
+    Weights map a TensorSpec's role to the row parts of that tensor (a vector has one part). `x` is
+    (tokens, width), the residual stream, changed in place.
+
+    `attention` computes the whole of a block that has no tensors for `mlp`. It yields its queries
+    and is sent the attention's output (`end_attention`), so several micro-batches, each with its
+    own KV, can be computed as one. A block with experts runs `route` after `attention`, with the
+    same tensors. Once choices are sorted, it runs `experts` for each group. `head` fills the logits
+    (rows, n) of n rows of its table for some positions, x (rows, hidden), which it does not change.
     """
 
-    BUILT_IN: dict[str, dict[str, Any]]  # public config by model id, with its model_type
+    BUILT_IN: dict[str, dict[str, Any]]  # public configs by model id, with their model_type
 
     def read_spec(self, name: str, config: Mapping[str, Any]) -> ModelSpec: ...
 
@@ -119,13 +130,16 @@ def family_of(spec: ModelSpec) -> Family:
 
 
 def check_family(spec: ModelSpec, name: str, flag: str) -> None:
-    """UsageError where a model is not of the family that somebody names."""
+    """Raise UsageError if a model does not belong to the family that the user names."""
     if spec.family != name:
         raise UsageError(f"{flag} {name}: {spec.name} is {spec.family}; leave the flag out")
 
 
 def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelSpec:
-    """The shape of the model that a Hugging Face config describes; `where` names its file in errors."""
+    """Return the shape of the model that a Hugging Face config describes.
+
+    `where` names its file in errors.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UsageError(f"{where}: model_type {model_type!r} is not supported (known: {', '.join(sorted(FAMILIES))})")
@@ -140,14 +154,18 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
 
 @lru_cache(maxsize=16)
 def _known(spec: ModelSpec) -> ModelSpec:
-    """The same object for equal ones: the planner's tables would compare thousands of tensors at each look-up."""
+    """Return the same object for equal specs.
+
+    The planner's tables would otherwise compare thousands of tensors at each look-up.
+    """
     return spec
 
 
 def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
-    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers.
+    """Return the shape and the config of a checkpoint folder.
 
-    The end-of-sequence ids are those of its `generation_config.json`, where it has some, as in transformers' generate.
+    transformers fills in the config's defaults. End-of-sequence ids in `generation_config.json`
+    replace those of the config, as in transformers' generate.
     """
     path = folder / "config.json"
     raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
@@ -163,7 +181,10 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
 
 
 def _generation_ends(path: Path) -> tuple[int, ...] | None:
-    """None: there is no such file, or none in it."""
+    """Return the end-of-sequence ids of a generation_config.json.
+
+    None: there is no file, or there are no ids in it.
+    """
     if not path.exists():
         return None
     found = read_object(path, str(path)).get("eos_token_id")
@@ -174,14 +195,20 @@ def _generation_ends(path: Path) -> tuple[int, ...] | None:
 
 
 def read_ends(value: object) -> tuple[int, ...]:
-    """The ids of an `eos_token_id`: none, one or a list; what is not in the vocabulary ends no row. UsageError: others
-    than whole numbers."""
+    """Return the ids of an `eos_token_id`, which is null, one id or a list.
+
+    An id that is not in the vocabulary ends no sequence. Raises UsageError for anything but whole
+    numbers.
+    """
     ends = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(check_int("eos_token_id", one, low=-1, high=2**31 - 1) for one in ends)
 
 
 def built_in_spec(name: str) -> tuple[ModelSpec, dict[str, Any]] | None:
-    """Spec and config of a public model by its hub id (with or without the organisation), or None."""
+    """Return spec and config of a public model by its hub id, or None.
+
+    The id may be given without the organisation.
+    """
     for known, raw in _built_in().items():
         if name.lower() in (known.lower(), known.lower().split("/")[-1]):
             config = _with_defaults(raw, known)
@@ -214,5 +241,8 @@ def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def one_line(error: Exception) -> str:
-    """The first two lines of a message, where transformers says what is wrong; it may quote a whole config."""
+    """Return the first two lines of a message of transformers, which say what is wrong.
+
+    The whole message may quote a whole config.
+    """
     return shortened(" ".join(line.strip() for line in str(error).splitlines()[:2]), MOST_QUOTED)

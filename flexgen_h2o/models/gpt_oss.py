@@ -1,8 +1,8 @@
-"""gpt-oss (OpenAI 2025): LLaMA's attention with learned sinks and windows in alternate layers, and a mixture of experts
-whose gates are clamped.
+"""gpt-oss (OpenAI 2025): LLaMA's attention with learned sinks, and experts with clamped gates.
 
-The hub's checkpoints have experts in MXFP4 (checkpoint/formats/mxfp4.py); those that transformers saves plain have them
-transposed. Formulas follow transformers' modeling_gpt_oss; attention is that of models/llama.py.
+Alternate layers have sliding windows. The hub's checkpoints have experts in MXFP4
+(checkpoint/formats/mxfp4.py); plain ones that transformers saves have them transposed. Formulas
+follow transformers' modeling_gpt_oss. The attention is that of models/llama.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
-    """ModelSpec of a config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    """Return the ModelSpec of a gpt-oss config.
+
+    config: transformers' field names, defaults filled in. Raises UsageError that names a bad field.
+    """
     found = read_decoder(name, config)
     hidden, ffn, heads = (found[size] for size in ("hidden_size", "ffn_size", "num_heads"))
     count, per_token = read_counts(config)
@@ -100,7 +103,10 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 
 
 def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
-    """The experts of each token with the largest of the router's logits, and the softmax of these alone."""
+    """Choose for each token the experts with the largest router logits.
+
+    Their weights are the softmax of these logits alone.
+    """
 
     def choose(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert spec.experts is not None
@@ -111,8 +117,11 @@ def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
 
 
 def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None:
-    """mixed += weight x down_proj(clamped gate of gate_up_proj(y)) of each expert of the group, for the normed y of the
-    tokens that have chosen it."""
+    """Add the outputs of a group of experts to `hidden.mixed`.
+
+    mixed += weight x down_proj(clamped gate of gate_up_proj(y)) for each expert, with y the normed
+    x of the tokens that have chosen it.
+    """
     assert spec.experts is not None
     width = spec.experts.ffn_size
     roles = [[f"experts.{i}.{kind}" for i in group] for kind in ("gate_up_proj", "down_proj")]

@@ -1,4 +1,4 @@
-"""What families share: checked fields of a config, tensors, rotary frequencies, norms, activations, token chunks."""
+"""Common parts of families: config fields, tensors, rotary frequencies, norms, activations."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flexgen_h2o.models import MOST_POSITIONS, Hidden, Weights, read_ends
 
 
 def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
-    """[start, end) runs of at most TOKEN_CHUNK tokens."""
+    """Yield [start, end) runs of at most TOKEN_CHUNK tokens."""
     for start in range(0, tokens, TOKEN_CHUNK):
         yield start, min(start + TOKEN_CHUNK, tokens)
 
 
-# Far beyond any model: a damaged config must not keep the reader busy for minutes.
+# Limits far beyond any model: a damaged config must not keep the reader busy for minutes.
 MOST = {
     "hidden_size": 2**18, "num_hidden_layers": 2**12, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
     "head_dim": 2**16, "ffn_dim": 2**20, "intermediate_size": 2**20, "moe_intermediate_size": 2**20,
@@ -35,12 +35,15 @@ MOST = {
 
 
 def read_sizes(config: Mapping[str, Any], names: Sequence[str]) -> list[int]:
-    """Positive whole numbers by name, none beyond MOST; UsageError names the field."""
+    """Return positive whole numbers by name, none larger than MOST allows.
+
+    UsageError names a bad field.
+    """
     return [check_int(n, config.get(n), low=1, high=MOST[n]) for n in names]
 
 
 def read_positive(config: Mapping[str, Any], name: str) -> float:
-    """A number above 0 that float32 holds; UsageError names the field."""
+    """Return a number above 0 that float32 can represent. UsageError names a bad field."""
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= torch.finfo(torch.float32).max:
         raise UsageError(f"{name}: {value!r} is not a number above 0 that float32 holds")
@@ -48,9 +51,10 @@ def read_positive(config: Mapping[str, Any], name: str) -> float:
 
 
 def read_common(config: Mapping[str, Any], name: str, ffn_field: str = "intermediate_size") -> dict[str, Any]:
-    """The fields of ModelSpec that every family reads alike, by name; UsageError names a bad field of the config.
+    """Return the fields of ModelSpec, by name, that every family reads alike.
 
-    As many kv-heads as query heads, which share the hidden size: a family in which they do not gives its own.
+    There are as many kv-heads as query heads, and the heads divide the hidden size. A family with
+    other sizes replaces these fields. Raises UsageError that names a bad field of the config.
     """
     fields = ("num_hidden_layers", "hidden_size", "num_attention_heads", ffn_field, "vocab_size")
     blocks, hidden, heads, ffn, vocab = read_sizes(config, fields)
@@ -64,10 +68,12 @@ def read_common(config: Mapping[str, Any], name: str, ffn_field: str = "intermed
 
 
 def read_positions(config: Mapping[str, Any]) -> int:
-    """The positions that a model has: max_position_embeddings, or more if its rotary embeddings are stretched.
+    """Return the number of positions of a model.
 
-    As vLLM counts them: rope_type "linear" has max_position_embeddings x factor, and "yarn"
-    original_max_position_embeddings x factor. "dynamic" depends on the length of each sequence, and is not stretched.
+    It is max_position_embeddings, or more if the rotary embeddings are stretched. As in vLLM,
+    rope_type "linear" has max_position_embeddings x factor positions, and "yarn" has
+    original_max_position_embeddings x factor. "dynamic" depends on the length of each sequence, and
+    is not stretched.
     """
     positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
     rope = config.get("rope_parameters")
@@ -78,7 +84,7 @@ def read_positions(config: Mapping[str, Any]) -> int:
         trained = rope["original_max_position_embeddings"]
     factor = rope.get("factor")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MOST_POSITIONS:
-        return positions  # `read_rotary` refuses what is no factor
+        return positions  # `read_rotary` refuses a bad factor
     return max(positions, min(int(trained * factor), MOST_POSITIONS))
 
 
@@ -90,15 +96,19 @@ def check_heads(hidden: int, heads: int) -> None:
 def linear_tensors(
     role: str, name: str, rows: int, columns: int, bias: bool, exact: bool = False
 ) -> tuple[TensorSpec, ...]:
-    """`role`.weight (rows, columns), and `role`.bias (rows,) where there is one; `name` as in the checkpoint."""
+    """Return the tensors `role`.weight (rows, columns) and, with a bias, `role`.bias (rows,).
+
+    name: the common part of their names in the checkpoint.
+    """
     weight = TensorSpec(f"{role}.weight", f"{name}.weight", (rows, columns), exact=exact)
     return (weight, TensorSpec(f"{role}.bias", f"{name}.bias", (rows,))) if bias else (weight,)
 
 
 def table_tensor(role: str, name: str, shape: tuple[int, int], tied_head: TensorSpec | None) -> TensorSpec:
-    """The embedding's table `role`.weight; `name` as in the checkpoint.
+    """Return the embedding's table `role`.weight. `name` is its name in the checkpoint.
 
-    tied_head: the head that is the same table, if the model ties them. A checkpoint may have it under either name.
+    tied_head: the head that is the same table, if the model ties them. A checkpoint may have it
+    under either name.
     """
     if tied_head is None:
         return TensorSpec(f"{role}.weight", name, shape, looked_up=True)
@@ -106,12 +116,18 @@ def table_tensor(role: str, name: str, shape: tuple[int, int], tied_head: Tensor
 
 
 def layer_norm_tensors(role: str, name: str, width: int) -> tuple[TensorSpec, ...]:
-    """`role`.weight and `role`.bias, (width,) each; `name` as in the checkpoint."""
+    """Return the tensors `role`.weight and `role`.bias, (width,) each.
+
+    name: as for `linear_tensors`.
+    """
     return tuple(TensorSpec(f"{role}.{kind}", f"{name}.{kind}", (width,)) for kind in ("weight", "bias"))
 
 
 def layer_norm(w: Weights, role: str, x: torch.Tensor, eps: float) -> torch.Tensor:
-    """A new tensor of x's shape; without weight or bias where the model has none."""
+    """Return the layer norm of x as a new tensor.
+
+    Weight and bias are used if the model has them.
+    """
     return F.layer_norm(x, x.shape[-1:], optional_vector(w, f"{role}.weight"), bias_of(w, role), eps)
 
 
@@ -119,16 +135,19 @@ def bias_of(w: Weights, role: str) -> torch.Tensor | None:
     return optional_vector(w, f"{role}.bias")
 
 
-# The others depend on the length of a sequence, so that keys would have to be rotated anew, or on the layer. dynamic
-# does too, but not up to max_position_embeddings, and nothing goes beyond it.
+# Other types depend on the layer, or on the length of a sequence, so that keys would have to be
+# rotated anew. "dynamic" depends on the length too, but not up to max_position_embeddings, and no
+# sequence is longer.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 STRETCHED = ("linear", "yarn")
 
 
 def read_rotary(config: Mapping[str, Any]) -> Rotary:
-    """The rotary embeddings of a config whose sizes are checked; UsageError names the field.
+    """Return the rotary embeddings of a config whose sizes have been checked.
 
-    config: with its model_type and transformers' defaults filled in.
+    UsageError names a bad field.
+
+    config: with its model_type, and with transformers' defaults filled in.
     """
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, Mapping):
@@ -146,7 +165,10 @@ def read_rotary(config: Mapping[str, Any]) -> Rotary:
 
 
 def _default(config: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """theta^(-2i/d) for the pairs of the share of a head that turns (Su et al. 2021, section 3.2.2)."""
+    """Return theta^(-2i/d) for each pair i, and scaling 1 (Su et al. 2021, section 3.2.2).
+
+    d: elements of a head that turn.
+    """
     parameters = config["rope_parameters"]
     width = int(_head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
     return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float, device="cpu") / width)), 1.0
@@ -157,7 +179,7 @@ def _scaled(config: Mapping[str, Any], kind: str) -> tuple[torch.Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = AutoConfig.for_model(**deepcopy(dict(config)))
-    with torch.device("cpu"):  # whatever the caller's default is: some of its tensors say no device
+    with torch.device("cpu"):  # some of the function's tensors use the caller's default device
         frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](known, torch.device("cpu"))
     return frequencies.float(), float(scaling)
 
@@ -170,7 +192,10 @@ def route_tokens(
     spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor],
     choose: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:  # fmt: skip
-    """Fill `hidden.weights` and `hidden.chosen` with what `choose` makes of a router's logits (tokens, experts)."""
+    """Choose the experts of each token: fill `hidden.weights` and `hidden.chosen`.
+
+    choose: returns both for router logits (tokens, experts). normed: the norm before the router.
+    """
     assert hidden.chosen is not None and hidden.weights is not None and spec.experts is not None
     for a, b in token_chunks(len(hidden.x)):
         logits = ws.get("router", b - a, spec.experts.count)
@@ -179,14 +204,19 @@ def route_tokens(
 
 
 def count_choices(chosen: torch.Tensor, tokens: Sequence[int], experts: int) -> Iterator[list[int]]:
-    """`Hidden.counts` of so many tokens each, one after another. chosen: of all. A card is waited for once."""
+    """Yield `Hidden.counts` of consecutive runs of tokens.
+
+    chosen: of all runs. tokens: the length of each run. The card is waited for only once.
+    """
     for some in chosen.cpu().split(list(tokens)):
         yield some.flatten().bincount(minlength=experts).tolist()
 
 
 def sort_choices(hidden: Hidden) -> None:
-    """Bring what tokens have chosen in the order of the experts, those of one expert in that of their tokens: `weights`
-    and, in the place of its number, where each expert was in `chosen`."""
+    """Sort the choices of tokens by expert, and those of one expert by token.
+
+    `weights` is reordered. `chosen` becomes, for each sorted choice, its place in `chosen` before.
+    """
     assert hidden.chosen is not None and hidden.weights is not None
     chosen, weights = hidden.chosen.view(-1), hidden.weights.view(-1)
     places = chosen.sort(stable=True).indices
@@ -194,18 +224,19 @@ def sort_choices(hidden: Hidden) -> None:
     weights.copy_(weights[places])
 
 
-# (inputs of each expert of a group, these (n, hidden) one after another, where outputs go)
+# Called with (number of inputs of each expert of a group, these inputs (n, hidden) in order, output
+# tensor).
 GroupProduct = Callable[[Sequence[int], torch.Tensor, torch.Tensor], None]
 
 
 def mix_experts(
     group: range, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor], compute: GroupProduct
 ) -> None:
-    """Add to `hidden.mixed` what each expert of the group gives for the tokens that have chosen it, times its weight,
-    once `sort_choices` has ordered them.
+    """Add the weighted outputs of a group of experts to `hidden.mixed`.
 
-    A token's experts are added one after another, in the order of their numbers: the sum, rounded each time as
-    transformers does, depends neither on groups nor on the other tokens.
+    `sort_choices` must have run. Each expert computes the tokens that have chosen it. A token's
+    experts are added one after another, in the order of their numbers. The sum is rounded each
+    time, as in transformers, so it depends neither on groups nor on the other tokens.
     """
     mixed, places, weights = hidden.mixed, hidden.chosen, hidden.weights
     assert mixed is not None and places is not None and weights is not None
@@ -220,13 +251,16 @@ def mix_experts(
         add_weighted(x, tokens, weights.view(-1)[first:end], mixed)
 
 
-# Whose window, if any, is one of all blocks in transformers, and whose config's window has no meaning there.
+# Families in which transformers gives all blocks the same window, and families that ignore the
+# config's window.
 _ALIKE, _WITHOUT_WINDOWS = ("mistral", "mixtral", "qwen3_moe"), ("llama", "olmoe")
 
 
 def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tuple[int | None, ...]:
-    """`ModelSpec.windows` of a config: those of its `layer_types`, or without them of all blocks. A window of all
-    positions hides nothing, and is none. UsageError names the field."""
+    """Return `ModelSpec.windows` of a config, by its `layer_types`, or for all blocks without them.
+
+    A window of all positions hides nothing, and counts as none. UsageError names a bad field.
+    """
     family, kinds, window = config.get("model_type"), config.get("layer_types"), config.get("sliding_window")
     if family in _WITHOUT_WINDOWS:
         return ()
@@ -251,7 +285,8 @@ def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tupl
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 _TANH_GELU = partial(F.gelu, approximate="tanh")
-# They may change their argument in place. gelu_new and gelu_fast write the same tanh formula in other words.
+# They may change their argument in place. gelu_new and gelu_fast are the same tanh formula, written
+# differently.
 ACTIVATIONS: dict[str, Activation] = {
     "relu": torch.relu_, "gelu": F.gelu, "gelu_new": _TANH_GELU, "gelu_fast": _TANH_GELU,
     "gelu_pytorch_tanh": _TANH_GELU, "silu": partial(F.silu, inplace=True),
@@ -261,19 +296,28 @@ ACTIVATIONS: dict[str, Activation] = {
 def activated(
     name: str, x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """activation(x W^T + bias), (rows, sum out_i), in `out` or elsewhere; the shapes as of kernels.linear.linear."""
+    """Return activation(x W^T + bias), (rows, sum out_i), in `out` or elsewhere.
+
+    Shapes are as in kernels.linear.linear.
+    """
     if name == "relu":
         return linear_relu(x, weight, bias, out)
     return ACTIVATIONS[name](linear(x, weight, bias, out))
 
 
 def gated(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """activation(gate) x up, in the memory of `gate`. gate, up: (rows, width), contiguous."""
+    """Return activation(gate) x up, in the memory of `gate`.
+
+    gate, up: (rows, width), contiguous.
+    """
     return silu_gated(gate, up) if name == "silu" else ACTIVATIONS[name](gate).mul_(up)
 
 
 def check_activation(field: str, name: object) -> str:
-    """`name` if it is known; UsageError names the field."""
+    """Return `name` if it is a known activation.
+
+    Raises UsageError that names the field otherwise.
+    """
     if name not in ACTIVATIONS:
         raise UsageError(f"{field} {name!r} is not one of {sorted(ACTIVATIONS)}")
     return str(name)

@@ -1,8 +1,9 @@
 """LLaMA (Touvron et al. 2023) and the model types that are the same network, as plain functions.
 
-RMS norms, rotary positions, grouped kv-heads, a gated MLP; Qwen3 also norms queries and keys. Covers LLaMA 1 to 3.x,
-Mistral, Qwen2 and Qwen3, with sliding windows where they have them. Formulas follow transformers' modeling_llama and
-modeling_qwen3. `read_decoder`, `attention_tensors` and the forward but for `mlp` serve networks with another MLP too.
+The network has RMS norms, rotary positions, grouped kv-heads and a gated MLP. Qwen3 also norms
+queries and keys. The file serves LLaMA 1 to 3.x, Mistral, Qwen2 and Qwen3, with sliding windows if
+they have them. Formulas follow transformers' modeling_llama and modeling_qwen3. `read_decoder`,
+`attention_tensors` and the forward except `mlp` also serve networks with another MLP.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ _QWEN_3: dict[str, Any] = {
 }  # fmt: skip
 _TIED: dict[str, Any] = {**_QWEN_3, "tie_word_embeddings": True}
 
-_8B, _70B = (4096, 32, 32, 8, 14336), (8192, 80, 64, 8, 28672)  # Mistral 7B is of the size of LLaMA 3 8B
+# Mistral 7B has the sizes of LLaMA 3 8B.
+_8B, _70B = (4096, 32, 32, 8, 14336), (8192, 80, 64, 8, 28672)
 _QWEN_4B = (2560, 36, 32, 8, 9728)
 _2_7B = _shape(4096, 32, 32, 32, 11008, **_LLAMA_2)
 _2_13B = _shape(5120, 40, 40, 40, 13824, **_LLAMA_2)
@@ -101,7 +103,10 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
-    """ModelSpec of a config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    """Return the ModelSpec of a config.
+
+    config: transformers' field names, defaults filled in. Raises UsageError that names a bad field.
+    """
     found = read_decoder(name, config)
     hidden, ffn, width = (found[n] for n in ("hidden_size", "ffn_size", "head_dim"))
     qkv_bias, out_bias, mlp_bias = _biases(config)
@@ -118,9 +123,10 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 
 
 def read_decoder(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelSpec, by name, that do not depend on a block's MLP: all but `family`, blocks and `buffers`.
+    """Return the fields of ModelSpec, by name, that do not depend on a block's MLP.
 
-    config: as of `read_spec`. UsageError names a bad field.
+    These are all except `family`, the blocks' tensors and `buffers`. config: as for `read_spec`.
+    Raises UsageError that names a bad field.
     """
     common = read_common(config, name)
     hidden, heads, vocab = (common[n] for n in ("hidden_size", "num_heads", "vocab_size"))
@@ -156,10 +162,11 @@ def norm_tensor(role: str, name: str, width: int) -> TensorSpec:
 def attention_tensors(
     i: int, sizes: Mapping[str, Any], qkv_bias: bool, out_bias: bool, qk_norms: Sequence[int] = ()
 ) -> tuple[TensorSpec, ...]:
-    """Of block i's attention with its norm. sizes: of `read_decoder`.
+    """Return the tensors of block i's attention with its norm.
 
-    qk_norms: how long the weights of q's and of k's norm are, where they are normed: head_dim for a norm of each head,
-    all heads' width for one of them together.
+    sizes: from `read_decoder`. qk_norms: lengths of the weights of q's and k's norm, if they are
+    normed. The length is head_dim for a norm of each head, and all heads' width for one norm of all
+    heads.
     """
     hidden, width, kv_heads = (sizes[n] for n in ("hidden_size", "head_dim", "num_kv_heads"))
     q_width, kv_width = sizes["num_heads"] * width, kv_heads * width
@@ -173,7 +180,7 @@ def attention_tensors(
 
 
 def mlp_tensors(i: int, hidden: int, ffn: int, bias: bool) -> tuple[TensorSpec, ...]:
-    """Of block i's MLP with its norm."""
+    """Return the tensors of block i's MLP with its norm."""
     found = [norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)]
     for role, rows, columns in (("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)):
         found += linear_tensors(role, f"model.layers.{i}.mlp.{role}", rows, columns, bias)
@@ -181,7 +188,10 @@ def mlp_tensors(i: int, hidden: int, ffn: int, bias: bool) -> tuple[TensorSpec, 
 
 
 def _biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Of q, k and v, of attention's output, and of the MLP, where the type has fields for them."""
+    """Return whether q, k and v, the attention's output, and the MLP have biases.
+
+    Some model types have config fields for them.
+    """
     kind = config.get("model_type")
     if kind in ("qwen2", "mistral"):
         return kind == "qwen2", False, False
@@ -192,14 +202,16 @@ def _biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 def embed(
     spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
 ) -> None:
-    """x = E[ids]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
+    """Compute x = E[ids]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
     for a, b in token_chunks(len(ids)):
         lookup(ids[a:b], w["embed_tokens.weight"], x[a:b])
 
 
 def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention:
-    """x += o_proj(attended(q, k, v)) of the normed x, with q and k normed too where they are, with `sinks` where there
-    are any. x: (tokens, hidden)."""
+    """Compute x += o_proj(attended(q, k, v)) of the normed x. x: (tokens, hidden).
+
+    q and k are normed and `sinks` are used if the model has them.
+    """
     tokens, width = len(x), spec.head_dim
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
     qkv = {name: ws.get(name, tokens, count * width) for name, count in heads.items()}
@@ -217,8 +229,12 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> At
 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
-    """x += down_proj(activation(gate_proj(y)) * up_proj(y)) with y the normed x. x: (tokens, hidden)."""
-    width = sum(map(len, w["gate_proj.weight"]))  # beside experts, it need not be spec.ffn_size
+    """Compute x += down_proj(activation(gate_proj(y)) * up_proj(y)) with y the normed x.
+
+    x: (tokens, hidden).
+    """
+    # In a model with experts the width need not be spec.ffn_size.
+    width = sum(map(len, w["gate_proj.weight"]))
     for a, b in token_chunks(len(x)):
         inputs = normed(spec, w, "mlp_norm", x[a:b], ws)
         gate, up = (ws.get(name, b - a, width) for name in ("gate", "ffn"))
@@ -229,19 +245,22 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
 
 
 def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None:
-    """logits = norm(x) E^T. x: (rows, hidden), left as it is."""
+    """Compute logits = norm(x) E^T. x: (rows, hidden), not changed."""
     table = w["embed_tokens.weight" if spec.tied else "lm_head.weight"]
     linear(normed(spec, w, "norm", x, ws), table, None, logits)
 
 
 def normed(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
-    """The RMS norm `name` of x (rows, hidden), in the buffer `normed`."""
+    """Return the RMS norm `name` of x (rows, hidden), in the buffer `normed`."""
     out, once = ws.get("normed", *x.shape), spec.option("norms round once")
     return rms_norm(x, vector(w[f"{name}.weight"]), spec.option("eps"), out, once)
 
 
 def norm_heads(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor) -> None:
-    """The RMS norm `name`, if there is one, of x (tokens, heads x d), in place, over as much as its weight is long."""
+    """Apply the RMS norm `name`, if the model has it, to x (tokens, heads x d) in place.
+
+    Each run of as many elements as its weight has is normed.
+    """
     weight = optional_vector(w, f"{name}.weight")
     if weight is not None:
         parts = x.view(len(x), -1, len(weight))

@@ -1,4 +1,4 @@
-"""Finds a model: its shape, its checkpoint folder and its tokenizer."""
+"""Find a model: its shape, its checkpoint folder and its tokenizer."""
 
 from __future__ import annotations
 
@@ -62,47 +62,52 @@ from flexgen_h2o.models import (
 from flexgen_h2o.models.generation_config import GenerationConfig, read_generation_config
 from flexgen_h2o.models.named import BY_HUB_ID, NAMED, fetch_command, fetched_folder, folder_of, is_fetched
 
-_ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not known yet
+_ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not yet known
 _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
 _SENTENCEPIECE = "tokenizer.model"
-_DRAWN = ("dropout", "alpha", "nbest_size")  # settings by which a tokenizer draws one of several ways to cut a text
+# Settings by which a tokenizer draws one of several ways to cut a text.
+_DRAWN = ("dropout", "alpha", "nbest_size")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", _SENTENCEPIECE, "tokenizer_config.json")
-_LOGGING_LIBRARIES = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
+# Libraries that log to stderr while they read files.
+_LOGGING_LIBRARIES = ("transformers", "huggingface_hub")
 _logging_lock = threading.RLock()
 _TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
-# What transformers also reads.
+# Files that transformers also reads.
 _OTHER_TOKENIZER_FILES = (
     "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "processor_config.json"
 )  # fmt: skip
-# A tokenizer takes some 300 bytes a character: long texts are measured, and cut, in pieces.
+# A tokenizer needs about 300 bytes per character, so long texts are measured and cut in pieces.
 PIECE_CHARACTERS = 2**16
 LONG_PIECE_CHARACTERS = 2**18
-# Tokens that a piece may have more because it was cut off. The whole may have half as many as its pieces and no less.
+# A piece may have up to _CUT_TOKENS more tokens because it was cut. The whole text has at least
+# 1 / _CUT_SHARE as many tokens as its pieces together.
 _CUT_TOKENS, _CUT_SHARE = 256, 2
 
 
 @dataclass(frozen=True)
 class Model:
-    """`folder` is None for random weights of a built-in shape that no folder describes.
-
-    files: configs and tokenizer, as they were before they were read. note: what its user should know of where it comes
-    from; empty if it is what was asked for.
-    generation: what generation_config.json asks for.
-    """
+    """A model as `find_model` found it: names, shape, config and tokenizer, but no weights."""
 
     name: str
     spec: ModelSpec
     config: dict[str, Any]
+    # None for random weights of a built-in shape that no folder describes.
     folder: Path | None
     random: bool
     tokenizer: Any | None
+    # States of configs and tokenizer files, taken before they were read.
     files: States = field(default_factory=dict)
+    # Text for the user about where the model comes from. Empty if it is what was asked for.
     note: str = ""
+    # Settings of generation_config.json.
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     @property
     def notes(self) -> list[str]:
-        """What one may not expect of the model's files, a line for each."""
+        """Warnings about the model's files, one line each.
+
+        They name what a user might expect and does not get.
+        """
         found = [self.note] if self.note else []
         if self.generation.not_applied:
             names = ", ".join(self.generation.not_applied)
@@ -113,29 +118,38 @@ class Model:
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer in a chat: the ends of a sequence by the tokenizer, config.json and
-        generation_config.json together, as in vLLM. A tokenizer's is often the end of a turn, and the only place that
-        names it."""
+        """Tokens that end an answer in a chat.
+
+        These are the end tokens of the tokenizer, config.json and generation_config.json together,
+        as in vLLM. The tokenizer's end token is often the end of a turn, and often no other file
+        names it.
+        """
         own = getattr(self.tokenizer, "eos_token_id", None)
         ends = [*self.spec.eos_token_ids, *self.generation.ends, *([own] if isinstance(own, int) else [])]
         return tuple(dict.fromkeys(ends))
 
     def for_chat(self, params: SamplingParams) -> SamplingParams:
-        """Parameters of an answer in a chat: it also ends where the turn does."""
+        """Return parameters of an answer in a chat, which also ends at the end of the turn."""
         if params.ignore_eos:
             return params
         ends = (*params.stop_token_ids, *(token for token in self.turn_ends if token not in self.spec.eos_token_ids))
         return replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt with the tokenizer's own special tokens. TooLongError as of `check_fits`; prompts that
-        are a little too long are found later."""
+        """Return the token ids of a prompt, with the tokenizer's own special tokens.
+
+        Raises TooLongError like `check_fits`. Prompts that are only a little too long are found
+        later.
+        """
         self.check_fits(text)
         return self.tokens_of(text)
 
     def tokens_of(self, text: str, **options: Any) -> list[int]:
-        """The only door to the tokenizer. UsageError for a string that is no text, TokenizerError for whatever the
-        tokenizer raises: a panic in Rust is not even an `Exception`."""
+        """Return the token ids of a text. Every call of the tokenizer goes through this method.
+
+        Raises UsageError if the string is not valid text. Raises TokenizerError for whatever the
+        tokenizer raises: a panic in Rust is not even an `Exception`.
+        """
         assert self.tokenizer is not None
         check_text("the text", text)
         try:
@@ -147,8 +161,10 @@ class Model:
             raise TokenizerError(f"the tokenizer of {self.name} fails on the text ({reason})") from error
 
     def check_fits(self, text: str) -> None:
-        """TooLongError for a text of far more tokens than there are positions, in little memory: the tokens of its
-        pieces are counted until they are too many."""
+        """Raise TooLongError if a text has far more tokens than the model has positions.
+
+        This needs little memory: the tokens of pieces are counted until they are too many.
+        """
         tokens, positions = 0, self.spec.max_positions
         if len(text) <= PIECE_CHARACTERS:
             return
@@ -160,7 +176,10 @@ class Model:
                 )
 
     def encode_beginning(self, text: str, tokens: int) -> list[int]:
-        """As `encode`, of a beginning of the text that has at least so many tokens; of the whole where it has fewer."""
+        """Return `encode` of a beginning of the text that has at least `tokens` tokens.
+
+        A text with fewer tokens is encoded whole.
+        """
         size = PIECE_CHARACTERS
         while True:
             ids = self.tokens_of(text[:size])
@@ -169,9 +188,10 @@ class Model:
             size *= 2
 
     def encode_message(self, text: str) -> list[int]:
-        """Token ids of a user's message, up to where the answer begins, by the tokenizer's chat template.
+        """Return the token ids of a user's message by the chat template.
 
-        UsageError where the template does not take the message; it is there (`check_chat`).
+        They end where the answer begins. Raises UsageError if the template rejects the message.
+        `check_chat` must have found a template.
         """
         try:
             return self.encode_chat([{"role": "user", "content": text}])
@@ -181,7 +201,7 @@ class Model:
             raise UsageError(f"the chat template of {self.name} cannot take the prompt ({error})") from error
 
     def check_chat(self) -> None:
-        """UsageError where there is no tokenizer with a chat template."""
+        """Raise UsageError if there is no tokenizer with a chat template."""
         if not self.has_chat_template:
             raise UsageError(
                 f"--chat: {self.name} has no chat template; leave it out, or give a chat or instruct model"
@@ -193,10 +213,11 @@ class Model:
 
     @cached_property
     def least_parts(self) -> int | None:
-        """How many texts of a content the chat template gets as parts, rather than as lines of one text.
+        """Fewest texts of a message that the chat template gets as a list of parts.
 
-        None: it would write a list of parts as Python does. 2: it makes of a text in a part what it makes of the text.
-        1: it reads parts only.
+        With fewer texts, they are passed as lines of one text. None: never as parts, because the
+        template would write the list as Python does. 2: the template renders a text in a part like
+        a plain text. 1: the template reads only parts.
         """
         if not self.has_chat_template:
             return None
@@ -214,26 +235,31 @@ class Model:
 
     @property
     def reserved_options(self) -> frozenset[str]:
-        """Names that say how the chat template is called: they can be no options of its own."""
+        """Names of the parameters of the chat template's call.
+
+        They cannot be the template's own options.
+        """
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer is not None else ()
         return frozenset({"messages", *own})
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
     ) -> list[int]:  # fmt: skip
-        """Token ids of a conversation, up to where the answer begins. options: what the template gets besides.
+        """Return the token ids of a conversation, up to where the answer begins.
 
-        ValueError if the template does not take it, TooLongError where it is too long.
+        options: further variables for the template. Raises ValueError if the template rejects the
+        conversation, and TooLongError if it is too long.
         """
         text = self.chat_text(messages, options=options)
         self.check_fits(text)
         return self.encode_more(text)
 
     def encode_turn(self, users: Sequence[str], system: str | None = None) -> list[int]:
-        """Token ids of the last of a user's messages, by the chat template, up to where its answer begins.
+        """Return the token ids of the last of a user's messages, by the chat template.
 
-        They begin where the answer before it ends, whatever that says. system: a message before them all. ValueError if
-        the template does not take messages and answers one after the other.
+        They begin where the answer before it ends, whatever that answer says, and go up to where
+        the next answer begins. system: a message before all others. Raises ValueError if the
+        template does not accept messages and answers in turn.
         """
         messages = [] if system is None else [{"role": "system", "content": system}]
         for text in users:
@@ -247,8 +273,11 @@ class Model:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], answers: bool = True, options: Mapping[str, Any] | None = None
     ) -> str:  # fmt: skip
-        """A conversation by the chat template, up to where an answer begins, or, without `answers`, to the end of its
-        last message, which goes on. options, ValueError: as of `encode_chat`."""
+        """Return a conversation as the chat template writes it.
+
+        It ends where an answer begins. Without `answers` it ends with the last message, which is to
+        be continued. options and ValueError: as for `encode_chat`.
+        """
         if self.least_parts == 1:
             messages = [
                 {**message, "content": _as_parts(text)} if isinstance(text := message.get("content"), str) else message
@@ -257,7 +286,10 @@ class Model:
         return self._render(messages, answers, options or {})
 
     def _render(self, messages: Sequence[Mapping[str, Any]], answers: bool, options: Mapping[str, Any]) -> str:
-        """Call the template, in transformers' sandbox: it can run no code and write no files, and may be slow."""
+        """Call the template in transformers' sandbox.
+
+        It can run no code and write no files, but it may be slow.
+        """
         assert self.tokenizer is not None
         try:
             with _quiet():
@@ -265,16 +297,22 @@ class Model:
                     list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers,
                     **options,
                 )  # fmt: skip
-        except Exception as error:  # of the template's language: many kinds
+        except Exception as error:  # the template language raises many kinds
             raise ValueError(one_line(error) or type(error).__name__) from error
         return str(text)
 
     def encode_more(self, text: str) -> list[int]:
-        """Token ids of text that has its special tokens in it, or that others stand before."""
+        """Return token ids without adding special tokens.
+
+        The text contains them already, or it continues other text.
+        """
         return self.tokens_of(text, add_special_tokens=False)
 
     def encode_long(self, text: str) -> list[int]:
-        """As `encode_more`, of a text of any length: a longer one in pieces, cut behind an end of line if it can be."""
+        """Return `encode_more` of a text of any length.
+
+        A long text is encoded in pieces, which end behind a newline if there is one.
+        """
         found, at = [], 0
         while at < len(text):
             end = at + LONG_PIECE_CHARACTERS
@@ -293,10 +331,10 @@ def find_model(
     offload_dir: str | Path | None = None,
     max_model_len: int | None = None,
 ) -> Model:
-    """Locate a model and read its shape; no weights are read. UsageError says what is wrong and the way out.
+    """Locate a model and read its shape. No weights are read.
 
-    weights: False fetches none either. offload_dir: where named models are; None is the default one. max_model_len: as
-    of `with_max_len`.
+    weights: False also fetches none. offload_dir: folder of named models; None: the default one.
+    max_model_len: as for `with_max_len`. Raises UsageError with what is wrong and the remedy.
     """
     with _suggesting(model):
         source, note = _find_source(model, path, revision, weights, offload_dir)
@@ -306,7 +344,7 @@ def find_model(
         with _quiet():
             spec, config = _read_shape(source.name, source.folder, max_model_len)
             generation = read_generation_config(source.folder, spec.vocab_size)
-            if generation.settings:  # a job that was begun with others does not go on
+            if generation.settings:  # a job that was begun with other settings must not resume
                 config = {**config, "generation_config": generation.settings}
             tokenizer = _load_tokenizer(source.folder)
             return Model(
@@ -335,7 +373,7 @@ def find_model(
 def _find_source(
     model: str, path: str | None, revision: str | None, weights: bool, offload_dir: str | Path | None
 ) -> tuple[ModelSource, str]:
-    """Return where a model comes from, and a note if it comes from elsewhere than its name says."""
+    """Return where a model comes from, with a note if that is not where its name says."""
     if model in NAMED and find_folder(model, path) is None:
         return resolve(model, path, made=fetched_folder(NAMED[model], offload_dir)), ""
     try:
@@ -354,12 +392,15 @@ def _find_source(
 
 
 def has_safetensors(model: Model) -> bool:
-    """Are its weights all there, to be read in place?"""
+    """Return whether all weights of the model are safetensors files, which can be read in place."""
     return model.folder is not None and names_in(model.folder) == SAFETENSORS and has_weights(model.folder)
 
 
 def said_dtype(model: Model) -> str:
-    """The float dtype of its weights as its config has it; transformers takes float32 where it says none."""
+    """Return the float dtype of the weights by config.json.
+
+    Without a valid one it is float32, as in transformers.
+    """
     said = str(model.config.get("dtype") or model.config.get("torch_dtype")).removeprefix("torch.")
     return said if said in DTYPE_BYTES else "float32"
 
@@ -371,13 +412,16 @@ def find_spec(
     offload_dir: str | Path | None = None,
     max_model_len: int | None = None,
 ) -> ModelSpec:
-    """A model's shape, for plans: as `find_model`, but weights are never fetched, and a built-in shape needs no hub."""
+    """Return a model's shape, for plans.
+
+    This is `find_model`, except that weights are never fetched and a built-in shape needs no hub.
+    """
     folder = find_folder(model, path)
     if folder is None and (known := built_in_spec(model)) is not None:
         return with_max_len(known[0], max_model_len)
     if folder is None and path is not None and DUMMY in path:
         found = find_model(model, path, offload_dir=offload_dir, max_model_len=max_model_len)
-        return found.spec  # says which shapes there are
+        return found.spec  # find_model raised an error that lists the shapes if there is none
     with _suggesting(model):
         folder = folder or _find_source(model, path, revision, False, offload_dir)[0].folder
     assert folder is not None
@@ -386,7 +430,7 @@ def find_spec(
 
 
 def _read_shape(name: str, folder: Path, max_model_len: int | None) -> tuple[ModelSpec, dict[str, Any]]:
-    """The shape of the model in `folder` and its config, both as its files have it."""
+    """Return the shape of the model in `folder` and its config, both as its files have them."""
     spec, config = spec_from_folder(name, folder)
     if has_other_head(spec, folder):
         config = {**config, "tie_word_embeddings": False}
@@ -400,26 +444,28 @@ def _read_shape(name: str, folder: Path, max_model_len: int | None) -> tuple[Mod
 
 
 def with_max_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
-    """The model with at most so many tokens per sequence. None: as many as it has positions.
+    """Return the model with at most `max_model_len` tokens per sequence.
 
-    UsageError for more than it has positions.
+    None: as many as it has positions.
+
+    Raises UsageError if that is more than it has positions.
     """
     if max_model_len is None:
         return spec
-    most = check_int("--max-model-len", max_model_len, low=1)
-    if most > spec.max_positions:
+    max_len = check_int("--max-model-len", max_model_len, low=1)
+    if max_len > spec.max_positions:
         way = (
             "lower it"
             if spec.rotary is None
             else f"lower it, or stretch the positions by rope_scaling in {CONFIG_NAME}"
         )
-        raise UsageError(f"--max-model-len {most}: {spec.name} has {spec.max_positions} positions; {way}")
-    return replace(spec, max_positions=most)
+        raise UsageError(f"--max-model-len {max_len}: {spec.name} has {spec.max_positions} positions; {way}")
+    return replace(spec, max_positions=max_len)
 
 
 @contextlib.contextmanager
 def _suggesting(model: str) -> Iterator[None]:
-    """A UsageError about a mistyped name ends with the name that may be meant."""
+    """Add the name that may be meant to a UsageError about a mistyped name."""
     try:
         yield
     except UsageError as error:
@@ -434,9 +480,12 @@ def _suggesting(model: str) -> Iterator[None]:
 def find_checkpoint(
     model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, form: PackedFormat | None = None
 ) -> Checkpoint:
-    """The checkpoint on disk: in place, imported from .bin, or written with seeded random weights of `dtype`.
+    """Return the checkpoint on disk.
 
-    form: with its matrices in that format, made once; random weights are never written whole.
+    It is read in place, imported from .bin, or written with seeded random weights.
+
+    dtype: of random weights. form: convert the matrices to that format, once. Random weights in a
+    packed format are never written unpacked.
     """
     cache, spec = offload_dir / "weights", model.spec
     if not model.random:
@@ -452,7 +501,10 @@ def find_checkpoint(
 
 
 def _in_use(checkpoint: Checkpoint) -> Checkpoint:
-    """Keep `flexgen-h2o cache` from removing the package's own folders while the object is alive."""
+    """Keep `flexgen-h2o cache` from removing the checkpoint's folder while the object is alive.
+
+    This matters only for folders that the package has made.
+    """
     folder = checkpoint.folder
     if read_mark(folder) is not None:
         try:
@@ -461,7 +513,7 @@ def _in_use(checkpoint: Checkpoint) -> Checkpoint:
                 if lock is None:
                     time.sleep(_LOCK_WAIT_S)
                     lock = lock_folder(folder, shared=True)
-        except OSError:  # no locks there
+        except OSError:  # the file system has no locks
             return checkpoint
         if lock is None:
             raise UsageError(f"{folder}: another process is removing it; run again")
@@ -472,10 +524,11 @@ def _in_use(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, str | None]:
-    """`weights` and `tokenizer` of a model, by their contents (atomic_folder.sample_digest), however the folder is
-    called; None where it has none of its own. checkpoint: of the model, opened before.
+    """Return digests of the model's `weights` and `tokenizer` (atomic_folder.sample_digest).
 
-    UsageError for a file that cannot be read, CheckpointChangedError where one has changed since it was opened.
+    They depend on contents only, not on the folder's name. None: the model has none of its own.
+    checkpoint: the model's checkpoint, opened before. Raises UsageError if a file cannot be read,
+    and CheckpointChangedError if one has changed since it was opened.
     """
     if model.folder is None:
         return {"weights": None, "tokenizer": None}
@@ -495,7 +548,10 @@ def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, st
 
 
 def shape_fingerprint(config: dict[str, Any]) -> str:
-    """Short hash of a config, so that random weights made for another shape are never reused."""
+    """Return a short hash of a config.
+
+    By it, random weights made for another shape are never reused.
+    """
     import hashlib
     import json
 
@@ -503,6 +559,8 @@ def shape_fingerprint(config: dict[str, Any]) -> str:
 
 
 class _LogCollector(logging.Handler):
+    """Collects records together with the top logger of their library."""
+
     def __init__(self) -> None:
         super().__init__()
         self.records: list[tuple[logging.Logger, logging.LogRecord]] = []
@@ -513,12 +571,16 @@ class _LogCollector(logging.Handler):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Collect what libraries log and warn while files are read. If no error is raised, each message is shown once, in a
-    line; otherwise none is, because the error says what is wrong with the file."""
+    """Collect what libraries log and warn while files are read.
+
+    If no error is raised, each message is shown once, on one line. Otherwise none is shown, because
+    the error says what is wrong with the file.
+    """
     collector, shown = _LogCollector(), set[str]()
     with _logging_lock, warnings.catch_warnings(record=True) as warned:
         for name in _LOGGING_LIBRARIES:
-            importlib.import_module(f"{name}.utils.logging").get_logger()  # which adds its handlers
+            # This adds the library's own handlers.
+            importlib.import_module(f"{name}.utils.logging").get_logger()
         loggers = [logging.getLogger(name) for name in _LOGGING_LIBRARIES]
         before = [logger.handlers[:] for logger in loggers]
         for logger in loggers:
@@ -547,7 +609,8 @@ def _load_tokenizer(folder: Path) -> Any | None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # a setting of a wrong type is found at first use
+        # A setting with a wrong type is only found at the first use.
+        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])
         _drop_dropout(tokenizer, folder)
         return tokenizer
     except BaseException as error:  # transformers and tokenizers raise many kinds for a bad file
@@ -564,7 +627,10 @@ def _load_tokenizer(folder: Path) -> Any | None:
 
 
 def _drop_dropout(tokenizer: Any, folder: Path) -> None:
-    """Have the same text give the same tokens: a tokenizer may say that it draws one of several ways to cut a text."""
+    """Switch off a tokenizer's random choice between several ways to cut a text.
+
+    The same text then always gives the same tokens.
+    """
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     found = [name for name in _DRAWN if getattr(model, name, None)]
     for name in found:
@@ -574,7 +640,7 @@ def _drop_dropout(tokenizer: Any, folder: Path) -> None:
 
 
 def _missing_for_sentencepiece(folder: Path) -> list[str]:
-    """What is to be installed to read a folder that has a SentencePiece model and no tokenizer.json."""
+    """Return the packages to install for a SentencePiece model without a tokenizer.json."""
     if (folder / "tokenizer.json").exists() or not (folder / _SENTENCEPIECE).exists():
         return []
     modules = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
@@ -584,12 +650,15 @@ def _missing_for_sentencepiece(folder: Path) -> list[str]:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # of the package that it would be in
+    except ImportError:  # the package that would contain it is missing
         return False
 
 
 def _check_tokenizer_file(path: Path) -> None:
-    """UsageError for what transformers would wait for or cannot read: no regular file, or a byte order mark."""
+    """Raise UsageError for a file that transformers cannot read or would wait for.
+
+    Such a file is not a regular file, or begins with a byte order mark.
+    """
     try:
         with open_regular(path) as file:
             if path.suffix == ".json" and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
@@ -601,5 +670,5 @@ def _check_tokenizer_file(path: Path) -> None:
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:
-    """A text as the parts of a message's content."""
+    """Return a text as the parts of a message's content."""
     return [{"type": "text", "text": text}]

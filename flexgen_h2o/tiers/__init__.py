@@ -1,1 +1,1 @@
-"""Where bytes live and how they move: budgets, buffers, device, host, disk, transfer lanes."""
+"""Places of bytes and how they move: budgets, buffers, device, host, disk, transfer lanes."""

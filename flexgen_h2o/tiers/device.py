@@ -1,6 +1,7 @@
-"""The device tier: host memory itself, ordinary memory with its own budget, or a CUDA card. Buffers and budgets.
+"""The device tier: host memory itself, ordinary memory with its own budget, or a CUDA card.
 
-The rest of the engine never asks which kind of device it has.
+The module also has buffers and budgets. The rest of the engine never asks which kind of device it
+has.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, format_bytes, less_mar
 from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 HUGE_PAGE = 2 * 2**20
-# Through torch's allocator: a workspace of cuBLAS, up to 32 MiB for each of two streams, and what graphs allocate.
+# Memory that libraries allocate through torch's allocator: a workspace of cuBLAS, up to 32 MiB for
+# each of two streams, and what graphs allocate.
 CARD_LIBRARY_BYTES = 96 * 2**20
 
 
 def host_buffer(nbytes: int) -> torch.Tensor:
-    """A uint8 tensor of `nbytes` in host memory, every page touched. MemoryError where the machine has not so much.
+    """Return a uint8 tensor of `nbytes` in host memory, with every page touched.
 
-    Large buffers ask for huge pages: O_DIRECT reads about twice as fast into them as into 4 KiB pages, because the
-    disk sees whole requests (bench/results/notes/offloading.md, "Huge pages").
+    Raises MemoryError if the machine does not have that much. Large buffers ask for huge pages.
+    O_DIRECT reads into them about twice as fast as into 4 KiB pages, because the disk sees whole
+    requests (bench/results/notes/offloading.md, "Huge pages").
     """
     size = max(1, nbytes)
     align = HUGE_PAGE if size >= HUGE_PAGE else PAGE
@@ -55,84 +58,111 @@ def host_buffer(nbytes: int) -> torch.Tensor:
 
 
 class Device(ABC):
-    """Memory that layers are computed in.
-
-    is_host: it is host memory, and nothing is copied to or from it. tier: whose budget its buffers are charged to.
-    is_asynchronous: compute is queued, and the thread that issues it goes on. has_graphs: see `graph`.
-    """
+    """The memory in which layers are computed."""
 
     torch_device: torch.device
-    is_host: bool
-    tier: str
-    is_asynchronous = False
-    has_graphs = False
+    is_host: bool  # it is host memory, and nothing is copied to or from it
+    tier: str  # the tier to whose budget its buffers are charged
+    is_asynchronous = False  # compute is queued, and the thread that issues it continues
+    has_graphs = False  # see `graph`
 
     @property
     @abstractmethod
     def dtypes(self) -> tuple[str, ...]:
-        """What it computes fast in, the usual one first."""
+        """Dtypes in which the device computes fast, the usual one first."""
 
     def card(self) -> tuple[str, int] | None:
-        """Name and bytes of memory of the card; None without one."""
+        """Return the card's name and bytes of memory; None without a card."""
         return None
 
     def compute_dtype(self, asked: str | None, stored: str) -> str:
-        """The dtype to compute in: as asked, else as stored where this device is fast with it."""
+        """Return the dtype to compute in.
+
+        It is the one that was asked for, or else the stored one if this device is fast with it.
+        """
         return asked or stored
 
     def free_bytes(self) -> int | None:
-        """Of the card's memory; None without one."""
+        """Return the free bytes of the card's memory; None without a card."""
         return None
 
     def hold_to(self, nbytes: int) -> None:
-        """Let this process take no more of the card's memory than a budget of `nbytes`, and CARD_LIBRARY_BYTES."""
+        """Limit this process on the card to a budget of `nbytes`, plus CARD_LIBRARY_BYTES."""
         assert nbytes >= 0
 
     @abstractmethod
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """A uint8 buffer in device memory."""
+        """Return a uint8 buffer in device memory."""
 
     def host_staging(self, nbytes: int) -> torch.Tensor:
-        """A uint8 host buffer that copies to and from this device at full speed (pinned for CUDA)."""
+        """Return a uint8 host buffer that is copied to and from this device at full speed.
+
+        For CUDA it is pinned.
+        """
         return host_buffer(nbytes)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy between host and device, any dtypes, on a worker thread; returns when the bytes are there."""
+        """Copy between host and device, on a worker thread. Returns when the bytes are there.
+
+        The dtypes may differ.
+        """
         self.start_copy(dst, src).wait()
 
     @abstractmethod
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
-        """Begin such a copy, and return what is done when the bytes are there. `src` is read until then."""
+        """Begin such a copy and return an event that is done when the bytes are there.
+
+        `src` is read until then.
+        """
 
     def beside_compute(self) -> AbstractContextManager[object]:
-        """What a worker thread starts within it does not queue behind compute; the thread waits for the results."""
+        """Return a context in which a worker thread's work does not queue behind compute.
+
+        The thread itself waits for the results.
+        """
         return nullcontext()
 
     @abstractmethod
     def fence(self) -> Waitable:
-        """Done when all compute issued so far is."""
+        """Return an event that is done when all compute issued so far is."""
 
     def read_back(self, found: torch.Tensor) -> tuple[torch.Tensor, Waitable]:
-        """What compute will have put there, in host memory, and what to wait for before it is looked at."""
+        """Return what compute will have put into `found`, in host memory, and an event to wait for.
+
+        The result may be read only after that event.
+        """
         return found, self.fence()
 
     def graph_pool(self) -> object:
-        """What graphs share memory by that one after the other allocates."""
+        """Return a memory pool that graphs share.
+
+        The graphs must run one after the other.
+        """
         return None
 
     def graph(self, issue: Callable[[], None], pool: object) -> Callable[[], None]:
-        """What carries out at once all that `issue` gives the card, as often as it is called, with the tensors that
-        `issue` had, which must stay. `issue` may neither wait for the card nor bring it anything from the host, and
-        what it launches must have been launched before. FlexgenError where the card makes none."""
+        """Return a function that runs at once all that `issue` gives to the card.
+
+        It may be called again and again. It uses the tensors that `issue` used, which must stay.
+        `issue` may neither wait for the card nor copy anything to it from the host, and what it
+        launches must have been launched before. Raises FlexgenError if the card cannot make a
+        graph.
+        """
         return issue
 
 
 class _OrdinaryMemory(Device):
+    """A device that is the CPU, with ordinary RAM as its memory."""
+
     torch_device = torch.device("cpu")
     dtypes = ("bfloat16", "float32")
 
     def compute_dtype(self, asked: str | None, stored: str) -> str:
-        """CPUs compute float16 many times slower than bfloat16: refused when asked for, replaced when stored."""
+        """Return the dtype to compute in.
+
+        CPUs compute float16 many times slower than bfloat16: it is refused if asked for, replaced
+        if stored.
+        """
         if asked == "float16":
             raise UsageError("--dtype float16: far too slow on a CPU; use bfloat16, or float32 to lose nothing")
         return asked or ("bfloat16" if stored == "float16" else stored)
@@ -149,7 +179,7 @@ class _OrdinaryMemory(Device):
 
 
 class HostDevice(_OrdinaryMemory):
-    """The CPU computes where the host tier lives: two tiers."""
+    """A CPU that computes in the host tier's memory: two tiers."""
 
     is_host = True
     tier = "host"
@@ -163,7 +193,10 @@ class StandInDevice(_OrdinaryMemory):
 
 
 class CudaDevice(Device):
-    """One CUDA card. Copies run on a side stream of the worker thread that issues them."""
+    """One CUDA card.
+
+    Each worker thread runs the copies that it issues on a side stream of its own.
+    """
 
     is_host = False
     tier = "device"
@@ -179,7 +212,7 @@ class CudaDevice(Device):
 
     @property
     def _has_bf16(self) -> bool:
-        """Cards before Ampere have no tensor cores for bfloat16."""
+        """Whether the card has tensor cores for bfloat16. Cards before Ampere do not."""
         return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     def card(self) -> tuple[str, int]:
@@ -187,13 +220,19 @@ class CudaDevice(Device):
         return str(about.name), int(about.total_memory)
 
     def compute_dtype(self, asked: str | None, stored: str) -> str:
-        """bfloat16 on a card without it is refused when asked for, replaced when stored."""
+        """Return the dtype to compute in.
+
+        On a card without bfloat16, that dtype is refused if asked for and replaced if stored.
+        """
         if asked == "bfloat16" and not self._has_bf16:
             raise UsageError("--dtype bfloat16: this GPU has no tensor cores for it; use --dtype float16, or float32")
         return asked or ("float16" if stored == "bfloat16" and not self._has_bf16 else stored)
 
     def free_bytes(self) -> int:
-        """With what torch's allocator keeps for itself: of an engine that was closed."""
+        """Return the free bytes of the card's memory.
+
+        They include what torch's allocator keeps of an engine that was closed.
+        """
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + kept
 
@@ -203,13 +242,15 @@ class CudaDevice(Device):
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
-        torch.cuda.synchronize()  # the fill must not overtake the first copy, which runs on another stream
+        # The first copy runs on another stream, and must come after the fill.
+        torch.cuda.synchronize()
         return memory
 
     def host_staging(self, nbytes: int) -> torch.Tensor:
-        # Registered rather than allocated by torch, which rounds pinned memory up to a power of two and keeps it.
+        # torch's own allocator would round pinned memory up to a power of two and keep it, so this
+        # memory is registered instead.
         memory, runtime = host_buffer(nbytes), torch.cuda.cudart()
-        with torch.cuda.device(self.torch_device):  # in a worker thread another one is current
+        with torch.cuda.device(self.torch_device):  # a worker thread has another current device
             code = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
             raise UsageError(
@@ -222,36 +263,38 @@ class CudaDevice(Device):
     def start_copy(self, dst: torch.Tensor, src: torch.Tensor) -> Waitable:
         with self.beside_compute():
             dst.copy_(src, non_blocking=True)
-            return self.fence()  # of this stream alone; stream.synchronize() would hold a core
+            return self.fence()  # of this stream only; stream.synchronize() would occupy a core
 
     def beside_compute(self) -> AbstractContextManager[object]:
         return cast(AbstractContextManager[object], torch.cuda.stream(_thread_stream(self.torch_device)))
 
     def fence(self) -> Waitable:
-        event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps: cores are for reading and computing
+        # A thread that waits for it sleeps: cores are needed for reading and computing.
+        event = torch.cuda.Event(blocking=True)
         event.record()
         return _CudaFence(event)
 
     def read_back(self, found: torch.Tensor) -> tuple[torch.Tensor, Waitable]:
-        host = torch.empty(
-            found.shape, dtype=found.dtype, device="cpu", pin_memory=True
-        )  # torch keeps it for the next ones
+        # torch keeps pinned memory for later calls.
+        host = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
         host.copy_(found, non_blocking=True)
         return host, self.fence()
 
     def graph_pool(self) -> object:
-        torch.cuda.empty_cache()  # of prompts: while a graph is made, torch gives nothing back to make room
+        # Free what prompts have left: while a graph is made, torch gives nothing back to make room.
+        torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 
     def graph(self, issue: Callable[[], None], pool: Any) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(_graph_stream(self.torch_device)):  # the usual one cannot be captured
+            # The usual stream cannot be captured.
+            with torch.cuda.stream(_graph_stream(self.torch_device)):
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
                     issue()
                 except BaseException:
-                    with suppress(RuntimeError):  # of the capture that has failed
+                    with suppress(RuntimeError):  # the error of the capture that has failed
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -269,6 +312,8 @@ def _unregister(runtime: Any, address: int, device: torch.device) -> None:
 
 
 class _CudaFence(Waitable):
+    """An event of one CUDA stream."""
+
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
@@ -276,7 +321,7 @@ class _CudaFence(Waitable):
         self._event.synchronize()
 
     def wait_on_card(self) -> None:
-        self._event.wait()  # torch: of the current stream
+        self._event.wait()  # the current stream waits, not the thread
 
     @property
     def is_done(self) -> bool:
@@ -294,18 +339,23 @@ def _thread_stream(device: torch.device) -> torch.cuda.Stream:
 
 @lru_cache
 def _graph_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all engines of a process: cuBLAS keeps a workspace for each stream (CARD_LIBRARY_BYTES)."""
+    """Return the stream for graphs, one for all engines of a process.
+
+    cuBLAS keeps a workspace for each stream (CARD_LIBRARY_BYTES).
+    """
     return torch.cuda.Stream(device)
 
 
 def may_use_card(name: str) -> bool:
-    """Does `open_device` take a card of that name, where there is one?"""
+    """Return whether `open_device` uses a card for that name, if there is one."""
     return name != "cpu"
 
 
 def take_card(local_rank: int) -> str:
-    """Give each process of a machine its card, where there are cards. Returns the backend of torch.distributed: gloo
-    between hosts, NCCL between cards."""
+    """Assign each process of a machine its card, if there are cards.
+
+    Returns the backend of torch.distributed: gloo between hosts, NCCL between cards.
+    """
     if not torch.cuda.is_available():
         return "gloo"
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -313,7 +363,10 @@ def take_card(local_rank: int) -> str:
 
 
 def open_device(name: str, separate_budget: bool) -> Device:
-    """`auto`, `cpu` or `cuda`. On a CPU, `separate_budget` (a --device-mem was given) makes the stand-in device."""
+    """Return the device for `auto`, `cpu` or `cuda`.
+
+    separate_budget: --device-mem was given. On a CPU this makes the stand-in device.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device: {name!r} is not one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -329,22 +382,21 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run takes place: the device, the bytes that each tier may hold (None: any number), the disk tier's
-    folder."""
+    """The place of a run: its device, budgets and disk folder."""
 
     device: Device
-    budgets: dict[str, int | None]
-    offload_dir: Path
+    budgets: dict[str, int | None]  # bytes that each tier may hold; None: any number
+    offload_dir: Path  # folder of the disk tier
 
 
 def resolve_budgets(
     budget: MemoryBudget, device: Device, offload_dir: Path, processes: int = 1
 ) -> dict[str, int | None]:
-    """Bytes by tier: the given budget, or what is free less a margin. The disk's is never more than is free, the host's
-    never more than the machine has.
+    """Return the budget of each tier in bytes: the given one, or what is free less a margin.
 
-    Where the device is host memory the device tier has 0. processes: of this run on this machine, which share its RAM
-    and its disk evenly.
+    The disk's budget is never more than is free, and the host's never more than the machine has. If
+    the device is host memory, the device tier has 0. processes: number of this run's processes on
+    this machine, which share its RAM and its disk evenly.
     """
     if budget.host is None:
         host = less_margin(free_host_bytes()) // processes
@@ -352,8 +404,10 @@ def resolve_budgets(
         host = min(budget.host, whole_host_bytes() // processes)
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    most = max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)
-    disk = DiskBudget(most, free // processes)
+    disk_bytes = (
+        max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)
+    )
+    disk = DiskBudget(disk_bytes, free // processes)
     if device.is_host:
         return {"device": 0, "host": host, "disk": disk}
     free_on_card, on_device = device.free_bytes(), budget.device
@@ -368,19 +422,28 @@ def resolve_budgets(
 
 
 def free_host_bytes() -> int:
-    """RAM that can be taken now: what the machine has available, or the cgroup's limit leaves."""
+    """Return the RAM that can be used now.
+
+    It is what the machine has available, or what the cgroup's limit leaves.
+    """
     free, limit = host_memory()[1], memory_limit()
     return free if limit is None else min(free, limit[0] - limit[1])
 
 
 def whole_host_bytes() -> int:
-    """RAM that could be taken if nobody else had any: the machine's, or the cgroup's limit."""
+    """Return the RAM that could be used if nobody else used any.
+
+    It is the machine's, or the cgroup's limit.
+    """
     whole, limit = host_memory()[0], memory_limit()
     return whole if limit is None else min(whole, limit[0])
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of RAM that the machine has, and those available. FlexgenError where there is no /proc to read them in."""
+    """Return the bytes of RAM that the machine has, and those available.
+
+    Raises FlexgenError if there is no /proc to read them from.
+    """
     try:
         found = psutil.virtual_memory()
     except OSError as error:
@@ -389,13 +452,16 @@ def host_memory() -> tuple[int, int]:
 
 
 def memory_limit() -> tuple[int, int] | None:
-    """Bytes that the cgroup may hold, and those that it holds; None without a limit that can be read."""
+    """Return the bytes that the cgroup may use, and those that it uses.
+
+    None: there is no limit that can be read.
+    """
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit == "max":
             return None
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # Clean page cache counts as used there, but is given back when memory is asked for.
+        # The cgroup counts clean page cache as used, but it is given back when memory is needed.
         return int(limit), int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
     except (OSError, ValueError):
         return None

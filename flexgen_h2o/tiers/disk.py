@@ -1,4 +1,4 @@
-"""Files read and written around the page cache, and the run's own scratch folder on the disk tier."""
+"""Files read and written around the page cache, and the run's scratch folder on the disk tier."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from flexgen_h2o.core.files import MARK, lock_folder, mark, read_mark, wait_for_
 from flexgen_h2o.core.units import PAGE, format_bytes, format_free, round_up
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_FULL = (errno.ENOSPC, errno.EDQUOT)  # of blocks, or of inodes
-SCRATCH = "scratch"  # what the mark of a scratch folder says
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # no blocks, or no inodes, are left
+SCRATCH = "scratch"  # the kind in the mark of a scratch folder
 _SCRATCH_NAME = re.compile(r"run-[0-9]+-[0-9a-f]{8}")
-# The files that runs put into it, and the lock of the weights that a measurement makes there.
+# Files that runs write into it, and the lock of the weights that a measurement makes there.
 SCRATCH_FILES = ("cache.bin", "hidden.bin", "profile.bin", ".weights.flexgen-lock")
 
 
 class DirectFile:
-    """A file opened with O_DIRECT where the file system takes it, else buffered (and dropped from the page cache).
+    """A file opened with O_DIRECT if the file system supports it.
 
-    Offsets, lengths and buffer addresses are multiples of 4 KiB; only the end of the file may be short.
+    Otherwise I/O is buffered, and the bytes are dropped from the page cache. Offsets, lengths and
+    buffer addresses are multiples of 4 KiB. Only the end of the file may be short.
     """
 
     def __init__(self, path: Path, writable: bool = False) -> None:
@@ -45,9 +46,10 @@ class DirectFile:
             self.direct = False
 
     def read(self, data: torch.Tensor, offset: int, needed: int) -> int:
-        """Fill `data` (uint8, contiguous) from `offset`; at least `needed` bytes must be there. Returns bytes read.
+        """Fill `data` from `offset` and return the bytes read.
 
-        Raises TransferError when the file ends early or the read fails.
+        data: uint8, contiguous. needed: bytes that must be there. Raises TransferError if the file
+        ends early or the read fails.
         """
         view, got = data.numpy().data, 0
         while got < needed:
@@ -60,7 +62,10 @@ class DirectFile:
         return got
 
     def write(self, data: torch.Tensor, offset: int) -> int:
-        """Write all of `data` (uint8, contiguous) at `offset`. Raises TransferError (DoesNotFitError: disk full)."""
+        """Write all of `data` (uint8, contiguous) at `offset`.
+
+        Raises DoesNotFitError if the disk is full, and TransferError if the write fails otherwise.
+        """
         view, put = data.numpy().data, 0
         while put < len(view):
             put += self._move(os.pwritev, view[put:], offset + put)
@@ -73,14 +78,17 @@ class DirectFile:
         os.close(self.fd)
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], view: memoryview, offset: int) -> int:
-        """One preadv or pwritev; buffered from now on where the file system refuses O_DIRECT only here."""
+        """Call preadv or pwritev once.
+
+        If the file system refuses O_DIRECT only here, switch to buffered I/O.
+        """
         try:
             try:
                 return call(self.fd, [view], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Another thread may have switched already; this request was refused all the same.
+                # Another thread may have switched already. This request was refused all the same.
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
                 self.direct = False
                 return call(self.fd, [view], offset)
@@ -92,14 +100,14 @@ class DirectFile:
             raise TransferError(f"{self.path}: {call.__name__} failed ({error.strerror})") from error
 
     def _forget(self, offset: int, length: int) -> None:
-        # Buffered pages would count against the machine's RAM and hide the disk from the next sweep.
+        # Buffered pages would count as RAM of the machine and hide the disk from the next sweep.
         if not self.direct:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 class FileRange(NamedTuple):
-    """Bytes [offset, offset + nbytes) of a file, which hold values of `dtype`."""
+    """Bytes [offset, offset + nbytes) of a file, which are values of `dtype`."""
 
     file: DirectFile
     offset: int
@@ -108,10 +116,11 @@ class FileRange(NamedTuple):
 
 
 class Scratch:
-    """A folder of this run alone inside the offload dir, removed at the end.
+    """A folder in the offload dir that belongs to this run alone. It is removed at the end.
 
-    Every run has its own and holds its lock, so two runs may share an offload dir; folders whose run is dead (killed
-    with -9) are removed by the next run. A child of os.fork() leaves its parent's folder alone.
+    Every run has its own folder and holds its lock, so two runs may share an offload dir. Folders
+    whose run is dead (killed with -9) are removed by the next run. A child of os.fork() leaves its
+    parent's folder alone.
     """
 
     def __init__(self, offload_dir: Path) -> None:
@@ -121,7 +130,8 @@ class Scratch:
         try:
             offload_dir.mkdir(parents=True, exist_ok=True)
             with _locked_folder(offload_dir):
-                # One run at a time: before it holds its folder's lock, it would look dead to another.
+                # Only one run may be here: before a run holds its folder's lock, it would look
+                # dead.
                 for folder in offload_dir.glob("run-*"):
                     _remove_if_dead(folder)
                 self.folder.mkdir()
@@ -135,7 +145,10 @@ class Scratch:
             raise kind(f"--offload-dir {offload_dir}: cannot be used ({error.strerror})") from error
 
     def create(self, name: str, nbytes: int) -> DirectFile:
-        """A file of `nbytes`. Its space is taken now, so that the disk cannot fill up during the run."""
+        """Return a new file of `nbytes`.
+
+        Its space is reserved now, so the disk cannot fill up during the run.
+        """
         assert name in SCRATCH_FILES, f"{name}: no other file is removed with the folder"
         path = self.folder / name
         try:
@@ -154,7 +167,7 @@ class Scratch:
         return DirectFile(path, writable=True)
 
     def close(self) -> None:
-        """Remove the folder; called again it does nothing."""
+        """Remove the folder. Further calls do nothing."""
         lock, self._lock = self._lock, None
         if lock is not None:
             if os.getpid() == self._owner:
@@ -163,12 +176,15 @@ class Scratch:
 
 
 def is_scratch(folder: Path) -> bool:
-    """Is it a scratch folder of some run? Its name and its mark say so."""
+    """Return whether a folder is the scratch folder of some run, by its name and its mark."""
     return bool(_SCRATCH_NAME.fullmatch(folder.name)) and (read_mark(folder) or {}).get("kind") == SCRATCH
 
 
 def remove_scratch(folder: Path) -> bool:
-    """Remove a scratch folder whose run is dead. False: its run lives, or something else is in it as well."""
+    """Remove a scratch folder whose run is dead.
+
+    Returns False if the run is alive or the folder contains something else, too.
+    """
     with _locked_folder(folder.parent):
         return _remove_if_dead(folder)
 
@@ -177,7 +193,7 @@ def _remove_if_dead(folder: Path) -> bool:
     if not is_scratch(folder):
         return False
     try:
-        lock = lock_folder(folder)  # which its run holds while it lives
+        lock = lock_folder(folder)  # a living run holds this lock
     except OSError:
         return False
     if lock is None:
@@ -189,7 +205,10 @@ def _remove_if_dead(folder: Path) -> bool:
 
 
 def _clear(folder: Path) -> bool:
-    """Remove what runs put into a scratch folder, then its mark and the folder. Without a mark no run removes it."""
+    """Remove what runs put into a scratch folder, then its mark and the folder.
+
+    No run would remove a folder without a mark. Returns whether the folder has been removed.
+    """
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if name in SCRATCH_FILES:
@@ -213,6 +232,6 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 
 def aligned_range(offset: int, nbytes: int) -> tuple[int, int]:
-    """The smallest 4 KiB aligned (start, length) that covers the bytes."""
+    """Return the smallest 4 KiB aligned (start, length) that covers the bytes."""
     start = offset // PAGE * PAGE
     return start, round_up(offset + nbytes, PAGE) - start

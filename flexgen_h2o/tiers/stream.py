@@ -1,10 +1,12 @@
-"""Shares into rows, events, rings of buffer space, and streams of units that are loaded ahead. No torch: the simulator
-uses them too.
+"""Shares into rows, events, rings of buffer space, and streams of units that are loaded ahead.
 
-Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for nothing else. Where
-both are on a card it is the card that waits, and the thread that issues work goes on. One
-`Stream` for each thing that moves (weights, KV units, hidden states). Space is taken strictly in schedule order, so a
-unit that is needed now never waits for space held by one that is needed later.
+No torch: the simulator uses this module too.
+
+Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for
+nothing else. If both are on a card, the card waits, and the thread that issues work continues.
+There is one `Stream` for each thing that moves (weights, KV units, hidden states). Space is taken
+strictly in schedule order, so a unit that is needed now never waits for space held by one that is
+needed later.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Shares = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, end) have their home on `tier`."""
+    """Rows [start, end) of a tensor or a batch, whose home is `tier`."""
 
     tier: str
     start: int
@@ -40,9 +42,10 @@ class Part:
 
 
 def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...]:
-    """Cut `count` rows into at most three parts, device first, each share honoured to within `multiple` rows.
+    """Cut `count` rows into at most three parts, device first.
 
-    A share of 0 gets no rows and the shares' sum is always all rows.
+    Each share is honoured to within `multiple` rows. A share of 0 gets no rows. The parts together
+    are always all rows.
     """
     cuts, total = [0], 0.0
     for i, share in enumerate(shares):
@@ -57,26 +60,31 @@ def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...
 
 
 def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
-    """Shares as placed: where the device is host memory its share counts as host."""
+    """Return shares as placed: if the device is host memory, its share counts as host."""
     return (0.0, shares[0] + shares[1], shares[2]) if device_is_host else shares
 
 
 def is_streamed(tier: str, device_is_host: bool) -> bool:
-    """Must bytes with this home be brought to the device before a layer can use them?"""
+    """Return whether bytes on `tier` must be copied to the device before a layer uses them."""
     return tier == "disk" or (tier == "host" and not device_is_host)
 
 
 class Waitable(Protocol):
+    """An operation, on a thread or on a card, that others wait for."""
+
     def wait(self) -> None: ...
 
     def wait_on_card(self) -> None:
-        """Hold back what this thread gives its current stream of the card from now on. The thread itself waits only
-        until the card knows what for; host memory may not be read or overwritten after that."""
+        """Let the card's current stream wait for this operation before any work that follows.
+
+        The thread itself waits only until the card knows what to wait for. After that call,
+        host memory may still not be read or overwritten.
+        """
         self.wait()
 
     @property
     def is_begun(self) -> bool:
-        """Would `wait_on_card` return at once?"""
+        """Whether `wait_on_card` would return at once."""
         return True
 
     @property
@@ -84,7 +92,10 @@ class Waitable(Protocol):
 
 
 class Done(Waitable):
-    """An event that may carry an error. `parts`: how many operations must finish first, and what they have begun."""
+    """An event that may carry an error.
+
+    parts: number of jobs that must finish first. What they have begun must be done, too.
+    """
 
     def __init__(self, parts: int = 1) -> None:
         self._event = threading.Event()
@@ -96,7 +107,10 @@ class Done(Waitable):
             self._event.set()
 
     def finish_one(self, error: BaseException | None = None, begun: Sequence[Waitable] = ()) -> None:
-        """begun: what the operation did not wait for."""
+        """Record that one of the parts has finished.
+
+        begun: operations that the part has started without waiting for their end.
+        """
         with self._lock:
             self._begun += begun
             self._left -= 1
@@ -106,7 +120,7 @@ class Done(Waitable):
                 self._event.set()
 
     def wait(self) -> None:
-        """Block until done; raises the operation's error."""
+        """Block until done. Raises the operation's error."""
         self._wait_until_begun()
         wait_all(self._begun)
 
@@ -137,37 +151,39 @@ def wait_all(events: Iterable[Waitable]) -> None:
 
 
 def wait_all_on_card(events: Iterable[Waitable]) -> None:
-    """As `Waitable.wait_on_card`."""
+    """Call `Waitable.wait_on_card` of each event."""
     for event in events:
         event.wait_on_card()
 
 
 @dataclass(eq=False)
 class Region:
-    """`data`: uint8 view, 4 KiB aligned. Its first writer must wait for `after`, the last users of those bytes.
+    """Space in a ring, which `Ring.take` returns."""
 
-    freed: given back; users: who then still used it.
-    """
-
-    start: int
+    start: int  # byte in the ring's buffer, a multiple of 4 KiB
     end: int
-    data: torch.Tensor
-    after: list[Waitable]
-    freed: bool = False
+    data: torch.Tensor  # uint8 view of the buffer, 4 KiB aligned
+    after: list[Waitable]  # last users of these bytes; the first writer must wait for them
+    freed: bool = False  # set by `Ring.give_back`
+    # Operations that still used the region when it was given back. Set by `Ring.give_back`.
     users: list[Waitable] = field(default_factory=list)
 
 
 class Ring:
-    """Space of one buffer, first in, first out. Regions are contiguous; one that does not fit at the end wraps."""
+    """Space of one buffer, first in, first out.
+
+    Regions are contiguous; one that does not fit at the end wraps.
+    """
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer, self.capacity = buffer, buffer.numel()
         self._live: deque[Region] = deque()
         self._old: list[Region] = []
-        self._refused: int | None = None  # for so many bytes there was no room, and nothing was given back since
+        # Size in bytes of a request that found no room, if nothing was given back since.
+        self._refused: int | None = None
 
     def take(self, nbytes: int) -> Region | None:
-        """A region of at least `nbytes`, or None while older regions still hold the space."""
+        """Return a region of at least `nbytes`, or None while older regions hold the space."""
         size = round_up(max(1, nbytes), PAGE)
         if size > self.capacity:
             raise ValueError(f"ring of {self.capacity} bytes cannot hold {size}")
@@ -185,7 +201,9 @@ class Ring:
                 continue
             if old.start < end and start < old.end:
                 after += old.users
-            if old.start < start or end < old.end:  # else whoever waits for the new region's users waits for these
+            # Otherwise whoever waits for the new region's users waits for the old region's users,
+            # too.
+            if old.start < start or end < old.end:
                 others.append(old)
         self._old = others
         region = Region(start, end, self._buffer[start:end], after)
@@ -193,7 +211,10 @@ class Ring:
         return region
 
     def give_back(self, region: Region, users: Sequence[Waitable] = ()) -> None:
-        """The space may be taken again; its next writer waits for `users`, who have waited for `region.after`."""
+        """Free the region's space for others.
+
+        The next writer waits for `users`, which themselves have waited for `region.after`.
+        """
         self._refused, region.freed = None, True
         region.users = [u for u in users or region.after if not u.is_done]
 
@@ -214,32 +235,42 @@ KeyIn = TypeVar("KeyIn", contravariant=True)
 
 
 class Source(Protocol[KeyIn]):
-    """Units that a stream loads."""
+    """The units that a stream loads."""
 
     def nbytes(self, key: KeyIn) -> int:
-        """Ring bytes of the unit; 0: it is used where it lives."""
+        """Return the unit's bytes in the ring; 0: the unit is used where it lives."""
 
     def is_needed(self, key: KeyIn) -> bool:
-        """False when the unit is not needed after all (its rows have finished)."""
+        """Return False if the unit is not needed after all, because its rows have finished."""
 
     def is_ready(self, key: KeyIn) -> bool:
-        """False while its last user has not stored it, so that its home is out of date."""
+        """Return False while the unit's home is out of date.
+
+        Its last user has not stored it yet.
+        """
 
     def load(self, key: KeyIn, region: Region) -> list[Done]:
-        """Start filling the region; [] for a unit that compute creates."""
+        """Start filling the region. Returns [] for a unit that compute creates."""
 
 
 def streamed_keys(keys: Iterator[Key], sweep: Iterable[Key], source: Source[Key]) -> Iterator[Key]:
-    """`keys`, or none where no key of a `sweep` takes ring space: a stream would search endless keys for one."""
+    """Return `keys`, or an empty iterator if no key of a `sweep` takes ring space.
+
+    A stream would otherwise search endless keys for one that does.
+    """
     return keys if any(source.nbytes(key) for key in sweep) else iter(())
 
 
 class Stream(Generic[Key]):
-    """Loads units in the order of `sequence`. ahead: how many may be loading besides the one in use."""
+    """Loads units in the order of `sequence`.
+
+    ahead: number of units that may be loading besides the one in use.
+    """
 
     def __init__(self, ring: Ring | None, sequence: Iterator[Key], source: Source[Key], ahead: int) -> None:
         self._ring, self._sequence, self._source, self._ahead = ring, sequence, source, ahead
-        self._entries: deque[tuple[Key, Region, list[Done]]] = deque()  # whose loads have started
+        # Units whose loads have started: (key, region, loads).
+        self._entries: deque[tuple[Key, Region, list[Done]]] = deque()
         self._pending: Key | None = None
 
     def prefetch(self) -> None:
@@ -248,8 +279,11 @@ class Stream(Generic[Key]):
             pass
 
     def take(self, key: Key) -> Region | None:
-        """Wait, on a card where it can, for the region of `key`; None when it takes no ring space. Keys come in the
-        order of the sequence."""
+        """Return the region of `key` once it is loaded; None if the unit takes no ring space.
+
+        The card waits for the loads if it can, otherwise this thread does. Keys come in the order
+        of the sequence.
+        """
         if not self._source.nbytes(key):
             return None
         while True:
@@ -264,7 +298,7 @@ class Stream(Generic[Key]):
             self.give_back(region)
 
     def give_back(self, region: Region | None, users: Sequence[Waitable] = ()) -> None:
-        """The region may be reused once `users`, its last readers and writers, are done."""
+        """Let the region be reused once `users`, its last readers and writers, are done."""
         if region is not None:
             assert self._ring is not None
             self._ring.give_back(region, users)
@@ -289,7 +323,10 @@ class Stream(Generic[Key]):
         return True
 
     def _next_needed(self) -> Key | None:
-        """The next key that takes ring space and is still needed; it stays pending until its load is started."""
+        """Return the next key that takes ring space and is still needed.
+
+        The key stays pending until its load is started.
+        """
         if self._pending is not None and not self._source.is_needed(self._pending):
             self._pending = None
         while self._pending is None:

@@ -1,8 +1,9 @@
 """Transfers between files, host and device memory, on lanes of worker threads.
 
-An operation waits on its worker for the events that must come before it, and signals its own `Done`. A copy between a
-card and pinned memory waits on the card: its worker goes on to the next, and its `Done` says that it has begun. The
-first failure ends every lane, and whoever waits gets that error.
+An operation waits on its worker for the events that must come before it, and signals its own
+`Done`. A copy between a card and pinned memory waits on the card instead. Its worker continues with
+the next job, and its `Done` says that the copy has begun. The first failure ends every lane, and
+whoever waits gets that error.
 """
 
 from __future__ import annotations
@@ -31,37 +32,40 @@ _Wait = Callable[[Iterable[Waitable]], None]
 
 
 class _Job(NamedTuple):
-    """Of the operation `name`: `run` is called once `wait` has returned from `after`."""
+    """A part of an operation, in the queue of a worker. `Lanes.submit` makes it."""
 
-    name: str
-    run: Callable[[], int]
-    after: Sequence[Waitable]
-    wait: _Wait
-    done: Done
+    name: str  # of the operation
+    run: Callable[[], int]  # does the work and returns the bytes moved
+    after: Sequence[Waitable]  # events that must come before `run`
+    wait: _Wait  # called with `after` before `run`
+    done: Done  # of the operation
 
 
-# Queues beside a lane's own, by lane and the end of an operation's name. On a card, weights wait for ring space and
-# must not hold up KV; rows of a table must not wait behind bulk reads.
+# Queues besides a lane's own, by the lane and the end of an operation's name. On a card, weights
+# wait for ring space and must not hold up KV. Rows of a table must not wait behind bulk reads.
 _OWN_QUEUES = {("h2d", "weight"): "h2d weights", ("disk_read", "look_up_weight"): "disk_read rows"}
-MOST_UNDER_WAY = 32  # copies that a worker has begun: two units of weights, so that a signal is soon seen
+# Copies that a worker may have begun: two units of weights, so that a signal is soon seen.
+MOST_UNDER_WAY = 32
 RUNS_A_JOB = 16
-NEAR_BYTES = 128 * 2**10  # largest gap between rows of a table that is read through; beyond it a request is cheaper
-_Wanted = Sequence[tuple[torch.Tensor, int]]  # rows of a table, and where they go
+# Largest gap between rows of a table that is read through. Beyond it another request is cheaper.
+NEAR_BYTES = 128 * 2**10
+_Wanted = Sequence[tuple[torch.Tensor, int]]  # (tensor to fill, row of a table) pairs
 
 
 class Lanes:
-    """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads. Weights go to the card
-    in a queue of their own, and so do rows that are looked up.
+    """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads.
 
-    bytes_moved: over each lane's link; bytes_by_name: the same by (lane, name of the operation).
+    Weights go to the card in a queue of their own. So do rows that are looked up. bytes_moved:
+    bytes over each lane's link. bytes_by_name: the same by (lane, name of the operation).
     """
 
     def __init__(self, threads: dict[str, int], timeline: Timeline) -> None:
         self.timeline = timeline
         self.bytes_moved = dict.fromkeys(threads, 0)
         self.bytes_by_name: Counter[tuple[str, str]] = Counter()
-        # Of a worker: the `name` of the operation that it is at, what that has `begun`, which of it is `all` that the
-        # operation does, and the `last` that one has.
+        # State of a worker. `name`: name of its current operation. `begun`: copies that the
+        # operation has begun. `all`: the last of them is all that the operation does. `last`: the
+        # last copy begun.
         self._current = threading.local()
         self._failure: BaseException | None = None
         self._closed = False
@@ -80,11 +84,13 @@ class Lanes:
         self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = (),
         wait: _Wait = wait_all,
     ) -> Done:  # fmt: skip
-        """Queue `jobs` on a lane, each of which returns the bytes it moved. They start once `after` is done, for which
-        the worker waits by `wait`."""
+        """Queue `jobs` on a lane. Each job returns the bytes that it moved.
+
+        Jobs start once `after` is done. The worker waits for it by `wait`.
+        """
         done, chosen = Done(len(jobs)), self._queues[self._queue_of(lane, name)]
         with self._lock:
-            if self._closed:  # nobody is left to serve it
+            if self._closed:  # no worker is left to serve it
                 done.finish_one(self._failure)
                 return done
             for job in jobs:
@@ -92,24 +98,30 @@ class Lanes:
         return done
 
     def _queue_of(self, lane: str, name: str) -> str:
-        return next((own for (of, end), own in _OWN_QUEUES.items() if of == lane and name.endswith(end)), lane)
+        return next((own for (owner, end), own in _OWN_QUEUES.items() if owner == lane and name.endswith(end)), lane)
 
     def count(self, lane: str, nbytes: int) -> None:
-        """Count bytes that crossed a lane's link, inside a job of that or of another lane."""
+        """Count bytes that crossed a lane's link. Jobs of that or of another lane call it."""
         with self._lock:
             self.bytes_moved[lane] += nbytes
             self.bytes_by_name[lane, self._current.name] += nbytes
 
     def begin(self, copy: Waitable, is_all: bool = False) -> None:
-        """Inside a job: its operation is done once this is, too, and the worker goes on meanwhile. is_all: it does
-        nothing else, and its span is the copy's."""
+        """Make the current operation last until `copy` is done, while the worker continues.
+
+        Jobs call it. is_all: the operation does nothing else, so its span in the timeline is the
+        copy's.
+        """
         if not copy.is_done:
             self._current.begun.append(copy)
             self._current.last, self._current.all = copy, is_all
 
     def close(self) -> None:
-        """Drop what is queued, end the threads and wait for them. Does nothing in a child of os.fork(), which has no
-        threads and may have inherited a lock that one of them held."""
+        """Drop what is queued, end the threads and wait for them.
+
+        This does nothing in a child of os.fork(), which has no threads and may have inherited a
+        lock that one of them held.
+        """
         if os.getpid() != self._owner:
             return
         with self._lock:
@@ -122,7 +134,7 @@ class Lanes:
         for thread in self._threads:
             thread.join()
 
-    @torch.inference_mode()  # as the compute thread, whose views it fills
+    @torch.inference_mode()  # like the compute thread, whose views it fills
     def _work(self, lane: str, queue_name: str, row: str) -> None:
         current, jobs, under_way = self._current, self._queues[queue_name], deque[tuple[_Job, Waitable]]()
         current.last = NOTHING
@@ -133,7 +145,7 @@ class Lanes:
                 break
             while under_way and (len(under_way) == MOST_UNDER_WAY or not all(one.is_begun for one in job.after)):
                 self._see_end(lane, row, *under_way.popleft())
-            failure = self._failure  # one that comes while this job runs is not its own
+            failure = self._failure  # a failure that comes while this job runs is not this job's
             current.begun, current.all = list[Waitable](), False
             try:
                 if failure is None:
@@ -149,11 +161,14 @@ class Lanes:
                 failure = self._fail(error)
             job.done.finish_one(failure, current.begun)
         with suppress(Exception):  # whoever waits for the operation gets its error
-            current.last.wait()  # the staging that a copy reads is the worker's
+            current.last.wait()  # the copy reads this worker's staging memory
 
     def _see_end(self, lane: str, row: str, job: _Job, copy: Waitable) -> None:
-        """Wait until a copy that was begun has ended, and record when the link was busy with it: since all before it
-        was done, the worker's last copy among it."""
+        """Wait until a copy that was begun has ended, and record when the link was busy with it.
+
+        The link was busy from the moment all events before the copy were done, which include the
+        worker's previous copy.
+        """
         try:
             wait_all(job.after)
             start = time.perf_counter()
@@ -163,31 +178,37 @@ class Lanes:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """The first failure."""
+        """Record a failure, and return the first one."""
         with self._lock:
             self._failure = self._failure or error
             return self._failure
 
 
 class _Staging:
-    """A worker's host memory between files and the device: slots in turn. Each is taken again once the copy that was
-    begun from it is done: further reads go on beside it."""
+    """A worker's host memory between files and the device, as slots that are used in turn.
+
+    A slot is taken again once the copy from it is done. Reads into other slots continue meanwhile.
+    """
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory  # what is pinned stays so as long as there is this very tensor, whatever views there are
+        # Memory stays pinned only as long as this very tensor exists, whatever views of it exist.
+        self._memory = memory
         self._slots = memory.split(STAGING_BYTES)
         self._readers: list[tuple[Waitable, torch.Tensor]] = [(NOTHING, memory)] * len(self._slots)
         self._at = -1
 
     def take(self) -> torch.Tensor:
-        """The next slot, (STAGING_BYTES,) uint8, once nobody reads it any more."""
+        """Return the next slot, (STAGING_BYTES,) uint8, once nobody reads it any more."""
         self._at = (self._at + 1) % len(self._slots)
         self._readers[self._at][0].wait()
         slot: torch.Tensor = self._slots[self._at]
         return slot
 
     def is_read_by(self, copy: Waitable, source: torch.Tensor) -> None:
-        """What was begun from the slot taken last. source: what it reads, kept until then."""
+        """Record the copy that was begun from the slot taken last.
+
+        source: the memory that the copy reads. It is kept until the copy is done.
+        """
         self._readers[self._at] = copy, source
 
 
@@ -195,8 +216,11 @@ Memory = Literal["device", "host"]
 
 
 class Mover:
-    """All traffic of a run. Every method queues the work and returns its `Done`. pins: host memory that is copied to
-    and from a card is pinned. Of other memory a copy, and each wait of the card for it, would hold a core."""
+    """All traffic of a run. Every method queues the work and returns its `Done`.
+
+    pins: host memory that is copied to and from a card is pinned. Without pinning, each copy, and
+    each wait of the card for a copy, would occupy a CPU core.
+    """
 
     def __init__(self, device: Device, lanes: Lanes, pins: bool = True) -> None:
         self.device, self._take_staging, self._pins = device, device.host_staging if pins else host_buffer, pins
@@ -208,9 +232,9 @@ class Mover:
     ) -> Done:
         """Fill `dst`, which lies in `memory`, from a range of a file.
 
-        Straight into `dst` where it is page-aligned host bytes with room for the aligned range. Otherwise chunk by
-        chunk through the worker's staging, converted to dst's dtype and copied to dst's memory, beside the reads of
-        further chunks.
+        The file is read straight into `dst` if that is page-aligned host bytes with room for the
+        aligned range. Otherwise it is read in chunks through the worker's staging memory. Each
+        chunk is converted to dst's dtype and copied to dst's memory while further chunks are read.
         """
         file, offset, nbytes, dtype = source
         crosses = self._crosses(memory)
@@ -225,8 +249,11 @@ class Mover:
         return self.lanes.submit("disk_read", name, jobs, after, self._wait_of(crosses))
 
     def read_rows(self, name: str, wanted: _Wanted, table: FileRange) -> Done:
-        """Fill tensors in host memory with a row each of a table in a file. wanted: in the order of rows; table: the
-        range of the first row. Rows that are near each other are read together, with what lies between them."""
+        """Fill tensors in host memory with one row each of a table in a file.
+
+        wanted: in the order of rows. table: the range of the first row. Rows that are near each
+        other are read together, with what lies between them.
+        """
         runs = _runs(wanted, table.nbytes)
 
         def job(some: Sequence[_Wanted]) -> int:
@@ -239,9 +266,10 @@ class Mover:
         self, name: str, file: DirectFile, offset: int, src: torch.Tensor, memory: Memory,
         after: Sequence[Waitable] = (),
     ) -> Done:  # fmt: skip
-        """Write `src` (uint8), which lies in `memory`, to the file at `offset` (a multiple of 4 KiB).
+        """Write `src` to the file at `offset`.
 
-        Whole pages are written: where `src` ends within a page, the rest of that page in the file is undefined.
+        src: uint8, in `memory`. offset: a multiple of 4 KiB. Whole pages are written. If `src` ends
+        within a page, the rest of that page in the file is undefined.
         """
         crosses = self._crosses(memory)
         if not crosses and src.data_ptr() % PAGE == 0 and src.numel() % PAGE == 0:
@@ -254,11 +282,14 @@ class Mover:
         return self.lanes.submit("disk_write", name, jobs, after, self._wait_of(crosses))
 
     def _crosses(self, memory: Memory) -> bool:
-        """Do bytes between a file and `memory` cross the link between host and device?"""
+        """Return whether I/O between a file and `memory` crosses the link of host and device."""
         return memory == "device" and not self.device.is_host
 
     def _wait_of(self, crosses: bool) -> _Wait:
-        """How to wait for what comes before an operation: on the card where only it touches the bytes."""
+        """Return how to wait for what comes before an operation.
+
+        The card waits if only it touches the bytes.
+        """
         return self._wait_on_card if crosses and self._pins else wait_all
 
     def _wait_on_card(self, events: Iterable[Waitable]) -> None:
@@ -282,11 +313,12 @@ class Mover:
         self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor,
         after: Sequence[Waitable],
     ) -> Done:  # fmt: skip
-        """Copy the column at slots[r] of each row r from device to host memory.
+        """Copy the KV entry at slots[r] of each row r from device to host memory.
 
-        pairs: (target, source) of keys and of values, (segments, rows, S, d), slot j at [j // S, :, j % S]; a target
-        may have more rows. slots: (rows,) int64, on the device, read once `after` is done: on a card beside compute,
-        behind nothing that is issued later.
+        pairs: (target, source) of keys and of values, each (segments, rows, S, d), with slot j at
+        [j // S, :, j % S]. A target may have more rows. slots: (rows,) int64 on the device, read
+        once `after` is done. On a card the copy runs beside compute and does not wait for work that
+        is issued later.
         """
         length, sources = pairs[0][1].shape[2], [source for _, source in pairs]
         row_bytes = slots.itemsize + sum(source.shape[3] * source.itemsize for source in sources)
@@ -303,8 +335,9 @@ class Mover:
         return self.lanes.submit("d2h", name, [job], after, self._wait_of(crosses=True))
 
     def _gathered(self, slots: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The slots and the columns there, in host memory until the thread's next transfer. A card sends all of them in
-        one copy."""
+        """Return the slots and the KV entries in them, in host memory.
+
+        They are valid until the thread's next transfer. A card sends all of them in one copy."""
         with self.device.beside_compute():
             at = _places(slots, sources[0].shape[2])
             found = [slots, *(source[at] for source in sources)]
@@ -344,21 +377,30 @@ class Mover:
         return file.write(staging, offset)
 
     def _thread_staging(self, slots: int = 1) -> _Staging:
-        """This thread's; a thread asks for as many slots each time."""
+        """Return the staging memory of this thread.
+
+        The thread must ask for the same number of slots each time.
+        """
         if not hasattr(self._staging, "own"):
             self._staging.own = _Staging(self._take_staging(slots * STAGING_BYTES))
         return cast(_Staging, self._staging.own)
 
 
 def _read_into(staging: torch.Tensor, file: DirectFile, offset: int, nbytes: int) -> tuple[torch.Tensor, int]:
-    """A range of a file, where it lies in staging, and bytes read."""
+    """Read a range of a file into staging.
+
+    Returns the range as a view of staging, and the bytes read.
+    """
     start, length = aligned_range(offset, nbytes)
     got = file.read(staging[:length], start, offset - start + nbytes)
     return staging[offset - start : offset - start + nbytes], got
 
 
 def _aligned(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as numbers; a copy of them where they are not aligned: safetensors promises nothing."""
+    """Return bytes as numbers of `dtype`.
+
+    Bytes that are not aligned are copied first: safetensors does not promise alignment.
+    """
     return (source.clone() if source.data_ptr() % dtype.itemsize else source).view(dtype)
 
 
@@ -368,17 +410,17 @@ def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:
 
 
 def _places(slots: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-    """What torch takes to index KV slots by, one of each row."""
+    """Return the index by which torch selects one KV slot of each row."""
     return slots // length, torch.arange(len(slots), device=slots.device), slots % length
 
 
 def _runs(wanted: _Wanted, row_bytes: int) -> list[list[tuple[torch.Tensor, int]]]:
-    """Neighbours among rows in order, that one request reads."""
-    runs, most = list[list[tuple[torch.Tensor, int]]](), max(1, TRANSFER_CHUNK // row_bytes)
+    """Group rows, which come in order, into runs of neighbours. One request reads each run."""
+    runs, max_rows = list[list[tuple[torch.Tensor, int]]](), max(1, TRANSFER_CHUNK // row_bytes)
     for one in wanted:
         row = one[1]
         is_near = bool(runs) and (row - runs[-1][-1][1] - 1) * row_bytes <= NEAR_BYTES
-        if not is_near or row - runs[-1][0][1] >= most:
+        if not is_near or row - runs[-1][0][1] >= max_rows:
             runs.append([])
         runs[-1].append(one)
     return runs
@@ -389,5 +431,8 @@ def _chunks(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def _even_chunks(total: int) -> list[tuple[int, int]]:
-    """Page-aligned chunks of about TRANSFER_CHUNK bytes, none much shorter than the others: short requests are slow."""
+    """Return page-aligned chunks of about TRANSFER_CHUNK bytes.
+
+    None is much shorter than the others, because short requests are slow.
+    """
     return _chunks(total, round_up(-(-total // max(1, total // TRANSFER_CHUNK)), PAGE))

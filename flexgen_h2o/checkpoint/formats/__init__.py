@@ -1,7 +1,8 @@
-"""How the matrices of a model are stored, held on their tiers and multiplied: one module a format, named in `FORMATS`.
+"""How the matrices of a model are stored, held on their tiers and multiplied.
 
-A module has `recognise(policy, quantization, itemsize)`: its format where the policy's switches, or else the
-`quantization_config` of a checkpoint, ask for it. Plans ask formats for bytes, so torch is imported where it is used.
+`FORMATS` names one module per format. A module has `recognise(policy, quantization, itemsize)`,
+which returns its format if the policy's switches or the checkpoint's `quantization_config` ask for
+it. Plans ask formats for bytes, so torch is imported only in the functions that use it.
 """
 
 from __future__ import annotations
@@ -36,34 +37,43 @@ FORMATS = {
     "int8": "flexgen_h2o.checkpoint.formats.int8",
     "dense": "flexgen_h2o.checkpoint.formats",
 }
-# Of checkpoints; the others are by a policy's switches, or their absence.
+# Formats of checkpoints. The others follow from the switches of a policy, or from their absence.
 QUANTISED = tuple(name for name in FORMATS if name not in ("groupwise", "int8", "dense"))
-IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"  # WeightFormat.decoder_in_products
+# Values of WeightFormat.decoder_in_products.
+IN_PRODUCTS = "mxfp4_in_products", "4bit_in_products"
 
 
 @dataclass(frozen=True)
 class StoredRows:
     """One of the stored tensors that a matrix, or a vector, is made of.
 
-    names: that it may have in a checkpoint; shape, dtypes: that it must have there (as of safetensors.StoredTensor).
-    row_bytes: of one of its rows, along its first dimension, in memory. rows_each: rows of the matrix that share a row
-    of it, such as 128 for the scales of blocks of 128 x 128; 0: each part needs all of it. is_values: numbers, which
-    are converted to the compute dtype as they are read; in_float32: numbers, which become float32; otherwise bytes.
-    index: it is this slice of what has the name (TensorSpec.index). stacked: as of TensorSpec. random: of random
-    weights, byte i is (any byte & mask) + base, where both repeat; by default any byte. first: it is `shape[0]` rows of
-    what has the name, from this one on, and its rows are counted from there (`of_rows`).
+    A format's `layout` makes it.
     """
 
+    # Names that the tensor may have in a checkpoint.
     names: tuple[str, ...] = field(compare=False)
+    # Shape that the tensor must have in the checkpoint (as safetensors.StoredTensor.shape).
     shape: tuple[int, ...]
+    # Dtypes that the tensor may have in the checkpoint (as safetensors.StoredTensor.dtype).
     dtypes: tuple[str, ...]
+    # Bytes in memory of one row, along the first dimension.
     row_bytes: int
+    # Rows of the matrix that share one row of this tensor, such as 128 for the scales of blocks of
+    # 128 x 128. 0: each part needs the whole tensor.
     rows_each: int = 1
+    # The tensor holds numbers that are converted to the compute dtype as they are read.
     is_values: bool = False
+    # The tensor holds numbers that become float32. If neither flag is set, it holds bytes.
     in_float32: bool = False
+    # This tensor is slice `index` of the checkpoint's tensor of that name (TensorSpec.index).
     index: int | None = field(default=None, compare=False)
+    # As TensorSpec.stacked.
     stacked: Stacked | None = field(default=None, compare=False)
+    # (mask, base), for random weights: byte i is (any byte & mask[i]) + base[i], where both repeat.
+    # The default allows any byte.
     random: tuple[bytes, bytes] = field(default=(b"\xff", b"\0"), compare=False)
+    # This tensor is `shape[0]` rows, from row `first` on, of the checkpoint's tensor of that name.
+    # Its rows are counted from there. Set by `of_rows`.
     first: int = field(default=0, compare=False)
 
     @property
@@ -72,21 +82,21 @@ class StoredRows:
 
     @property
     def key(self) -> str:
-        """No other stored tensor, or slice of one, has it."""
+        """A name that no other stored tensor, or slice of one, has."""
         return slice_key(self.name, self.index)
 
     def part_rows(self, part: Part) -> tuple[int, int]:
-        """Its rows [first, end) that rows of the matrix need."""
+        """Return the rows [first, end) of this tensor that the part's rows of the matrix need."""
         return self.rows_of(part.start, part.end)
 
     def rows_of(self, first: int, end: int) -> tuple[int, int]:
-        """`part_rows` of rows [first, end) of the matrix."""
+        """Return the rows [first, end) of this tensor that rows [first, end) of the matrix need."""
         if not self.rows_each:
             return 0, self.shape[0]
         return first // self.rows_each, -(-end // self.rows_each)
 
     def file_rows(self, part: Part) -> tuple[int, int]:
-        """`part_rows` of what has the name in the checkpoint."""
+        """Return `part_rows`, counted in the checkpoint's tensor of that name."""
         first, end = self.part_rows(part)
         return self.first + first, self.first + end
 
@@ -95,12 +105,16 @@ class StoredRows:
         return (end - first) * self.row_bytes
 
     def of_rows(self, chosen: range) -> StoredRows:
-        """The rows that rows of the matrix need, as if it had no others."""
+        """Return a tensor of only those rows that the chosen rows of the matrix need."""
         first, end = self.rows_of(chosen.start, chosen.stop)
         return replace(self, shape=(end - first, *self.shape[1:]), first=first)
 
     def held(self, raw: torch.Tensor, dtype: str) -> torch.Tensor:
-        """Bytes (uint8) of a checkpoint, where it is stored as `dtype`, as a piece for `WeightFormat.decode_rows`."""
+        """Return bytes of a checkpoint as a piece for `WeightFormat.decode_rows`.
+
+        raw: uint8, numbers that the checkpoint stores as `dtype`. They become float32 if
+        `in_float32` is set.
+        """
         import torch
 
         return raw.view(getattr(torch, dtype)).float().view(torch.uint8) if self.in_float32 else raw
@@ -108,22 +122,24 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor in a format. Equal for tensors that take the same bytes.
+    """A tensor in a format. Layouts of tensors that take the same bytes are equal."""
 
-    decoded_row_bytes: of a row in the buffer that it is decoded into when its unit is opened; 0: it is used as held.
-    by_columns: what is stored runs along its columns, so that its parts are runs of columns: what is said of rows of
-    parts and of StoredRows is then meant of columns. looked_up: as of TensorSpec; its rows can be read one by one.
-    """
-
+    # Shape of the tensor, as TensorSpec.shape.
     shape: tuple[int, ...]
+    # The stored tensors that it is made of.
     stored: tuple[StoredRows, ...]
+    # Bytes of one row in the buffer that the matrix is decoded into when its unit is opened.
+    # 0: the matrix is used as held.
     decoded_row_bytes: int = 0
+    # The stored bytes run along the matrix's columns, so its parts are runs of columns. Whatever is
+    # said of the rows of parts and of StoredRows then means columns.
     by_columns: bool = False
+    # As TensorSpec.looked_up: rows of the tensor can be read one by one.
     looked_up: bool = False
 
     @property
     def cut_shape(self) -> tuple[int, ...]:
-        """Its sizes, that which is cut into parts first."""
+        """Sizes of the tensor, with the dimension that is cut into parts first."""
         return self.shape[::-1] if self.by_columns else self.shape
 
     @property
@@ -131,24 +147,28 @@ class TensorLayout:
         return len(self.shape) == 2
 
     def part_bytes(self, part: Part) -> int:
-        """In memory."""
+        """Return the bytes of a part in memory."""
         return sum(stored.part_bytes(part) for stored in self.stored)
 
     def cuts_at(self, multiple: int) -> bool:
-        """Can its rows be cut at multiples of so many into tensors that share nothing (`of_rows`)?"""
+        """Return whether cuts at multiples of `multiple` rows give tensors that share nothing.
+
+        `of_rows` makes such tensors.
+        """
         return not self.by_columns and all(multiple % max(1, stored.rows_each) == 0 for stored in self.stored)
 
     def of_rows(self, chosen: range) -> TensorLayout:
-        """Of these rows alone."""
+        """Return the layout of the chosen rows alone."""
         return replace(
             self, shape=(len(chosen), *self.shape[1:]), stored=tuple(stored.of_rows(chosen) for stored in self.stored)
         )
 
     def homes(self, shares: Shares, device_is_host: bool) -> tuple[tuple[Part, bool], ...]:
-        """Its parts, and of each whether it is streamed.
+        """Return the parts of the tensor, each with whether it is streamed.
 
-        A table of which nothing is used but rows is not split where the device is host memory: it lies on the last tier
-        that has a share of the weights. On disk the rows that a step wants are read, in memory they are there.
+        A table that is only looked up by row is not split if the device is host memory. It then
+        lies on the last tier that has a share of the weights. On disk only the rows that a step
+        needs are read. In memory they are already there.
         """
         if self.looked_up and device_is_host:
             last = max(i for i, share in enumerate(shares) if share > 0)
@@ -158,22 +178,28 @@ class TensorLayout:
 
 
 def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
-    """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device. shape: as of
-    TensorLayout.cut_shape. Large matrices are cut where blocks of rows end: the compiled loop takes whole ones."""
+    """Return the homes of a tensor's rows. Shares split matrices; vectors stay on the device.
+
+    shape: as TensorLayout.cut_shape. Large matrices are cut at the ends of blocks of rows, because
+    the compiled loop reads whole blocks.
+    """
     if len(shape) < 2:
         return split_rows(shape[0], (1.0, 0.0, 0.0))
     return split_rows(shape[0], shares, BLOCK_ROWS if shape[0] >= CUT_IN_BLOCKS else ROW_BLOCK)
 
 
 class Held(NamedTuple):
-    """A part of a matrix and, of each stored tensor, the rows that it needs (uint8)."""
+    """A part of a matrix with the bytes that it needs of each stored tensor."""
 
     part: Part
-    pieces: Sequence[torch.Tensor]
+    pieces: Sequence[torch.Tensor]  # one uint8 tensor per StoredRows of the layout, in its order
 
 
 def pieces_of(layout: TensorLayout, held: Held, first: int, end: int) -> Iterator[torch.Tensor]:
-    """Of the pieces of a part what rows [first, end) of the matrix need, which are among its own."""
+    """Yield, for each stored tensor, the bytes (uint8) that rows [first, end) of the matrix need.
+
+    The rows must lie in `held.part`.
+    """
     for stored, piece in zip(layout.stored, held.pieces, strict=True):
         begin, _ = stored.part_rows(held.part)
         a, b = stored.rows_of(first, end)
@@ -181,7 +207,10 @@ def pieces_of(layout: TensorLayout, held: Held, first: int, end: int) -> Iterato
 
 
 def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
-    """A tensor whose numbers are stored as they are, in any float dtype, and held in the compute dtype."""
+    """Return the layout of a tensor whose numbers are stored in any float dtype.
+
+    They are held in the compute dtype.
+    """
     shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
     row_bytes = itemsize * (tensor.numel // shape[0])
     names = (tensor.name, *tensor.aliases)
@@ -193,52 +222,62 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One format; subclasses say how matrices are laid out and decoded. Vectors are always plain.
+    """One format of weights.
 
-    This class itself is the format `dense`, of most checkpoints: any float dtype, held in the compute dtype.
+    Subclasses say how matrices are laid out and decoded. Vectors are always plain.
 
-    itemsize: bytes of the compute dtype. decodes: are matrices decoded into a buffer when their unit is opened? Else
-    they are used as held.
+    This class itself is the format `dense`, which most checkpoints have: any float dtype, held in
+    the compute dtype.
     """
 
-    itemsize: int
+    itemsize: int  # bytes of one number of the compute dtype
+    # Matrices are decoded into a buffer when their unit is opened. Otherwise they are used as held.
     decodes: ClassVar[bool] = False
-    sample_name: ClassVar[str] = ""  # of a tensor that it has matrices of, whatever the model
-    sample_columns: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)  # of matrices that take different loops; last a card's
+    # Name of a tensor that is a matrix of this format in any model. `warm_up` decodes such a
+    # matrix.
+    sample_name: ClassVar[str] = ""
+    # Columns of matrices that different loops multiply. The last is for the kernel on a card.
+    sample_columns: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)
 
     @property
     def in_int8(self) -> bool:
-        """Are products in int8?"""
+        """Whether matrices are multiplied in int8."""
         return False
 
     @property
     def requantises(self) -> bool:
-        """Do matrices become int8 rows as they are multiplied?"""
+        """Whether matrices become int8 rows while they are multiplied."""
         return False
 
     @property
     def decodes_in_place(self) -> bool:
-        """Does decoding a matrix take no memory besides?"""
+        """Whether a matrix is decoded without additional memory."""
         return True
 
     @property
     def decoder(self) -> str:
-        """What decodes a quantised checkpoint's matrices, as profiles name it; "" of others."""
+        """Name in profiles of what decodes a quantised checkpoint's matrices, or ""."""
         return ""
 
     @property
     def decoder_in_products(self) -> str:
-        """What decodes experts' matrices as a CPU multiplies them (`codes`), as profiles name it; "" of others."""
+        """Name in profiles of what decodes experts' matrices as a CPU multiplies them.
+
+        They are multiplied from their `codes`. The name is "" for formats without such a decoder.
+        """
         return ""
 
     @property
     def has_codes(self) -> bool:
-        """Do products take matrices as they are held (`codes`): on a card, and on a CPU those of experts?"""
+        """Whether products read matrices as they are held (`codes`).
+
+        They do so on a card, and on a CPU for experts.
+        """
         return type(self).codes is not WeightFormat.codes and not self.in_int8
 
     @property
     def packed(self) -> PackedFormat | None:
-        """Itself where checkpoints have first to be brought into it."""
+        """The format itself if checkpoints must first be converted to it, otherwise None."""
         return None
 
     def layout(self, tensor: TensorSpec) -> TensorLayout:
@@ -247,8 +286,11 @@ class WeightFormat:
     def row_parts(
         self, layout: TensorLayout, pieces: Sequence[torch.Tensor], workspace: Workspace, blocks: bool
     ) -> RowParts:
-        """Rows of a tensor that is used as held. pieces: of each stored tensor, uint8. blocks: bring the rows into the
-        order that products are fastest with, where they lie."""
+        """Return the rows of a tensor that is used as held.
+
+        pieces: one uint8 tensor per stored tensor. blocks: reorder the rows in place into the order
+        in which products are fastest.
+        """
         from flexgen_h2o.kernels.linear import DenseRows, InputRows, block_rows
 
         rows = pieces[0].view(workspace.dtype).view(-1, *layout.cut_shape[1:])
@@ -257,7 +299,7 @@ class WeightFormat:
         return block_rows(rows) if blocks and layout.is_matrix else (DenseRows(rows),)
 
     def decoded_parts(self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace) -> RowParts:
-        """The rows of a matrix that `decode` fills, in `memory` (uint8)."""
+        """Return the rows of a matrix that `decode` fills. They lie in `memory` (uint8)."""
         from flexgen_h2o.kernels.linear import DenseRows
 
         if not self.in_int8:
@@ -276,8 +318,11 @@ class WeightFormat:
         self.decode_range(layout, held, 0, whole.rows)
 
     def coded_parts(self, layout: TensorLayout, held: Sequence[Held], decoded: RowParts) -> RowParts:
-        """The rows of a matrix that products take from their codes while inputs are few, and that are decoded into
-        `decoded` when others want them; () where that cannot be. held: all its rows, in order, which stay there."""
+        """Return the rows of a matrix that products read from their codes while inputs are few.
+
+        With more inputs they are decoded into `decoded` first. Returns () if products cannot read
+        the codes. held: all rows of the matrix, in order. They must stay where they are.
+        """
         if not self.has_codes:
             return ()
         from flexgen_h2o.kernels import triton
@@ -294,11 +339,17 @@ class WeightFormat:
         return tuple(CodedRows(codes, DenseRows(rows)) for codes, rows in found)
 
     def codes(self, layout: TensorLayout, held: Held) -> Codes:
-        """Some rows of a matrix as products take them; formats without it are decoded."""
+        """Return some rows of a matrix as products read them.
+
+        Formats without this method are decoded.
+        """
         raise NotImplementedError
 
     def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
-        """Fill out (n, columns), in a float dtype, with rows from `first` on, and return it. held: what has them."""
+        """Fill `out` with rows from `first` on, and return it.
+
+        out: (n, columns), a float dtype. held: parts that contain those rows.
+        """
         for one in held:
             begin, end = max(first, one.part.start), min(first + len(out), one.part.end)
             if begin < end:
@@ -307,18 +358,22 @@ class WeightFormat:
         return out
 
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Fill out (rows of the part, columns), in a float dtype, whose rows are contiguous."""
+        """Fill `out` with the rows of a part.
+
+        out: (rows of the part, columns), a float dtype, with contiguous rows.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class PackedFormat(WeightFormat):
-    """A format that weights are brought into, once (checkpoint/packed_store.py), because a switch of the policy asks.
+    """A format that weights are converted to once, because a switch of the policy asks for it.
 
-    A tensor is one stored tensor under its own key: a matrix uint8 of (rows, row bytes). flag: of that switch.
+    checkpoint/packed_store.py converts them. A tensor is one stored tensor under its own key. A
+    matrix is uint8 of (rows, row bytes).
     """
 
-    flag: ClassVar[str]
+    flag: ClassVar[str]  # the command-line flag of that switch
 
     @property
     def packed(self) -> PackedFormat:
@@ -326,44 +381,56 @@ class PackedFormat(WeightFormat):
 
     @property
     def name(self) -> str:
-        """Of the store."""
+        """Name of the store."""
         raise NotImplementedError
 
     @property
     def record(self) -> dict[str, object]:
-        """What the bytes mean. `format` is a number that rises when they change: stores of another one are not used."""
+        """A description of what the bytes mean.
+
+        Its entry `format` is a number that rises when the meaning changes. Stores with another
+        number are not used.
+        """
         raise NotImplementedError
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: (n, columns), any float dtype, on the host. Returns (n, row bytes) uint8. ValueError: not finite."""
+        """Return rows in this format, (n, row bytes) uint8.
+
+        rows: (n, columns), any float dtype, on the host. Raises ValueError if a number is not
+        finite.
+        """
         raise NotImplementedError
 
     def packed_layout(self, tensor: TensorSpec, row_bytes: int, decoded_row_bytes: int = 0) -> TensorLayout:
         if len(tensor.shape) != 2 or tensor.exact:
             return plain_layout(tensor, self.itemsize)
         stored = StoredRows((tensor.key,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
-        decoded = 0 if tensor.looked_up else decoded_row_bytes  # rows that are wanted are decoded one by one
+        # Rows of a table that are looked up are decoded one by one.
+        decoded = 0 if tensor.looked_up else decoded_row_bytes
         return TensorLayout(tensor.shape, (stored,), decoded, looked_up=tensor.looked_up)
 
 
 def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> WeightFormat | None:
-    """Of the format `dense`."""
+    """Return the format `dense` for an unquantised checkpoint, otherwise None."""
     return WeightFormat(itemsize) if quantization is None else None
 
 
 @lru_cache(maxsize=1024)
 def weight_format(spec: ModelSpec, policy: Policy, itemsize: int) -> WeightFormat:
-    """How a run holds a model's weights: as the policy's switches ask, else as the checkpoint has them."""
+    """Return the format in which a run holds a model's weights.
+
+    It is what the policy asks for, or else the checkpoint's.
+    """
     return _recognised(policy, spec.quantization, itemsize)
 
 
 def checkpoint_format(spec: ModelSpec) -> WeightFormat:
-    """How a model's checkpoint has its weights, whatever a policy makes of them."""
+    """Return the format of a model's checkpoint, whatever a policy makes of its weights."""
     return weight_format(spec, Policy(), 4)
 
 
 def check_quantization(quantization: Mapping[str, Any] | None) -> None:
-    """UsageError for a `quantization_config` that no format knows."""
+    """Raise UsageError for a `quantization_config` that no format supports."""
     _recognised(Policy(), quantization, 4)
 
 
@@ -382,20 +449,23 @@ def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize
 
 @lru_cache(maxsize=4096)
 def layouts_of(form: WeightFormat, tensors: tuple[TensorSpec, ...]) -> tuple[TensorLayout, ...]:
-    """Of the tensors of a unit."""
+    """Return the layouts of a unit's tensors."""
     return tuple(layout_of(form, tensor) for tensor in tensors)
 
 
 def layout_of(form: WeightFormat, tensor: TensorSpec) -> TensorLayout:
-    """Of a tensor, or of some rows of one."""
+    """Return the layout of a tensor, or of some rows of one."""
     if tensor.whole is None:
         return form.layout(tensor)
     return form.layout(tensor.whole).of_rows(range(tensor.first, tensor.first + tensor.shape[0]))
 
 
 def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, experts: bool = False) -> None:
-    """Compile what decoding and products need: decode and multiply zeros, in rows that can be blocked and in one that
-    cannot; on a card from codes, too. experts: and what their products are on a card."""
+    """Compile what decoding and products need by decoding and multiplying zeros.
+
+    The matrices have rows that can be blocked, and rows that cannot. On a card, products from codes
+    are compiled too. experts: also compile the products of experts on a card.
+    """
     import torch
 
     from flexgen_h2o.kernels import triton
@@ -407,7 +477,8 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype, expert
     sizes = dict.fromkeys(BUFFERS, 2**17)
     workspace = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device), sizes, dtype)
     for rows, columns in product((BLOCK_ROWS, 8), form.sample_columns):
-        is_last = (rows, columns) == (BLOCK_ROWS, form.sample_columns[-1])  # one kernel is for all multiples of 16
+        # One kernel on a card serves all multiples of 16, so it is compiled for one size only.
+        is_last = (rows, columns) == (BLOCK_ROWS, form.sample_columns[-1])
         layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
         part = Part("device", 0, layout.cut_shape[0])
         pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]

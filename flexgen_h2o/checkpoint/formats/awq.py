@@ -1,9 +1,14 @@
-"""quant_method "awq" (Lin et al. 2023, AutoAWQ's version "gemm"): matrices in 4 bits with a scale and a zero for each
-group of columns.
+"""quant_method "awq": matrices in 4 bits with a scale and a zero for each group of columns.
 
-Of a matrix `base`.weight (N, K) there are `base`.qweight, int32 of (K, N / 8), `base`.qzeros, int32 of (groups, N / 8),
-and `base`.scales of (groups, N). The codes of a word are those of rows 0, 2, 4, 6, 1, 3, 5, 7 of its 8, from the lowest
-bits on. number = (code - zero) x scale. It lies by columns, so its parts are runs of columns.
+The paper is Lin et al. 2023; the layout is AutoAWQ's version "gemm". A matrix `base`.weight (N, K)
+is stored as:
+
+    base.qweight  int32 (K, N / 8)
+    base.qzeros   int32 (groups, N / 8)
+    base.scales   (groups, N)
+
+The codes of a word belong to rows 0, 2, 4, 6, 1, 3, 5, 7 of its 8, from the lowest bits upwards.
+number = (code - zero) x scale. The matrix is stored by columns, so its parts are runs of columns.
 """
 
 from __future__ import annotations
@@ -38,27 +43,27 @@ _RULES: Rules = {
 }  # fmt: skip
 _PER_WORD = 8
 _RANDOM_ZEROS = (b"\0", b"\x88")
-_RANDOM_SCALES = (b"\x0f\0", struct.pack("<e", 0.02 / 4.6))  # any codes have that std
+_RANDOM_SCALES = (b"\x0f\0", struct.pack("<e", 0.02 / 4.6))  # random codes have a std of 4.6
 
 
 @dataclass(frozen=True)
 class Awq(Quantised):
-    """group: columns that share a scale, 0 for all."""
+    """The format `awq`."""
 
-    group: int = 128
+    group: int = 128  # columns that share a scale; 0: all columns
     name = "awq"
     by_columns = True
     in_blocks_only = True
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), words = tensor.shape, self.multiple(tensor, 0, _PER_WORD)
-        index, each = tensor.index, self.group or columns
-        groups = -(-columns // each)
+        index, group = tensor.index, self.group or columns
+        groups = -(-columns // group)
         return (
             StoredRows(names_of(tensor, "qweight"), (columns, words), ("I32",), 4 * words, index=index),
-            StoredRows(names_of(tensor, "qzeros"), (groups, words), ("I32",), 4 * words, each, index=index,
+            StoredRows(names_of(tensor, "qzeros"), (groups, words), ("I32",), 4 * words, group, index=index,
                        random=_RANDOM_ZEROS),
-            StoredRows(names_of(tensor, "scales"), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, each,
+            StoredRows(names_of(tensor, "scales"), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, group,
                        in_float32=True, index=index, random=_RANDOM_SCALES),
         )  # fmt: skip
 
@@ -75,8 +80,8 @@ class Awq(Quantised):
         skip = first - begin * _PER_WORD
         zeros = awq_parted(zero_words)[:, skip:][:, : len(out)]
         scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]
-        each = self.group or columns
-        unpack_awq(words, skip, scales, zeros, Groups(each, part.start % each), out)
+        group = self.group or columns
+        unpack_awq(words, skip, scales, zeros, Groups(group, part.start % group), out)
 
 
 def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Awq | None:

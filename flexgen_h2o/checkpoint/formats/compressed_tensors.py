@@ -1,11 +1,18 @@
-"""quant_method "compressed-tensors" (llm-compressor): matrices in integers of 4 or 8 bits, with a scale for each group
-of columns or for each row.
+"""quant_method "compressed-tensors" (llm-compressor): matrices in integers of 4 or 8 bits.
 
-pack-quantized: of a matrix `base`.weight (N, K) there are `base`.weight_packed, int32 of (N, ceil(K x bits / 32)),
-codes from the lowest bits of a word on; `base`.weight_scale of (N, groups); unless symmetric `base`.weight_zero_point,
-int32 of (ceil(N x bits / 32), groups), packed along its rows. Codes and zeros are 2^(bits - 1) more than the integers
-that they stand for. int-quantized: `base`.weight, int8 of (N, K), and `base`.weight_scale.
-number = (code - zero) x scale.
+There is one scale for each group of columns or for each row. number = (code - zero) x scale.
+
+A matrix `base`.weight (N, K) in format pack-quantized is stored as:
+
+    base.weight_packed      int32 (N, ceil(K x bits / 32))
+    base.weight_scale       (N, groups)
+    base.weight_zero_point  int32 (ceil(N x bits / 32), groups), unless it is symmetric
+
+Packed codes begin at the lowest bits of a word. Zeros are packed along the rows of the matrix.
+Codes and zeros are stored with 2^(bits - 1) added.
+
+In format int-quantized the matrix is stored as `base`.weight, int8 of (N, K), and
+`base`.weight_scale.
 """
 
 from __future__ import annotations
@@ -43,7 +50,8 @@ _RULES: Rules = {
     "quantization_status": ("compressed", "frozen"), "global_compression_ratio": None, "version": None,
     "sparsity_config": (None, {}), "transform_config": (None, {}), "moe_sparsity_config": (None,),
 }  # fmt: skip
-# Dynamic scales of activations are made in a run, of products whose inputs are not quantised here.
+# Dynamic scales of activations are made during a run. Here the inputs of products are not
+# quantised.
 _GROUP_RULES: Rules = {
     "targets": None, "weights": None, "input_activations": None, "output_activations": (None,),
     "format": (None, _PACKED, _INTEGERS),
@@ -54,21 +62,21 @@ _WEIGHT_RULES: Rules = {
     "scale_dtype": None, "zp_dtype": None, "observer": None, "observer_kwargs": None,
 }  # fmt: skip
 _LINEAR, _REGEX = "Linear", "re:"
-_EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in")  # as families call them; embed_out is a Linear
+# Names that families give to embeddings. embed_out is a Linear.
+_EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_in")
 _WORD_BITS = 32
-_RANDOM_STD = {4: 4.6, 8: 73.9}  # of any codes
+_RANDOM_STD = {4: 4.6, 8: 73.9}  # std of random codes, by bits
 
 
 @dataclass(frozen=True)
 class CompressedTensors(Quantised):
-    """left_out: its `ignore`. group: columns that share a scale, 0 for all of a row. targets: as `ignore`, or Linear.
-    whole: bytes are integers themselves (int-quantized)."""
+    """The format `compressed-tensors`. `left_out` is its `ignore`."""
 
     bits: int = 4
-    group: int = 0
+    group: int = 0  # columns that share a scale; 0: all of a row
     symmetric: bool = True
-    whole: bool = False
-    targets: tuple[str, ...] = (_LINEAR,)
+    whole: bool = False  # the stored bytes are the integers themselves (int-quantized)
+    targets: tuple[str, ...] = (_LINEAR,)  # patterns like those of `ignore`, or "Linear"
     name = "compressed-tensors"
 
     def holds(self, tensor: TensorSpec) -> bool:
@@ -125,13 +133,19 @@ class CompressedTensors(Quantised):
 
 @lru_cache(maxsize=2**16)
 def _is_named(module: str, patterns: tuple[str, ...]) -> bool:
-    """As compressed-tensors matches modules: a pattern is a name, or a regular expression behind "re:"."""
+    """Return whether a module matches a pattern, as compressed-tensors does it.
+
+    A pattern is a name, or a regular expression behind "re:".
+    """
     return module in patterns or any(expression.match(module) for expression in _expressions(patterns))
 
 
 @lru_cache(maxsize=64)
 def _expressions(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    """Those among them: in one, but for any that may begin with flags, which hold for a whole expression."""
+    """Return the regular expressions among the patterns, joined into one.
+
+    Expressions that may begin with flags stay alone, because flags apply to a whole expression.
+    """
     found = [pattern.removeprefix(_REGEX) for pattern in patterns if pattern.startswith(_REGEX)]
     alone = [pattern for pattern in found if pattern.startswith("(?")]
     others = [f"(?:{pattern})" for pattern in found if not pattern.startswith("(?")]
@@ -168,7 +182,10 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
 
 
 def _weights_of(scheme: Any, form: str) -> Mapping[str, Any]:
-    """The `weights` of a group of config_groups, checked as the group is."""
+    """Return the `weights` of a group of config_groups.
+
+    Both the group and its weights are checked.
+    """
     name = CompressedTensors.name
     if not isinstance(scheme, Mapping) or not isinstance(scheme.get("weights"), Mapping) or not scheme.get("targets"):
         raise refused(name, "config_groups", scheme, ("a group of targets and weights",))

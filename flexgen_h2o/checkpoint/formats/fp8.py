@@ -1,7 +1,10 @@
-"""quant_method "fp8" (DeepSeek-V3, Qwen3-FP8): matrices in e4m3 with a scale for each block of rows and columns.
+"""quant_method "fp8" (DeepSeek-V3, Qwen3-FP8): matrices in e4m3 with a scale for each block.
 
-Of a matrix `name` (N, K) there are `name`, F8_E4M3 of (N, K), and `name`_scale_inv, float32 or bfloat16 of
-(ceil(N / rows of a block), ceil(K / columns of a block)): number = e4m3 x scale_inv.
+A block is a run of rows by a run of columns. number = e4m3 x scale_inv. A matrix `name` (N, K) is
+stored as:
+
+    name            F8_E4M3 (N, K)
+    name_scale_inv  float32 or bfloat16 (ceil(N / rows of a block), ceil(K / columns of a block))
 """
 
 from __future__ import annotations
@@ -28,27 +31,27 @@ from flexgen_h2o.tiers.stream import Part
 if TYPE_CHECKING:
     import torch
 
-# Dynamic scales of activations are made in a run, of products that are not in FP8 here.
+# Dynamic scales of activations are made during a run. Here products are not computed in FP8.
 _RULES: Rules = {
     "activation_scheme": ("dynamic",), "fmt": ("e4m3", "float8_e4m3fn"), "weight_block_size": None,
     "modules_to_not_convert": None, "ignored_layers": None, "modules_to_convert": (None, []),
     "scale_fmt": ("float", "ue8m0", None), "expert_dtype": ("fp8",), "dequantize": None,
 }  # fmt: skip
 _MOST_BLOCK = 2**16
-_RANDOM_CODES = (b"\xbf", b"\0")  # below 2, with a std of 0.6; no NaN
+_RANDOM_CODES = (b"\xbf", b"\0")  # numbers below 2 with a std of 0.6, and no NaN
 _RANDOM_SCALES = (b"\xff\xff\0\0", struct.pack("<f", 1 / 32))
 
 
 @dataclass(frozen=True)
 class BlockFp8(Quantised):
-    """block: rows and columns that share a scale."""
+    """The format `fp8`."""
 
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] = (128, 128)  # rows and columns that share a scale
     name = "fp8"
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         rows, columns = tensor.shape
-        high, wide = (-(-size // of) for size, of in zip(tensor.shape, self.block, strict=True))
+        high, wide = (-(-size // block_size) for size, block_size in zip(tensor.shape, self.block, strict=True))
         names = (tensor.name, *tensor.aliases)
         return (
             StoredRows(names, (rows, columns), ("F8_E4M3",), columns, index=tensor.index, random=_RANDOM_CODES),

@@ -1,10 +1,15 @@
-"""quant_method "gptq" (Frantar et al. 2022, as AutoGPTQ and GPTQModel store it): matrices in integers of 4 or 8 bits
-with a scale and a zero for each group of columns.
+"""quant_method "gptq": matrices in 4 or 8 bits with a scale and a zero per group of columns.
 
-Of a matrix `base`.weight (N, K) there are `base`.qweight, int32 of (K x bits / 32, N), codes of columns from the lowest
-bits of a word on; `base`.qzeros, int32 of (groups, N x bits / 32); `base`.scales of (groups, N); and `base`.g_idx,
-int32 of (K,), the group of each column. number = (code - zero) x scale, where checkpoint_format "gptq" has 1 less than
-the zero, "gptq_v2" the zero itself. It lies by columns, so its parts are runs of columns; each has all scales.
+The paper is Frantar et al. 2022; the layout is that of AutoGPTQ and GPTQModel. A matrix
+`base`.weight (N, K) is stored as:
+
+    base.qweight  int32 (K x bits / 32, N)       codes of columns, from a word's lowest bits upwards
+    base.qzeros   int32 (groups, N x bits / 32)
+    base.scales   (groups, N)
+    base.g_idx    int32 (K,)                     the group of each column
+
+number = (code - zero) x scale. checkpoint_format "gptq" stores the zero less 1, "gptq_v2" the zero
+itself. The matrix is stored by columns, so its parts are runs of columns. Each part has all scales.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ from flexgen_h2o.tiers.stream import Part
 if TYPE_CHECKING:
     import torch
 
-# What no number depends on: how the quantiser worked, and which kernels others would run.
+# Keys that do not matter for the numbers: how the quantiser worked, and which kernels other
+# programs run.
 _FREE = (
     "group_size", "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "mse",
     "act_group_aware", "model_name_or_path", "model_file_base_name", "quantizer", "meta", "tokenizer", "dataset",
@@ -49,16 +55,16 @@ _RULES: Rules = {
 }  # fmt: skip
 _WORD_BITS = 32
 _LEAVES_OUT = "-:"
-_RANDOM_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 73.9}  # any codes have that std
+_RANDOM_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 73.9}  # by bits; random codes have a std of 4.6 or 73.9
 
 
 @dataclass(frozen=True)
 class Gptq(Quantised):
-    """group: columns that share a scale, 0 for all. more: of a zero than what is stored."""
+    """The format `gptq`."""
 
     bits: int = 4
-    group: int = 128
-    more: int = 1
+    group: int = 128  # columns that share a scale; 0: all columns
+    more: int = 1  # added to a stored zero: 1 for checkpoint_format "gptq", 0 for "gptq_v2"
     name = "gptq"
     by_columns = True
     in_blocks_only = True
@@ -119,7 +125,10 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
 
 
 def _dynamic(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of GPTQModel's `dynamic`, which may only leave modules out: "-:" and a regular expression."""
+    """Return the patterns of GPTQModel's `dynamic`, each "-:" and a regular expression.
+
+    Only rules that leave modules out are supported.
+    """
     rules = found.get("dynamic") or {}
     if not isinstance(rules, Mapping) or not all(key.startswith(_LEAVES_OUT) for key in rules):
         raise refused(Gptq.name, "dynamic", rules, ("patterns that leave modules out (-:)",))

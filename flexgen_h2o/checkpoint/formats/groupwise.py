@@ -1,7 +1,8 @@
-"""--compress-weight: matrices in 4 or 8 bits a value, in groups with a scale and a least value (core/packing.py).
+"""--compress-weight: matrices in 4 or 8 bits per value (core/packing.py).
 
-They are decoded into the compute dtype when their unit is opened, but for a table of which rows are looked up: these
-alone are decoded. For products in int8 4 bits stay as they are, and become int8 rows as they are multiplied.
+Each group of values has a scale and a least value. Matrices are decoded into the compute dtype when
+their unit is opened. A table whose rows are looked up is an exception: only those rows are decoded.
+For products in int8, 4-bit values stay as they are and become int8 rows while they are multiplied.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Groupwise(PackedFormat):
-    """bits: of a value. to_int8: products are in int8."""
+    """The format of --compress-weight."""
 
-    bits: int
-    to_int8: bool = False
+    bits: int  # per value
+    to_int8: bool = False  # products are in int8
     sample_columns = (GROUP, GROUP + 8, 16 * GROUP)  # whole groups, others, and rows of 16 words
     flag = "--compress-weight"
 

@@ -1,4 +1,7 @@
-"""--int8-compute: matrices in int8 with one scale a row (packing.int8_row_bytes), multiplied in int8 as they are."""
+"""--int8-compute: matrices in int8, one scale per row (packing.int8_row_bytes).
+
+They are multiplied in int8 as they are.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Int8(PackedFormat):
-    sample_columns = (BLOCK_ROWS, BLOCK_ROWS + 8)  # that AMX takes, and others
+    """The format of --int8-compute."""
+
+    sample_columns = (BLOCK_ROWS, BLOCK_ROWS + 8)  # columns that AMX supports, and others
     flag = "--int8-compute"
 
     @property

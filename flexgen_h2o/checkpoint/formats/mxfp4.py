@@ -1,7 +1,9 @@
-"""quant_method "mxfp4" (gpt-oss): experts' matrices in MXFP4 (OCP Microscaling Formats 1.0), all others plain.
+"""quant_method "mxfp4" (gpt-oss): experts in MXFP4 (OCP Microscaling Formats 1.0).
 
-Of an experts' tensor `name` of a block there are `name`_blocks, uint8 of (experts, rows, columns / 32, 16), and
-`name`_scales, uint8 of (experts, rows, columns / 32).
+All other matrices are plain. The tensor `name` of a block's experts is stored as:
+
+    name_blocks  uint8 (experts, rows, columns / 32, 16)
+    name_scales  uint8 (experts, rows, columns / 32)
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ if TYPE_CHECKING:
 
 _BLOCK = 32  # numbers that share a scale
 _RULES: Rules = {"modules_to_not_convert": None, "dequantize": None}
-_RANDOM_SCALES = (b"\1", b"\x77")  # 2^-8 or 2^-7, of numbers with a std of 2.9
+_RANDOM_SCALES = (b"\1", b"\x77")  # 2^-8 or 2^-7, for codes with a std of 2.9
 
 
 @dataclass(frozen=True)
 class Mxfp4(Quantised):
-    """A matrix is (rows, columns) of one expert, a slice of what is stored."""
+    """The format `mxfp4`. A matrix is (rows, columns) of one expert, a slice of what is stored."""
 
     name = "mxfp4"
     sample_name = "model.layers.0.mlp.experts.down_proj"
@@ -50,7 +52,8 @@ class Mxfp4(Quantised):
     def holds(self, tensor: TensorSpec) -> bool:
         module, _, kind = tensor.name.rpartition(".")
         is_experts = module.endswith(".experts") and kind in ("gate_up_proj", "down_proj")
-        if is_experts and is_left_out(module, self.left_out):  # plain experts are stored for x W, quantised ones not
+        # Plain experts are stored for x W, quantised ones are not.
+        if is_experts and is_left_out(module, self.left_out):
             raise UsageError(
                 f"quantization_config: mxfp4 with modules_to_not_convert that leave {module} out is not supported; give"
                 " a checkpoint with all experts in mxfp4, or none"
@@ -89,7 +92,7 @@ class Mxfp4(Quantised):
 
 
 def _shaped(rows: int, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales."""
+    """Return the pieces of some rows as blocks and scales, with their shapes."""
     blocks, scales = pieces
     return blocks.view(rows, -1, _BLOCK // 2), scales.view(rows, -1)
 

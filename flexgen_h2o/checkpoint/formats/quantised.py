@@ -1,8 +1,8 @@
-"""What the formats of quantised checkpoints share: their config's keys checked, the modules that are left plain, and
-decoding into the compute dtype or into int8 rows.
+"""Common parts of the formats of quantised checkpoints.
 
-A tensor that a format has not quantised is plain numbers: vectors, embeddings, the head, routers, and what its config
-leaves out.
+These are the checks of their config's keys, the modules that are left plain, and decoding into the
+compute dtype or into int8 rows. A tensor that a format has not quantised is plain numbers: vectors,
+embeddings, the head, routers, and what its config leaves out.
 """
 
 from __future__ import annotations
@@ -26,30 +26,35 @@ if TYPE_CHECKING:
     from flexgen_h2o.kernels.int8 import BlockedInt8
     from flexgen_h2o.kernels.linear import RowParts
 
-# Values that a key may have; None: any, because nothing of how numbers are decoded depends on it.
+# Values that a key may have. None: any value, because the decoded numbers do not depend on it.
 Rules = Mapping[str, tuple[Any, ...] | None]
 _OTHER = "give a checkpoint without it, or an unquantised one"
-_PLAIN_MODULES = ("lm_head", "embed_out", "gate", "router")  # no quantiser converts them unless it is told to
-_EMBEDDING = "embed"  # in the names of embeddings
-_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # of a module's name
-# A regular expression whose matching may take minutes: a repeated group, or many open repetitions.
+_PLAIN_MODULES = ("lm_head", "embed_out", "gate", "router")  # quantisers leave them out by default
+_EMBEDDING = "embed"  # part of the names of embeddings
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # boundary in a module's name
+# A regular expression that may take minutes to match: a repeated group, or many open repetitions.
 _REPEATED_GROUP, _OPEN, _MOST_OPEN = re.compile(r"\)[*+{]"), re.compile(r"[*+]"), 6
-_MOST_PATTERNS, _MOST_CHARACTERS = 4096, 2**19  # of a list of modules; more take long to compile and to match
-_REFERENCE = re.compile(r"\\[1-9]|\(\?(?:P[<=]|\()")  # to a group by its number or name: several patterns become one
+# Limits of a list of modules. A longer one would take long to compile and to match.
+_MOST_PATTERNS, _MOST_CHARACTERS = 4096, 2**19
+# A reference to a group by its number or name. It would break, because several patterns become one.
+_REFERENCE = re.compile(r"\\[1-9]|\(\?(?:P[<=]|\()")
 
 
 @dataclass(frozen=True)
 class Quantised(WeightFormat):
-    """Subclasses say what is stored of a matrix (`stored_rows`) and decode it.
+    """The base of these formats.
 
-    left_out: patterns of modules that are plain, as transformers matches them. to_int8: rows are decoded into int8.
+    Subclasses say how a matrix is stored (`stored_rows`) and decode it.
     """
 
+    # Patterns of modules that are plain, as transformers matches them.
     left_out: tuple[str, ...] = ()
+    # Rows are decoded into int8.
     to_int8: bool = False
     decodes = True
     by_columns: ClassVar[bool] = False
-    in_blocks_only: ClassVar[bool] = False  # what its quantisers convert: modules of transformer blocks
+    # Quantisers of this format convert only modules of transformer blocks.
+    in_blocks_only: ClassVar[bool] = False
     name: ClassVar[str]
     sample_name: ClassVar[str] = "model.layers.0.mlp.up_proj.weight"
 
@@ -66,7 +71,7 @@ class Quantised(WeightFormat):
         return f"{self.name}_int8" if self.to_int8 else self.name
 
     def holds(self, tensor: TensorSpec) -> bool:
-        """Is it quantised?"""
+        """Return whether the tensor is quantised."""
         module = tensor.name.removesuffix(".weight")
         is_linear = len(tensor.shape) == 2 and module != tensor.name and _EMBEDDING not in module
         if self.in_blocks_only:
@@ -74,7 +79,7 @@ class Quantised(WeightFormat):
         return is_linear and module.split(".")[-1] not in _PLAIN_MODULES and not is_left_out(module, self.left_out)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
-        """Of a quantised matrix."""
+        """Return the stored tensors of a quantised matrix."""
         raise NotImplementedError
 
     def layout(self, tensor: TensorSpec) -> TensorLayout:
@@ -89,7 +94,7 @@ class Quantised(WeightFormat):
             return super().decode_range(layout, held, first, out)
         from flexgen_h2o.kernels.workspace import row_slices
 
-        for some in row_slices(len(out), layout.shape[1]):  # what is made on the way takes little memory
+        for some in row_slices(len(out), layout.shape[1]):  # slices keep temporary memory small
             for part, pieces in held:
                 self.decode_columns(layout, part, pieces, first + some.start, out[some, part.start : part.end])
         return out
@@ -97,11 +102,17 @@ class Quantised(WeightFormat):
     def decode_columns(
         self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], first: int, out: torch.Tensor
     ) -> None:
-        """Fill out (rows from `first` on, columns of the part), in a float dtype, of a matrix stored by columns."""
+        """Fill `out` from a part of a matrix that is stored by columns.
+
+        out: (rows from `first` on, columns of the part), a float dtype.
+        """
         raise NotImplementedError
 
     def multiple(self, tensor: TensorSpec, axis: int, of: int) -> int:
-        """How many times `of` a size of a matrix is."""
+        """Return a matrix's size along `axis`, divided by `of`.
+
+        Raises UsageError if it is no multiple.
+        """
         if tensor.shape[axis] % of:
             what = ("rows", "columns")[axis]
             raise UsageError(
@@ -125,25 +136,30 @@ class Quantised(WeightFormat):
         parts = [some.packed for some in out if isinstance(some, Int8Rows)]
         done = len(parts[0]) if isinstance(parts[0], BlockedInt8) and self.fill_blocks(layout, held, parts[0]) else 0
         some_rows = list(row_slices(rows - done, columns, BLOCK_ROWS))
-        most = some_rows[0].stop if some_rows else 0
-        values = torch.empty(most, columns, device=held[0].pieces[0].device, dtype=torch.float32)
+        max_rows = some_rows[0].stop if some_rows else 0
+        values = torch.empty(max_rows, columns, device=held[0].pieces[0].device, dtype=torch.float32)
         for some in some_rows:
             here = self.decode_range(layout, held, done + some.start, values[: some.stop - some.start])
             fill_int8_rows(here, done + some.start, parts)
 
     def fill_blocks(self, layout: TensorLayout, held: Sequence[Held], out: BlockedInt8) -> bool:
-        """The first rows of a matrix as int8 rows in one pass, where there is a loop for that. False: there is none."""
+        """Fill the first rows of a matrix as int8 rows in one pass.
+
+        Returns False if no loop does that.
+        """
         return False
 
 
 def names_of(tensor: TensorSpec, kind: str) -> tuple[str, ...]:
-    """What is stored of a matrix `base`.weight as `base`.kind."""
+    """Return the names under which `base`.kind of a matrix `base`.weight may be stored."""
     return tuple(f"{name.removesuffix('.weight')}.{kind}" for name in (tensor.name, *tensor.aliases))
 
 
 def settings_of(quantization: Mapping[str, Any] | None, method: str, rules: Rules) -> Mapping[str, Any] | None:
-    """A config of this quant_method whose keys are all known and allowed; None: it is of another one. UsageError names
-    the key."""
+    """Return the config if it has this quant_method, otherwise None.
+
+    Raises UsageError that names a key that is unknown or has an unsupported value.
+    """
     if quantization is None or quantization.get("quant_method") != method:
         return None
     for key, value in quantization.items():
@@ -181,7 +197,10 @@ def whole_number(where: str, key: str, value: Any, low: int, high: int) -> int:
 
 
 def read_group(where: str, found: Mapping[str, Any]) -> int:
-    """The group_size of a config: columns that share a scale, a multiple of 8; 0 for all (-1 there)."""
+    """Return the group_size of a config: columns that share a scale, a multiple of 8.
+
+    0: all columns, which is -1 in the config.
+    """
     size = found.get("group_size", found.get("q_group_size"))
     if size == -1 and type(size) is int:
         return 0
@@ -191,8 +210,12 @@ def read_group(where: str, found: Mapping[str, Any]) -> int:
 
 
 def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, ...]:
-    """A list of modules: names, or regular expressions as is_left_out matches them. mark: what regular expressions
-    begin with, which are matched as they are, where names are nothing else."""
+    """Return a config's list of modules.
+
+    Its items are names or regular expressions, as `is_left_out` matches them. mark: a prefix of
+    regular expressions. If there is one, expressions are matched as they are, and names are only
+    names.
+    """
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
@@ -210,7 +233,7 @@ def patterns_of(where: str, key: str, value: Any, mark: str = "") -> tuple[str, 
 
 @lru_cache(maxsize=64)  # plans ask for the format of a model again and again
 def _check_patterns(where: str, patterns: tuple[str, ...], mark: str) -> None:
-    """UsageError for a regular expression that cannot be read, or that may take long."""
+    """Raise UsageError for a regular expression that is invalid or may take long to match."""
     for pattern in patterns:
         if not pattern.startswith(mark):
             continue
@@ -231,14 +254,17 @@ def _check_patterns(where: str, patterns: tuple[str, ...], mark: str) -> None:
 
 @lru_cache(maxsize=2**16)
 def is_left_out(module: str, patterns: tuple[str, ...]) -> bool:
-    """As transformers' should_convert_module: a pattern names a module and all below it, is a regular expression that
-    does, or is the end of a name."""
+    """Return whether a module is left out, as transformers' should_convert_module decides.
+
+    A pattern is a module's name, which includes all modules below it, or a regular expression that
+    matches such a name, or the end of a name.
+    """
     return module.endswith(patterns) or _begins(patterns).match(module) is not None
 
 
 @lru_cache(maxsize=64)
 def _begins(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """What a module's name begins with where a pattern names it, or one above it."""
+    """Return an expression that matches a name if a pattern names that module or one above it."""
     return re.compile(f"(?:{'|'.join(f'(?:{pattern})' for pattern in patterns)}){_BOUNDARY}")
 
 
