@@ -106,8 +106,9 @@ def _kept(folder: Path) -> Iterator[Kept]:
 
 
 def _looked_at(kept: Kept) -> Kept:
-    """Return `kept` with its size, its last use and its state. Raise FileNotFoundError if it has
-    gone.
+    """Return `kept` with its size, its last use and its state.
+
+    Raise FileNotFoundError if it has gone.
     """
     from flexgen_h2o.checkpoint.atomic_folder import is_in_use, is_unfinished
 
@@ -139,8 +140,9 @@ def _weights(path: Path, name: str) -> Kept | None:
 
 
 def _machine_of(path: Path) -> str | None:
-    """Return the machine of a profile that was measured here, of any version. None for any other
-    file.
+    """Return the machine of a profile that was measured here, of any version.
+
+    None for any other file.
     """
     try:
         body = None if path.is_symlink() else read_json(path, _RECORD_BYTES)
@@ -166,8 +168,9 @@ def _show(found: list[Kept], folder: Path) -> None:
 
 
 def _chosen(args: argparse.Namespace, found: list[Kept], folder: Path) -> list[Kept]:
-    """Return what is to be removed. Raise UsageError, before any removal, if a name is missing or
-    must stay.
+    """Return what is to be removed.
+
+    Raise UsageError, before any removal, if a name is missing or must stay.
     """
     if args.remove_all:
         return found

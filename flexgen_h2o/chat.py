@@ -57,7 +57,7 @@ EXAMPLES = (
     'flexgen-h2o chat Qwen/Qwen3-8B --ram 8GiB --system "You answer in one sentence."',
     "flexgen-h2o chat smollm2-135m --eviction h2o --positions rolling < turns.txt",
 )
-# heavy KV entries if an eviction policy is given without a size, as in `evaluate streaming`
+# Heavy KV entries if an eviction policy is given without a size, as in `evaluate streaming`.
 SIZE = 128
 # The engine opens for a first turn of this many tokens. A longer one opens it again.
 FIRST_TURN = 512
@@ -156,8 +156,9 @@ class Reader:
                 import readline  # noqa: F401 - lines can be edited then
 
     def line(self) -> str | None:
-        """Return the next line without its end, or None after the last. Raise UsageError if it is
-        not UTF-8 text.
+        """Return the next line without its end, or None after the last.
+
+        Raise UsageError if it is not UTF-8 text.
         """
         self.number += 1
         try:
@@ -191,8 +192,9 @@ class Reader:
 
 
 class Chat:
-    """Conversations one after the other. Each is a run of the engine that waits for every next
-    turn.
+    """Conversations one after the other.
+
+    Each is a run of the engine that waits for every next turn.
     """
 
     def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams) -> None:
@@ -222,10 +224,9 @@ class Chat:
         return EXIT_USAGE if self._refused and not self._reader.is_terminal else EXIT_DONE
 
     def _is_taken(self) -> bool:
-        """Handle SIGINT: drop a line that is being typed, or end an answer. Return whether that was
-        done.
+        """Handle SIGINT: drop a line that is being typed, or end an answer.
 
-        Sent again, it ends the chat.
+        Return whether that was done. Sent again, it ends the chat.
         """
         if self._reader.is_waiting:
             raise KeyboardInterrupt
@@ -299,8 +300,9 @@ class Chat:
     # Lines
 
     def _next_turn(self) -> Sequence[int] | None:
-        """Return the next line that is a turn with room for it, as token ids. None if the
-        conversation ends.
+        """Return the next line that is a turn with room for it, as token ids.
+
+        None if the conversation ends.
         """
         self._answers = self._stops = False
         while not (self._is_over or self._is_reset):

@@ -91,7 +91,7 @@ class _PatientStream:
 
     def write(self, text: str) -> int:
         _print_notes()
-        # the encoding may lack a character of a prompt or of a file's name
+        # The encoding may lack a character of a prompt or of a file's name.
         encoding = self._stream.encoding or "utf-8"
         shown = text.encode(encoding, "backslashreplace").decode(encoding)
         self._try(lambda: self._stream.write(shown))
@@ -109,8 +109,9 @@ class _PatientStream:
                 raise
 
     def close_up(self) -> None:
-        """Flush for the last time. If that fails, let Python's own flush at exit write to
-        /dev/null.
+        """Flush for the last time.
+
+        If that fails, let Python's own flush at exit write to /dev/null.
         """
         self._stops = False
         self.flush()
@@ -145,7 +146,7 @@ def _patient_streams() -> Iterator[_PatientStream]:
 
     A stream that the shell has closed (`>&-`) becomes /dev/null.
     """
-    # a file opened later must not get the number of a closed one: libraries print there
+    # A file opened later must not get the number of a closed one: libraries print there.
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -336,8 +337,9 @@ def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, st
 
 
 def _is_same(path: str, other: str) -> bool:
-    """Return whether two names lead to one file, by links or not. Devices like /dev/null are never
-    the same.
+    """Return whether two names lead to one file, by links or not.
+
+    Devices like /dev/null are never the same.
     """
     if os.path.exists(path) and os.path.exists(other):
         return os.path.isfile(path) and os.path.samefile(path, other)
@@ -369,8 +371,7 @@ def check_words(**words: str | None) -> None:
 
 
 def boolean(text: str) -> bool:
-    """Return the value of `true/false`, `yes/no`, `1/0` and so on, as FlexGen's flags accept them.
-    """
+    """Return the value of `true/false`, `yes/no`, `1/0` and so on, as FlexGen's flags do."""
     if text.lower() in ("true", "t", "yes", "y", "1", "on"):
         return True
     if text.lower() in ("false", "f", "no", "n", "0", "off"):

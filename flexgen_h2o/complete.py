@@ -78,7 +78,7 @@ def _run(argv: list[str] | None) -> int:
             params = llm.model.for_chat(params)
         say_notes("complete", args, llm)
         titles = [f"prompt {one.index}" for one in prompts]
-        # longer than the positions
+        # Name the flag if a prompt is longer than the model's positions.
         with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):
             n = len(prompts)
             done = print_completions(llm, prompts, [params] * n, titles, [args.chat] * n, echo=True)

@@ -48,8 +48,9 @@ class Finding:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 1 if a finding hurts
-    (docs/reference/exit-codes.md).
+    """Run the command line.
+
+    Return the exit code: 1 if a finding hurts (docs/reference/exit-codes.md).
     """
     return run_cli("doctor", _run, argv)
 
@@ -166,8 +167,9 @@ def threads() -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Report `ulimit -n`. Weights in many files, a server's connections and libraries need
-    descriptors.
+    """Report `ulimit -n`.
+
+    Weights in many files, a server's connections and libraries need descriptors.
     """
     text = f"at most {soft} at a time (ulimit -n)"
     if soft >= FEW_OPEN_FILES:
@@ -247,7 +249,7 @@ def disk(offload_dir: Path) -> Finding:
             try:
                 rates, is_direct = probe.rates(), probe.is_direct
             finally:
-                # the lanes end first, so that nothing reads a file that is closed
+                # The lanes end first, so that nothing reads a file that is closed.
                 with interrupts.held():
                     mover.lanes.close()
                     probe.close()

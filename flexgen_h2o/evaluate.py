@@ -202,8 +202,9 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
-    """Set the default of --policies. Raise UsageError if any is to drop KV entries with
-    --attn-sparsity.
+    """Set the default of --policies.
+
+    Raise UsageError if any is to drop KV entries with --attn-sparsity.
     """
     if policy.attn_sparsity != 1 and args.policies:
         raise UsageError(

@@ -78,7 +78,7 @@ def naming_flags(**flags: str) -> Iterator[None]:
         yield
     except UsageError as error:
         field, _, rest = str(error).partition(":")
-        # the message begins with a flag or is a sentence
+        # The message begins with a flag or is a sentence.
         if field.startswith("--") or field.count(" ") > 2:
             raise
         rest = _FIELDS.sub(lambda found: _FLAGS[found[0]], rest)
@@ -333,7 +333,7 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     _choose_small_cache(args)
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
-    # values other than typed-out defaults
+    # Values other than typed-out defaults.
     asked_for = [field for field, value in given.items() if value not in (UNIFORM, "none")]
     name = ("h2o" if asked_for else "full") if args.eviction is None else args.eviction
     if name.partition(":")[0] not in POLICIES:

@@ -81,7 +81,7 @@ EXAMPLES = (
     "flexgen-h2o bench facebook/opt-6.7b --random-weights --hh-ratio 0.1 --hh-all --gen-len 8",
 )
 DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
-# for --policy auto without a prompt file, where nothing else sets the number
+# Number of prompts with --policy auto and without a prompt file: nothing else sets it.
 AUTO_BENCHMARK_ROWS = 32
 
 
@@ -167,7 +167,7 @@ def _run(argv: list[str] | None) -> int:
         if args.chat:
             params = llm.model.for_chat(params)
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
-        with naming_flags():  # longer than the model's positions
+        with naming_flags():  # a prompt longer than the model's positions
             sizes = llm.sizes(prompts, params)
         if pipeline is None:  # refusals come before anything is printed
             llm.prepare(prompts, [params] * len(prompts))
@@ -269,9 +269,9 @@ def _generate(
     tokens = args.gen_len - 1
     if args.cut_gen_len:
         seconds = sum(project_decode_seconds(times.sweeps[1:], args.gen_len) for times in llm.times)
-    # FlexGen's fewer_batch: the mean decode layer of the second half that was measured represents
-    # all layers
     else:
+        # As FlexGen's fewer_batch: the mean decode layer of the second half that was measured
+        # represents all layers.
         decoded = [times.layers[llm.num_layers :] for times in llm.times]
         seconds = sum(fmean(layers[len(layers) // 2 :]) * llm.num_layers * tokens for layers in decoded)
     return replace(report, decode=PhaseReport(seconds, report.num_prompts * tokens), projected=True)
@@ -309,8 +309,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
 
 
 def _show_texts(done: list[Completion]) -> None:
-    """Print the first and the last text, as FlexGen does. Print token ids if there is no tokenizer.
-    """
+    """Print the first and the last text, as FlexGen does, or token ids without a tokenizer."""
     ordered = sorted(done, key=lambda c: c.index)
     print(f"Outputs:\n{RULE}")
     for found in {one.index: one for one in (ordered[0], ordered[-1])}.values():
@@ -320,8 +319,9 @@ def _show_texts(done: list[Completion]) -> None:
 
 
 def _show_breakdown(llm: LLM) -> None:
-    """Print the mean seconds of each kind of step. The run was serial, so waiting is the transfer
-    itself.
+    """Print the mean seconds of each kind of step.
+
+    The run was serial, so waiting is the transfer itself.
     """
     prefill_steps, decode_steps = (llm.timeline.count("compute", f"compute_layer {p}") for p in ("prefill", "decode"))
     print(f"#layers: {llm.num_layers}\n#batches prefill: {prefill_steps}\n#batches decoding: {decode_steps}")

@@ -184,8 +184,9 @@ def _refuse_job_flags(args: argparse.Namespace) -> None:
 
 
 def _run_job(args: argparse.Namespace) -> int:
-    """Answer the prompts of --input, or of --prompt, in the file --output. The same command resumes
-    it.
+    """Answer the prompts of --input, or of --prompt, in the file --output.
+
+    The same command resumes it.
     """
     if args.ray_actors and args.ray is None:
         raise UsageError("--ray-actors: goes with --ray; give both")

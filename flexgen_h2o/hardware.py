@@ -126,8 +126,8 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
         write_profile(args.output, profile)
     try:
         _say(f"kept in {store(profile, args.device, args.offload_dir)}")
-    # a home folder that cannot be written to: the measurements are still shown
     except FlexgenError as error:
+        # The home folder cannot be written to. The measurements are still shown.
         _say(f"not kept for later runs: {error}")
     return profile
 

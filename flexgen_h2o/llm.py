@@ -137,7 +137,7 @@ class LLM:
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
         self._blocks: list[BlockStats] = []  # blocks of the newest run
-        # tokens that all its sequences begin with, of which one copy is held
+        # Tokens that all its sequences begin with, of which one copy is held.
         self._common: TokenIds = ()
         self.tests_bits = True  # warn if the KV cache's bits are too few for this model, once, if the test is cheap
 
@@ -219,8 +219,9 @@ class LLM:
 
     @property
     def precision_note(self) -> str | None:
-        """A note for the user on how dtype "auto" changed the checkpoint's precision. None if it
-        did not.
+        """A note for the user on how dtype "auto" changed the checkpoint's precision.
+
+        None if it did not.
         """
         if self.model.random or self._asked_dtype is not None or self.dtype == self._stored_dtype:
             return None
@@ -234,12 +235,13 @@ class LLM:
     def check_plan(self) -> None:
         """Raise UsageError for errors that do not depend on the prompts.
 
-        These are: rolling positions that the model or the policy cannot have; eviction that names
-        no layers; a hardware file that is not a profile; a policy to be chosen with a profile that
-        lacks the dtype.
+        - rolling positions that the model or the policy cannot have
+        - eviction in no layer at all
+        - a --hardware file that is not a profile
+        - policy "auto" with a profile that lacks the dtype
         """
         self._check_eviction()
-        planner = self._planner  # which reads --hardware
+        planner = self._planner  # it reads --hardware
         if isinstance(self.asked_policy, AutoPolicy):
             planner.check_dtype()
 
@@ -253,8 +255,9 @@ class LLM:
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
         watch_logits: LogitsWatch | None = None, refill: bool = True,
     ) -> list[Completion]:  # fmt: skip
-        """Generate for text prompts and lists of token ids, in any mix. Results are in the order of
-        `prompts`.
+        """Generate for text prompts and lists of token ids, in any mix.
+
+        Results are in the order of `prompts`.
 
         params: one for all prompts, or one per prompt. With one per prompt, a sequence draws from
         its own seed alone, so its place in the batch does not matter.
@@ -446,16 +449,18 @@ class LLM:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """The most bytes per tier that the open engine has charged to its budgets. Empty if none is
-        open.
+        """The most bytes per tier that the open engine has charged to its budgets.
+
+        Empty if none is open.
         """
         engine = self._engine  # another thread may close it meanwhile
         return {} if engine is None else engine.peak_bytes
 
     @property
     def budgets(self) -> Mapping[str, int | None]:
-        """The bytes per tier that the open engine may hold; None is no limit. Empty if no engine is
-        open.
+        """The bytes per tier that the open engine may hold; None is no limit.
+
+        Empty if no engine is open.
         """
         engine = self._engine
         return {} if engine is None else engine.budgets
@@ -495,7 +500,7 @@ class LLM:
                 part.spec.rotary is not None, partial(formats.warm_up, form, experts=bool(part.spec.experts)),
             )  # fmt: skip
         checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint
-        # what is packed now must be the checkpoint that was opened at first
+        # The weights that were packed just now must be those that were opened at first.
         if not self.model.random:
             self._checkpoint.check_unchanged()
         if budgets["device"] is not None:
@@ -597,8 +602,9 @@ def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
 
 
 def _text(name: str, value: object) -> str:
-    """Return a name or a path as a string. Raise UsageError that names the argument for other
-    types.
+    """Return a name or a path as a string.
+
+    Raise UsageError that names the argument for other types.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(text, str):

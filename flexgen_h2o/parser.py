@@ -36,7 +36,7 @@ _HELP_COLUMN = 24  # column in which the explanations begin
 
 _NO_VALUE = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-# flags of the running command, as messages have them -> as the user knows them
+# Flags of the running command, as messages have them -> as the user knows them.
 _spelled: dict[str, str] = {}
 
 
@@ -109,7 +109,7 @@ class OneLineParser(argparse.ArgumentParser):
         self._sections: dict[str, argparse._ArgumentGroup] = {}
         self._model_is_positional = False
         self._given: dict[str, str] = {}
-        # words of the command line that are too long to be quoted whole
+        # Words of the command line that are too long to be quoted whole.
         self._words: set[str] = set()
         self._line: list[str] = []  # all words of the command line
         self._model: str | None = None  # the model that a flag names
@@ -187,7 +187,7 @@ class OneLineParser(argparse.ArgumentParser):
                 return f"; a value that begins with a hyphen stands behind an equals sign: {_main_name(action)}={value}"
         return ""
 
-    # called for a sub-command's parser too
+    # Also called for the parser of a sub-command.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         if self._begins_with_model(words):
@@ -271,7 +271,7 @@ class OneLineParser(argparse.ArgumentParser):
             if self._model not in (None, arg_strings[0]):
                 self.error(f"{_main_name(action)} {arg_strings[0]}: {self._model} is named before it; name one model")
             self._model = arg_strings[0]
-        # a shell variable that is not set, not a flag without a value
+        # A shell variable that is not set, not a flag without a value.
         if arg_strings == [""] and action.const == "":
             raise argparse.ArgumentError(action, "'' is empty; leave it out")
         if arg_strings != ["--"]:

@@ -78,7 +78,7 @@ EXAMPLES = (
     "flexgen-h2o plan Qwen/Qwen3-30B-A3B --ram 12GiB --num-prompts 10000 --prompt-len 512 --max-tokens 128",
     "flexgen-h2o plan facebook/opt-30b --hardware t4 --num-prompts 1000 --save-plan plan.json",
 )
-# dtype of OPT checkpoints, and the one that a CPU computes them in
+# The dtype of OPT checkpoints, and the one that a CPU computes them in.
 USUAL_DTYPES = ("float16", "bfloat16")
 # Flags of flex_opt besides the policy. The command that runs the plan repeats those that were
 # given.
@@ -88,7 +88,7 @@ REPEATED = (
 )  # fmt: skip
 MOST_PROMPTS = 10**9
 THIS_MACHINE = "this machine"  # name of this machine's profile
-# share of a plan's time: a flag that changes precision is named if it saves a tenth
+# Share of a plan's time: a flag that changes precision is named if it saves a tenth.
 WORTH_A_FLAG = 0.9
 OF_EVICTION = ("--eviction", *EVICTION_FLAGS.values())
 
@@ -222,8 +222,7 @@ def nearest_machine(found: Mapping[str, HardwareProfile]) -> str:
 
 
 def machines(offload_dir: str | None) -> dict[str, HardwareProfile]:
-    """Return profiles by name: this machine's if it was measured, shipped ones, and round figures.
-    """
+    """Return profiles by name: this machine's if measured, shipped ones, and round figures."""
     from flexgen_h2o.planner.measure.run import cached_profile
     from flexgen_h2o.planner.profile import SHIPPED, nominal_profile, read_profile
 
@@ -277,7 +276,7 @@ def _question(args: argparse.Namespace) -> Answer:
     spec = args.spec or find_spec(model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len)
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
-    # its KV entries are counted in those bits
+    # Its KV entries are counted in those bits.
     by_bytes = getattr(eviction, "kv_bytes", None) is not None
     eviction = fitted(eviction, spec, kv_sizes_of(spec, policy))
     compress = [name for name in COMPRESSION if searched and getattr(args, name) and not (by_bytes and "cache" in name)]
@@ -381,7 +380,7 @@ def _answered(question: Answer) -> Answer:
     except DoesNotFitError as error:
         return replace(question, seconds=time.perf_counter() - began, problem=str(error))
     seconds = time.perf_counter() - began
-    # a search need not use the bits that it may use
+    # A search need not use the bits that it may use.
     plan = replace(plan, policy=without_unused_bits(plan.policy))
     return replace(question, plan=plan, seconds=seconds)
 
@@ -449,7 +448,7 @@ def _with_policy(verb: str, more: str, args: argparse.Namespace, answer: Answer)
     words.append(given_flags(args, REPEATED))
     if args.device != "auto":
         words.append(f"--device {args.device}")
-    # its own dtype may be another one
+    # A folder's own dtype may be another one.
     if args.dtype != "auto" or (args.spec is None and is_folder(args)):
         words.append(f"--dtype {answer.space.machine.dtype}")
     return " ".join(filter(None, words))

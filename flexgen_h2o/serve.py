@@ -187,8 +187,9 @@ def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
 
 
 def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:
-    """Return the flags of the engine, and of the one for comparisons. The budgets are divided
-    between them.
+    """Return the flags of the engine, and of the one for comparisons.
+
+    The budgets are divided between them.
     """
     if args.compare is None:
         return args, None
@@ -285,7 +286,7 @@ def _listening(args: argparse.Namespace) -> Iterator[socket.socket]:
     if args.port > 65535:
         raise UsageError(f"--port {args.port}: is above 65535")
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    # another server, such as the one planned anew, may use the port
+    # Another server, such as the one planned anew, may use the port.
     port = 0 if args.dry_run else args.port
     try:
         listener = socket.create_server((args.host, port), family=family, backlog=args.max_connections)

@@ -29,7 +29,7 @@ from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 
 ATTENTION = "flexgen_h2o"  # name of this package's attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gpt_neox")
-# the oldest version that was tried; the engine itself runs with older ones
+# The oldest version that was tried. The engine itself runs with older ones.
 LEAST_TRANSFORMERS = "5.20"
 
 __all__ = ["EvictingCache", "disable_eviction", "disable_h2o", "enable_eviction", "enable_h2o"]
@@ -59,8 +59,9 @@ def enable_h2o(
 def enable_eviction(
     model: PreTrainedModel, eviction: Eviction, mode: str = "drop", max_new_tokens: int | None = None
 ) -> None:
-    """Let `model.generate` keep the KV entries that `eviction` keeps. A second call replaces the
-    first.
+    """Let `model.generate` keep the KV entries that `eviction` keeps.
+
+    A second call replaces the first.
 
     eviction: `H2O(...)`, `H2ONorm(...)`, `Tova(...)`, ... of flexgen_h2o.kvcache.eviction. It
     decides separately for each (sequence, kv-head), with the scores of its query heads summed.

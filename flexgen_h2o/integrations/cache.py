@@ -35,7 +35,7 @@ from flexgen_h2o.kvcache.eviction.policy import (
 from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable
 from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata
 
-# for each sequence, (first, count) of its tokens among the n; the others are padding
+# For each sequence, (first, count) of its tokens among the n; the others are padding.
 Spans = Sequence[tuple[int, int]]
 
 
@@ -80,8 +80,9 @@ class EvictingLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen, with padding. Positions follow from it, not from the KV
-        entries left.
+        """Return the number of tokens seen, with padding.
+
+        Positions follow from it, not from the KV entries left.
         """
         return self._seen
 
@@ -121,8 +122,9 @@ class EvictingLayer(CacheLayerMixin):
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     def attend(self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, one_by_one: bool) -> torch.Tensor:
-        """Return the attention of new tokens, (b, n, heads, d), with 0 for padding. Add their KV
-        entries, then evict.
+        """Return the attention of new tokens, (b, n, heads, d), with 0 for padding.
+
+        Add their KV entries, then evict.
 
         qkv: q (b, heads, n, d); k and v (b, kv_heads, n, d), rotated if the model rotates them.
         one_by_one: the tokens count as generated. Otherwise, if the cache is empty, they are a
@@ -217,8 +219,9 @@ GROWTH = 64  # slots that are added at a time, if a budget is larger than what i
 
 
 class DroppingLayer(EvictingLayer):
-    """Slots for sinks + heavy + recent + 1 KV entries per row. A new KV entry overwrites the row's
-    victim.
+    """Slots for sinks + heavy + recent + 1 KV entries per row.
+
+    A new KV entry overwrites the row's victim.
     """
 
     _drops = True
@@ -277,7 +280,7 @@ class MaskingLayer(EvictingLayer):
             metadata.norms[:, -1] = value_sizes(self._policy.needs, v).flatten()
         held = (metadata.positions >= 0).view(batch, kv_heads, 1, -1)
         products = q.view(batch, kv_heads, -1, width).float() @ self.keys.float().transpose(-1, -2) * scale
-        # padding attends to nothing
+        # Padding attends to nothing.
         p = products.masked_fill(~held, -math.inf).softmax(-1).nan_to_num(0.0)
         filled = held.sum(-1)[:, 0, 0].cpu()  # each kv-head has as many
         if metadata.scores is not None:
@@ -307,7 +310,7 @@ class MaskingLayer(EvictingLayer):
         full = (filled >= rows.budgets.slots).repeat_interleave(rows.kv_heads).to(positions.device)
         if not bool(full.any()):
             return
-        # masked slots have a position that is never evicted
+        # Masked slots have a position that is never evicted.
         every_slot = torch.full_like(self.past, positions.shape[1])
         rank_victims(rows, self.past, every_slot)
         index = victims.long()[:, None]
@@ -326,8 +329,9 @@ class Promised(OfStage):
     positions: int  # positions of the model, which limit them further
 
     def new_tokens(self, prompt_len: int) -> int:
-        """Return the most tokens that are generated after a prompt. The newest token needs no
-        position.
+        """Return the most tokens that are generated after a prompt.
+
+        The newest token needs no position.
         """
         return max(1, min(self.most_new, self.positions - prompt_len + 1))
 
@@ -356,7 +360,7 @@ class EvictingCache(Cache):
         super().__init__(layers=[*self._blocks])
         self._policy, self._keeps = eviction, keeps
         self._table: SlotTable | None = None
-        self._spans: Spans | None = None  # of the current forward
+        self._spans: Spans | None = None  # spans of the current forward
         self._one_by_one = False
 
     @property
@@ -406,8 +410,9 @@ class EvictingCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return only the new KV entries. Raise UsageError if the evicting attention will not
-        follow.
+        """Return only the new KV entries.
+
+        Raise UsageError if the evicting attention will not follow.
         """
         if self._spans is None:
             raise UsageError("past_key_values: made while eviction was enabled, which it is no longer; give a new one")

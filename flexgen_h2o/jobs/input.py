@@ -37,13 +37,13 @@ _FOREIGN = {
 _SPACE = re.compile(r"[ \t\r\n]*")  # white space between the parts of JSON
 _CHUNK = 2**16  # rows that are looked up at a time
 _PIECE_BYTES = 2**20  # bytes read at a time if only the digest is wanted
-# limits of a step (some milliseconds), and of what `read_in_turns` reads ahead of a job
+# Limits of a step (some milliseconds), and of what `read_in_turns` reads ahead of a job.
 STEP_LINES, STEP_BYTES = 256, 2**16
 _LINES_A_ROW = 2  # lines per row in an input with limited rows: a blank line may follow each row
 
 Digests = npt.NDArray[np.bytes_]
 Made = TypeVar("Made")
-# work in steps of some milliseconds; the caller can do other work in between
+# Work in steps of some milliseconds; the caller can do other work in between.
 Steps = Generator[None, None, Made]
 
 
@@ -181,8 +181,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
-    """Yield parts of the input, in one pass. Each but the last has `size` rows that are not `done`.
-    """
+    """Yield parts of the input, in one pass. Each but the last has `size` rows to be done."""
     start, count = None, 0
     for line in islice(read_lines(path), len(done)):
         if done[line.row]:
@@ -243,15 +242,17 @@ def begins_as(path: Path, nbytes: int, digest: str) -> bool:
 
 
 def id_digest(custom_id: str) -> bytes:
-    """Return 16 bytes that identify an id. Among a billion ids two are alike with probability
-    1e-20.
+    """Return 16 bytes that identify an id.
+
+    Among a billion ids two are alike with probability 1e-20.
     """
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
 def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
-    """Return for each of `ids` whether it is in `done`. Sort `done` in place, and use one byte per
-    row.
+    """Return for each of `ids` whether it is in `done`.
+
+    Sort `done` in place, and use one byte per row.
     """
     mask = np.zeros(len(ids), bool)
     if len(done):

@@ -65,10 +65,9 @@ def run_job(
     args: argparse.Namespace, source: Path, target: Path, policy: Policy, is_auto: bool, eviction: Eviction,
     defaults: SamplingParams,
 ) -> int:  # fmt: skip
-    """Run the requests in `source` into the output `target` for another command. Return the exit
-    code.
+    """Run the requests in `source` into the output `target` for another command.
 
-    With --dry-run only the plan is printed.
+    Return the exit code. With --dry-run only the plan is printed.
     """
     of_job = argparse.Namespace(**{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target})
     if vars(args).get("dry_run"):

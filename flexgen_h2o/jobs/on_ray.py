@@ -68,8 +68,8 @@ class Pool:
 class Opening:
     """All that an actor needs to open its engine."""
 
-    args: argparse.Namespace  # of the command line; actors get absolute paths and their own RAM
-    policy: Policy  # as `flags.policy_of` returns it
+    args: argparse.Namespace  # the command line's; actors get absolute paths and their own RAM
+    policy: Policy  # from `flags.policy_of`
     is_auto: bool
     eviction: Eviction
     digests: dict[str, str | None]  # digests of the driver's weights and tokenizer (`LLM.digests`)
@@ -117,8 +117,9 @@ def run_window(
     llm: LLM, reader: RequestReader, lines: Sequence[Line], window: int | None, refill: bool,
     has_run: bool = False,
 ) -> Iterator[Sequence[Answer] | Notes]:  # fmt: skip
-    """Run a window in a thread. Yield its answers as they come, then its notes. Raise the engine's
-    errors.
+    """Run a window in a thread.
+
+    Yield its answers as they come, then its notes. Raise the engine's errors.
     """
 
     def work(tell: Tell) -> None:
@@ -131,10 +132,9 @@ def run_window(
 
 
 def from_thread(work: Callable[[Tell], None], tick_s: float | None = None) -> Iterator[Any]:
-    """Yield what `work`, which runs in a thread of its own, passes to its argument. Raise its
-    errors here.
+    """Yield what `work`, which runs in a thread of its own, passes to its argument.
 
-    Yield None when nothing was passed for tick_s seconds.
+    Raise its errors here. Yield None when nothing was passed for tick_s seconds.
     """
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     over = object()
@@ -242,7 +242,7 @@ class RayJob:
         if isinstance(found, Notes):
             self._writer.notes.add(found)
             return
-        # a retried window answers some rows again
+        # A retried window answers some rows again.
         new: list[Answer] = [one for one in found if not self._done[one.row]]
         self._done[[one.row for one in new]] = True
         self._writer.sweep(sum(one.tokens for one in new))
@@ -319,8 +319,7 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell:
 
 @contextlib.contextmanager
 def ray_at(address: str | None) -> Iterator[None]:
-    """Connect to the Ray at an address. None: start a Ray on this machine that ends with the job.
-    """
+    """Connect to the Ray at an address. None: start a local Ray that ends with the job."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors come as exceptions
     # Without this, the thread of an ended flow would start another Ray, whose signal handlers end
@@ -339,7 +338,7 @@ def ray_at(address: str | None) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)  # Ray has replaced the handler
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    # bytes: each result of an actor becomes a block, which is sent at once
+    # In bytes: each result of an actor becomes a block, which is sent at once.
     context.target_max_block_size = 1
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     # Until at least Ray 2.64 there is no other way to set max_task_retries. setup.py requires an
@@ -361,8 +360,9 @@ def _knock(address: str | None) -> None:
 
 
 def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:
-    """Return the actors for the nodes of the open Ray. By default it is one per GPU, or one per
-    node.
+    """Return the actors for the nodes of the open Ray.
+
+    By default it is one per GPU, or one per node.
 
     host_bytes: RAM of each actor. None: an even share of its node's RAM.
 

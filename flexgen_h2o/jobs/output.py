@@ -57,8 +57,9 @@ class OutputFile:
 
     @property
     def _fd(self) -> int:
-        """The file's descriptor, which is opened again after `rest`. Raise FlexgenError if the file
-        is gone.
+        """The file's descriptor, which is opened again after `rest`.
+
+        Raise FlexgenError if the file is gone.
         """
         if self._open_fd is None:
             if not self.path.exists():  # opening it would create a new file
@@ -67,8 +68,9 @@ class OutputFile:
         return self._open_fd
 
     def rest(self) -> None:
-        """Release the descriptor and the lock until the file is used again. It must be unchanged
-        then.
+        """Release the descriptor and the lock until the file is used again.
+
+        It must be unchanged then.
         """
         if self._open_fd is not None:
             os.close(self._open_fd)
@@ -101,8 +103,9 @@ class OutputFile:
             self._cut(good, self._end)
 
     def check_rows(self, rows: int) -> None:
-        """Count the rows in the file when all are written. Raise FlexgenError if somebody wrote
-        over some.
+        """Count the rows in the file when all are written.
+
+        Raise FlexgenError if somebody wrote over some.
         """
         found, _ = count_rows(self.path)
         if found < rows:
@@ -213,11 +216,10 @@ class OutputFile:
         self._cut(start + (keep if is_ours else 0), start + written, is_ours)
 
     def _cut(self, size: int, end: int, is_ours: bool = True) -> None:
-        """Shorten the file if it still ends at `end`. It never grows, and no bytes of others are
-        cut off.
+        """Shorten the file if it still ends at `end`.
 
-        On a disk that fails this is best effort: a line that stays torn is cut off when the job
-        resumes.
+        It never grows, and no bytes of others are cut off. On a disk that fails this is best
+        effort: a line that stays torn is cut off when the job resumes.
         """
         if end != os.fstat(self._fd).st_size:
             return
@@ -308,8 +310,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock the file. Return a descriptor of the file that has the name once it is locked.
-    """
+    """Open and lock the file. Return a descriptor of the file that has the name when locked."""
     for attempt in range(_LOCK_TRIES):
         try:
             fd = open_patiently(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
@@ -324,7 +325,7 @@ def _open_locked(path: Path) -> int:
         except OSError as error:
             os.close(fd)
             raise UsageError(f"--output {path}: cannot be locked here ({error.strerror or error})") from error
-        # locked by another job, or for a moment by a --status command; or just removed
+        # Locked by another job, or for a moment by a --status command; or just removed.
         os.close(fd)
         if attempt < _LOCK_TRIES - 1:
             time.sleep(_LOCK_WAIT_S)

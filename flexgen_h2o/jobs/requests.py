@@ -28,8 +28,8 @@ FULL = Full()
 NOT_FINITE = CODE_NOT_FINITE
 INTERNAL = CODE_INTERNAL
 MOST_MESSAGE_CHARACTERS = 500  # an error message may quote the request, which may have any length
-# Limits of a record that is sent back. Bytes besides its prompt: a window keeps thousands of
-# records. Levels of nesting.
+# Limits of a record that is sent back: bytes besides its prompt (a window keeps thousands of
+# records), and levels of nesting.
 MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
 
 Kind = Literal["completion", "chat", "helm"]
@@ -49,8 +49,8 @@ class Field:
     """
 
     does: Does  # what the value determines
-    # allowed values, as any other would change the answer and is unsupported; None: any value, or
-    # those that the field's reader accepts
+    # Allowed values: any other would change the answer, and is unsupported. None: any value, or
+    # those that the field's reader accepts.
     only: tuple[Any, ...] | None = None
     only_in_chat: tuple[Any, ...] | None = None  # allowed values in chat requests, if they differ
     is_count: bool = False  # the value is a whole number, which some clients write as 2.0
@@ -115,7 +115,7 @@ FIELDS: dict[str, Field] = {
     "skip_special_tokens": Field("nothing", only=(True,)),
     "spaces_between_special_tokens": Field("nothing", only=(True,)),
     "truncate_prompt_tokens": Field("nothing", only=()),
-    # the template has them
+    # The template has them.
     "add_special_tokens": Field("nothing", only=(True,), only_in_chat=(False,)),
     "add_generation_prompt": Field("nothing", only=(True,)),
     "continue_final_message": Field("nothing", only=(False,)),
@@ -206,8 +206,8 @@ class Request:
     prompt: Prompt  # its index is the line number; it has its text only if `echo`
     params: SamplingParams
     asked_model: str | None = None  # the model that the request names
-    # of a HELM request: JSON to send back with the answer. It is not parsed, which would take about
-    # thirty times the memory.
+    # JSON of a HELM request, to send back with the answer. Parsed it would take about thirty times
+    # the memory.
     record: bytes | None = None
     row: int = 0  # number of the row in the input, as in `Line`
     echo: bool = False  # whether the answer begins with the prompt
@@ -229,14 +229,15 @@ class RequestReader:
     model: Model
     defaults: SamplingParams  # values of fields that a line does not have
     eviction: Eviction = FULL  # the eviction policy of the run
-    # whether texts are messages in the model's chat template. None: lines of a .txt file and
+    # Whether texts are messages in the model's chat template. None: lines of a .txt file and
     # `{"text": ...}` are messages if the model has a template, and `{"prompt": ...}` is not.
     chat: bool | None = None
     system: str | None = None  # a system message before each text that is a message
 
     def texts_settings(self) -> dict[str, Any]:
-        """Return the settings that answers to texts also depend on, for a job's sidecar. Empty by
-        default.
+        """Return the settings that answers to texts also depend on, for a job's sidecar.
+
+        Empty by default.
         """
         given = {"chat": self.chat, "system": self.system}
         given = {name: value for name, value in given.items() if value is not None}
@@ -452,8 +453,9 @@ def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> Answers:
 
 
 def _prompts_of(fields: Mapping[str, Any], given: Any, is_chat: bool) -> list[Any]:
-    """Return the prompts of a request. OpenAI's `prompt` may be a list of texts or of lists of
-    token ids.
+    """Return the prompts of a request.
+
+    OpenAI's `prompt` may be a list of texts or of lists of token ids.
     """
     is_list = not is_chat and isinstance(given, list) and given is fields.get("prompt")
     if is_list and given and isinstance(given[0], str | list):
@@ -480,21 +482,23 @@ def _check_count(n: int, prompts: list[Any], most: int | None) -> None:
 
 @contextmanager
 def _request_errors() -> Iterator[None]:
-    """Do what `row_errors` does. A value that is nested too deeply to be read is the client's
-    error.
+    """Do what `row_errors` does.
+
+    A value that is nested too deeply to be read is the client's error.
     """
     with row_errors():
         try:
             yield
-        # quoting the value in an error fails at fewer levels than parsing it
         except RecursionError as error:
+            # Quoting the value in an error fails at fewer levels than parsing it.
             raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
 
 
 @contextmanager
 def _errors_of_prompt(i: int, count: int) -> Iterator[None]:
-    """Do what `_request_errors` does. If there are several prompts, the error names the one it is
-    about.
+    """Do what `_request_errors` does.
+
+    If there are several prompts, the error names the one it is about.
     """
     try:
         with _request_errors():
@@ -593,8 +597,9 @@ def _quoted(value: Any) -> str:
 
 
 def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
-    """Return the record as JSON. Raise RowError if it nests too deeply or is too large besides its
-    prompt.
+    """Return the record as JSON.
+
+    Raise RowError if it nests too deeply or is too large besides its prompt.
     """
     level: Iterable[Any] = [record]
     for _ in range(MOST_RECORD_LEVELS):

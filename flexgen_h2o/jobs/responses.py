@@ -143,8 +143,9 @@ def text_logprobs(
     token_ids: Sequence[int], found: Sequence[TokenLogprobs | None], starts: Sequence[int] | None,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return log-probabilities in the form of text completions. The first token of a prompt has
-    none.
+    """Return log-probabilities in the form of text completions.
+
+    The first token of a prompt has none.
 
     starts: places of the tokens in the text; None without a tokenizer.
 

@@ -33,9 +33,9 @@ from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
-# the model's name in requests of h2o_hf and of `evaluate lm-eval generate`, which name none
+# The model's name in requests of h2o_hf and of `evaluate lm-eval generate`, which name none.
 NO_MODEL = "x"
-# internal errors of a job that are printed on stderr: a job may have a million rows
+# Internal errors of a job that are printed on stderr: a job may have a million rows.
 MOST_SAID = 100
 # Bad lines that are handled before other work is done: about 60 ms, in which a server does nothing
 # else. Long lines take longer, so time is limited too.
@@ -146,8 +146,8 @@ class JobWriter(Silent):
         self._output, self._peak_bytes, self._max_errors = output, peak_bytes, max_errors
         self._done_before, self._began, self._written = before.rows, time.monotonic(), 0.0
         self._sidecar = before.sidecar
-        # rows that were read, and their new tokens; rows that are not done count the most they may
-        # have
+        # Rows that were read, and their new tokens. A row that is not done counts the most that it
+        # may have.
         self._asking, self._new = 0, 0
         with interrupts.held():  # tqdm starts a thread
             self._bar = tqdm(
@@ -197,10 +197,9 @@ class JobWriter(Silent):
         self._new -= sum(row.asked - row.answered for row in rows)
 
     def restore_sidecar(self) -> None:
-        """Write the sidecar again if somebody has removed it. Without it a killed job could not
-        resume.
+        """Write the sidecar again if somebody has removed it.
 
-        Raise FlexgenError if it cannot be written.
+        Without it a killed job could not resume. Raise FlexgenError if it cannot be written.
         """
         if self._sidecar is not None:
             self._sidecar.restore(self._output.path)
@@ -348,8 +347,9 @@ class Job:
         self._on_open = on_open
 
     def run(self, rows: int) -> None:
-        """Run all lines, which are at most `rows`. Errors of the engine and of the sink are not
-        caught.
+        """Run all lines, which are at most `rows`.
+
+        Errors of the engine and of the sink are not caught.
         """
         self._llm.expect(rows)
         while requests := self._take(self._window_rows):
@@ -382,7 +382,7 @@ class Job:
             requests, block_size = self._prepare(requests, fills=more is not None)
         except DoesNotFitError:
             fitting, others = self._fitting_alone(requests)
-            # another program held memory in between
+            # Another program held memory in between.
             fits_by_now = not others and len(requests) == 1
             some_ran = self._has_run or (fitting and self._sink.has_answers)
             if fits_by_now or (not some_ran and not (fitting and others)):

@@ -2,7 +2,8 @@
 
 The settings ensure that no restart mixes answers of two settings.
 
-    OUT.jsonl.job.json      schema, settings, input {path, bytes, digest}, earlier (settings before a --force)
+    OUT.jsonl.job.json      schema, settings, input {path, bytes, digest},
+                            earlier (settings before a --force)
     OUT.jsonl.status.json   the fields of `Status`; other processes may read it
 """
 
@@ -48,9 +49,9 @@ class Sidecar:
 
     settings: dict[str, Any]  # nested, JSON values (job.settings_of)
     input_path: str
-    input_bytes: int  # size of the input when the job last read it
+    input_bytes: int  # size of the input when the job last began
     input_digest: str  # digest of these bytes, as in `Scan`
-    # settings of rows that the output had before a --force
+    # Settings of rows that the output had before a --force.
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -75,8 +76,9 @@ class Sidecar:
             raise FlexgenError(f"{sidecar_path(output)}: {error.strerror or error}") from error
 
     def restore(self, output: Path) -> None:
-        """Write the file again if somebody has removed it. Raise FlexgenError if it cannot be
-        written.
+        """Write the file again if somebody has removed it.
+
+        Raise FlexgenError if it cannot be written.
         """
         if not sidecar_path(output).is_file():
             self.write(output)
@@ -87,8 +89,7 @@ def sidecar_path(output: Path) -> Path:
 
 
 def read_sidecar(output: Path) -> Sidecar | None:
-    """Return the sidecar, or None if there is none. Raise UsageError if the file is not a sidecar.
-    """
+    """Return the sidecar, or None if there is none. Raise UsageError for any other file."""
     path = sidecar_path(output)
 
     def made(body: Any) -> Sidecar:
@@ -137,8 +138,9 @@ def _short(value: Any) -> str:
 
 @dataclass
 class Status:
-    """Progress of a job. Counts of rows are those of the whole output; tokens and seconds are of
-    this run.
+    """Progress of a job.
+
+    Counts of rows are those of the whole output; tokens and seconds are of this run.
     """
 
     state: str = RUNNING  # running, done, or what ended the job
@@ -146,14 +148,14 @@ class Status:
     rows: int = 0  # rows of the input
     done: int = 0  # rows of the input that are in the output
     errors: int = 0  # error rows among them
-    # rows in the output that answer no line of this input, as after --force with another input
+    # Rows in the output that answer no line of this input, as after --force with another input.
     other_rows: int = 0
     other_errors: int = 0  # error rows among them
     tokens: int = 0  # new tokens
-    # of rows that the engine has finished; counted at the end of a window, or with refill at the
-    # end of the job
+    # Prompt tokens of rows that the engine has finished. They are counted at the end of a window,
+    # or with refill at the end of the job.
     prompt_tokens: int = 0
-    # prompt tokens that were not computed, because rows that begin alike share them
+    # Prompt tokens that were not computed, because rows that begin alike share them.
     spared_tokens: int = 0
     seconds: float = 0.0
     tokens_per_s: float = 0.0

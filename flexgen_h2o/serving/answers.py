@@ -68,7 +68,7 @@ def say_fault(where: str, error: BaseException) -> None:
 
 def say_line(line: str) -> None:
     line = shortened(line, MOST_SAID)
-    # half surrogates cannot be printed
+    # Half surrogates cannot be printed.
     say("serve", line.encode(errors="backslashreplace").decode())
 
 
@@ -138,7 +138,7 @@ def _check_length(request: Request, most: int, positions: int, where: str) -> No
     where: which of several prompts it is, for the error.
     """
     length, new = len(request.prompt.token_ids), request.params.max_tokens
-    # the newest token needs no position
+    # The newest token needs no position.
     asked = length + (max(0, new - 1) if most < positions else 0)
     if asked > most:
         raise RowError(
@@ -221,8 +221,7 @@ class Pieces:
 
 
 class _Choice:
-    """The pieces of one choice. An answer that begins with its prompt (`echo`) comes as one piece.
-    """
+    """The pieces of one choice. An answer that begins with its prompt (`echo`) is one piece."""
 
     def __init__(self, request: Request, model: Model) -> None:
         self._request = request

@@ -349,7 +349,7 @@ async def _failed(request: Request, error: FlexgenError) -> Response:
 
 
 async def _internal(request: Request, error: Exception) -> Response:
-    # the guard gets the error too, and logs it
+    # The guard gets the error too, and logs it.
     return refusal(Refused(500, "internal error", CODE_INTERNAL))
 
 

@@ -31,7 +31,7 @@ from flexgen_h2o.serving.store import Store
 if TYPE_CHECKING:
     from flexgen_h2o.serving.batches import Batches
 
-# seconds after which a batch makes room for waiting ones, if it has also given a block's rows
+# Seconds after which a batch makes room for waiting ones, if it has also given a block's rows.
 TURN_S = 5.0
 
 

@@ -70,18 +70,18 @@ class Batches:
         self._most_rows = most_rows
         self.running: dict[str, Batch] = {}  # open batches, by id
         self._clerk = Clerk(self._tick)
-        # protects the state of batches: held while a record is written
+        # Protects the state of batches: held while a record is written.
         self._lock = threading.Lock()
         self._turns = threading.Lock()  # protects the fields below: held for moments
         self._ready: deque[dict[str, Any]] = deque()  # validated, not open yet
-        # sidecars that this server made when it validated them, by id: the jobs begin with them
+        # Sidecars that this server made when it validated them, by id: the jobs begin with them.
         self.validated: dict[str, Sidecar] = {}
         self._opening: dict[str, int] = {}  # batches that are being opened: rows by id
         self._feeding: set[Batch] = set()  # batches that the block takes rows of
         self._resting: deque[Batch] = deque()  # batches that have had a turn
         self._is_newcomers_turn = True  # new batches have the next turn, rather than resting ones
         self._at_work: set[str] = set()  # batches whose files the clerk reads
-        # the batch that no other joins, and until when
+        # The batch that no other joins, and until when.
         self._trial: tuple[str, float] | None = None
 
     def go_on(self) -> None:
@@ -145,7 +145,7 @@ class Batches:
         for run in self.running.values():
             with contextlib.suppress(FlexgenError):
                 run.close(f"ended by {signal}")
-        # otherwise an open batch may have ended the server
+        # After any other error an open batch may have ended the server.
         if isinstance(signal, interrupts.Interrupted):
             self.store.release_all()
 
@@ -161,8 +161,7 @@ class Batches:
         return bool(self._ready or self._resting)
 
     def left(self, run: Batch) -> None:
-        """Record that the block takes no more rows of a batch now. The engine's thread calls this.
-        """
+        """Record that the block takes no rows of a batch now. The engine's thread calls this."""
         with self._turns:
             self._feeding.discard(run)
             if not run.is_over:
@@ -195,8 +194,9 @@ class Batches:
                 self._clerk.add(partial(self._open, found), self._input_bytes(found) if is_begun else 0)
 
     def _next_in_turn(self) -> Batch | dict[str, Any] | None:
-        """Return the next batch: a new one (a record) and a resting one alternate. None if none is
-        wanted.
+        """Return the next batch: a new one (a record) and a resting one alternate.
+
+        None if none is wanted.
         """
         with self._turns:
             if not self._wants_more():
@@ -239,7 +239,7 @@ class Batches:
 
         Rows of a failed batch may not be in a result file yet, because the disk was full.
         """
-        # the disk is still full, and the next start tries again
+        # If the disk is still full, the next start tries again.
         with contextlib.suppress(OSError, FlexgenError):
             has_files = batch["output_file_id"] or batch["error_file_id"]
             if batch["status"] == "failed" and not has_files:

@@ -27,13 +27,13 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.serving.answers import Refused, say_fault, say_line
 
 TEMPLATE_PROMPT = 128  # tokens of a usual prompt; the engine is opened for such prompts
-# upper ends of the histogram, in seconds
+# Upper ends of the histogram, in seconds.
 LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 RECENT_S = 10.0  # seconds over which speeds are measured
 PLAIN_ROW_S = 1.0  # seconds that a sequence is assumed to need before one has been timed
 MOST_RETRY_S = 120
 MOST_ENDS = 64
-# spans of the timeline, and seconds that they are kept after a request for them
+# Spans of the timeline, and seconds that they are kept after a request for them.
 MOST_SPANS, WATCHED_S = 1000, 15.0
 NO_ROOM = "prompt: it and max_tokens need more of the KV cache than this server was opened for; raise --max-len"
 
@@ -82,7 +82,7 @@ class Ticket:
     streams: bool = False  # whether the client gets each token as it is made
     is_gone: bool = False  # whether the client has gone
     asks_again: bool = False
-    # time.monotonic() when the request arrived
+    # When the request arrived, by time.monotonic().
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -123,7 +123,7 @@ class Counts:
     failed: int = 0  # sequences that ended with an error
     refused: int = 0  # requests refused because the queue is full
     sweeps: int = 0
-    # clients' sequences per bin of LATENCIES
+    # Clients' sequences per bin of LATENCIES.
     latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES) + 1))
     latency_sum: float = 0.0  # seconds
     # (time, `computed` at that time), over the last RECENT_S
@@ -184,7 +184,7 @@ class Service:
         # is found and the others continue.
         self._is_trying = False
         self._suspects: deque[list[_Running]] = deque()  # groups that are to run
-        # sequences of the running group that have not entered yet
+        # Sequences of the running group that have not entered yet.
         self._group: deque[_Running] = deque()
         self._failed_runs = 0  # failed runs since a sequence was done
         self._serial = self._batch_rows = 0
@@ -192,10 +192,10 @@ class Service:
         self._template = self._make_template(rows)
         self.capacity = rows
         self.predicted: float | None = None  # tokens/s of a full block, predicted by the planner
-        # the newest spans, while somebody looks at them
+        # The newest spans, while somebody looks at them.
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._watched = 0.0
-        # ends of the newest micro-batches, in the time of spans
+        # Ends of the newest micro-batches, in the time of spans.
         self._ends = deque[float](maxlen=MOST_ENDS)
 
     def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
@@ -269,8 +269,7 @@ class Service:
 
     @property
     def last_sweep(self) -> dict[str, float] | None:
-        """When the newest micro-batches of a block went through all layers, in seconds as in spans.
-        """
+        """The time in which the newest micro-batches of a block passed all layers, as in spans."""
         policy, ends = self.llm.policy, list(self._ends)
         count = 0 if policy is None else min(len(ends) - 1, policy.num_gpu_batches)
         return {"start": ends[-1 - count], "end": ends[-1]} if count > 0 else None
@@ -368,8 +367,9 @@ class Service:
         return None
 
     def _why_not(self, one: _Running) -> RowError | None:
-        """Return why the sequence cannot join the block, or None. The error is its alone, and
-        others run.
+        """Return why the sequence cannot join the block, or None.
+
+        The error is its alone, and others run.
         """
         try:
             if self.llm.has_room([one.request.prompt], [one.request.params]):
@@ -454,8 +454,9 @@ class Service:
             owner.end()
 
     def _finish(self, done: list[Completion]) -> None:
-        """Hand out sequences that have ended, in the order in which they entered. The engine calls
-        this.
+        """Hand out sequences that have ended, in the order in which they entered.
+
+        The engine calls this.
         """
         with interrupts.held():
             for completion in sorted(done, key=lambda one: one.index):

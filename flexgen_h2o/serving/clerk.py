@@ -16,7 +16,7 @@ from flexgen_h2o.serving.answers import say_fault
 
 SLICE_S = 0.05  # seconds that a lane gets before the next one
 TICK_S = 0.5
-# the first lane has work on files of up to 1 MiB, the second of up to 16 MiB, and so on
+# The first lane has work on files of up to 1 MiB, the second of up to 16 MiB, and so on.
 SHORT_BITS, LANE_BITS = 20, 4
 
 Work = Callable[[], Iterator[None] | None]

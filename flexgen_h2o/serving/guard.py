@@ -25,7 +25,7 @@ from flexgen_h2o.serving.answers import Refused, internal_error, is_fault
 
 LEAST_RATE = 2**14  # bytes per second at which a body must arrive, once the patience is over
 KEEP_ALIVE_S = 30  # for a client's next request
-# bytes under way in all requests together, as a multiple of the largest
+# Bytes under way in all requests together, as a multiple of the largest.
 MOST_AT_ONCE = {"body": 16, "file": 4}
 OPEN_TO_ALL = ("/health", "/", "/plan")  # open without a key, as is all below STATIC
 STATIC = "/static/"
@@ -51,8 +51,7 @@ class Bounds:
 
 
 class Answer(JSONResponse):
-    """JSON in ASCII. A client's JSON may hold half of a surrogate pair, which UTF-8 cannot encode.
-    """
+    """JSON in ASCII: a client's JSON may hold half a surrogate pair, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()
@@ -100,8 +99,8 @@ class Guard:
         except Refused as error:
             if not has_begun:
                 await refusal(error)(scope, receive, send)
-        # an internal error: the client gets a status, and the log a line
         except BaseException as error:
+            # An internal error: the client gets a status, and the log a line.
             if not is_fault(error):
                 raise
             told = internal_error(repr(scope["path"][:80]), error)
@@ -111,7 +110,7 @@ class Guard:
             self._coming[kind] -= size
 
     def _check(self, headers: Headers, path: str, most: int) -> None:
-        # host names are case-insensitive
+        # Host names are case-insensitive.
         bounds, host = self._bounds, headers.get("host", "").lower()
         if bounds.local_only and PORT.sub("", host) not in LOCAL:
             raise Refused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")

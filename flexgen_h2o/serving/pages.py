@@ -174,7 +174,7 @@ class Pages:
         if model == self._model[0]:
             return [f"--model={model}", *self._model[1:], *words], self._profile(body), None
         shape = built_in_spec(model) if isinstance(model, str) and len(model) <= MOST_CHARACTERS else None
-        # a folder or the hub's cache may be read only by a person at a terminal here
+        # A folder or the hub's cache may be read only by a person with a terminal on this machine.
         if shape is None:
             known = "GET /api/plan lists those that come with this package"
             raise _wrong(f"model: {str(model)[:60]!r} is not a hub id whose shape is known here; {known}")

@@ -3,7 +3,8 @@
     STATE/files/ID            a file's content
     STATE/files/ID.json       its record
     STATE/batches/ID.json     a batch's record
-    STATE/batches/ID.jsonl, ID.errors.jsonl         answers and error rows of its job, with the job's files beside them
+    STATE/batches/ID.jsonl    answers of its job, with the job's files beside them
+    STATE/batches/ID.errors.jsonl   error rows of its job
     STATE/batches/ID.taken    while it is open: how often the server died meanwhile
 
 When a batch ends, its answers and its error rows become files without a copy: they get a second
@@ -90,8 +91,9 @@ class Store:
 
     @staticmethod
     def _read(folder: Path, name: re.Pattern[str]) -> dict[str, dict[str, Any]]:
-        """Return the records of a folder, oldest first. Remove files without a record that a kill
-        has left.
+        """Return the records of a folder, oldest first.
+
+        Remove files without a record that a kill has left.
         """
         found = {}
         for path in folder.glob("*.json"):
@@ -102,14 +104,15 @@ class Store:
                         found[path.stem] = record
         for path in list(folder.iterdir()):
             if path.suffix == ".part" or (name.fullmatch(path.name) and not Path(f"{path}.json").exists()):
-                # a folder of that name does not belong to the store
+                # A folder of that name does not belong to the store.
                 with contextlib.suppress(OSError):
                     path.unlink()
         return dict(sorted(found.items(), key=lambda one: (one[1]["created_at"], one[0])))
 
     def _new_id(self) -> str:
-        """Return 24 hex digits that sort in the order of creation. The time in a record has only
-        seconds.
+        """Return 24 hex digits that sort in the order of creation.
+
+        The time in a record has only seconds.
         """
         with self._counting:
             self._last_id = max(self._last_id + 1, time.time_ns() // 1000)
@@ -272,8 +275,9 @@ class Store:
         return batch
 
     def save(self, batch: dict[str, Any], **changes: Any) -> None:
-        """Write a batch's record with changes. If that fails, change nothing and raise
-        FlexgenError.
+        """Write a batch's record with changes.
+
+        If that fails, change nothing and raise FlexgenError.
         """
         try:
             text = json.dumps(batch | changes) + "\n"
@@ -307,17 +311,15 @@ class Store:
         return counts
 
     def charge_errors(self, batch: dict[str, Any], nbytes: int) -> None:
-        """Count error rows that are to be written. Raise FlexgenError if there is no room for them.
-        """
+        """Count error rows that are to be written. Raise FlexgenError if they have no room."""
         if not self._charge(nbytes):
             raise FlexgenError(f"{batch['id']}: there is no room for more error rows; delete files, and send it again")
         self._job_errors[batch["id"]] = self._job_errors.get(batch["id"], 0) + nbytes
 
     def keep_results(self, batch: dict[str, Any]) -> dict[str, str | None]:
-        """Keep a job's answers and error rows as files. Return their ids by field, or None for an
-        empty file.
+        """Keep a job's answers and error rows as files.
 
-        After a kill the result is the same.
+        Return their ids by field, or None for an empty file. After a kill the result is the same.
         """
         self.part(batch)
         found: dict[str, str | None] = {}
@@ -331,7 +333,7 @@ class Store:
             if not _size(source):
                 continue
             _give_name(source, self._files / file_id)
-            # a record of a server that was killed after this point
+            # A record of a server that was killed after this point.
             before = self.files.get(file_id)
             self._keep(file_id, f"{batch['id']}_{kind.removesuffix('s')}.jsonl", "batch_output")
             if kind == "errors":
@@ -395,8 +397,9 @@ class Store:
         return self._deaths.get(batch["id"], 0)
 
     def count_death(self, batch: dict[str, Any]) -> None:
-        """Read what an earlier server wrote down. If a batch was open when that server ended, it
-        has died.
+        """Read what an earlier server wrote down.
+
+        If a batch was open when that server ended, it has died.
         """
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -404,8 +407,8 @@ class Store:
                 deaths, nbytes, is_held = int(taken["deaths"]), int(taken["bytes"]), bool(taken["is_held"])
             except FileNotFoundError:
                 raise
-            # the machine lost its power while the file was written
             except (OSError, ValueError, KeyError, TypeError):
+                # The machine lost its power while the file was written.
                 deaths, nbytes, is_held = 0, 0, True
             if is_held and self._job_bytes(batch) > nbytes:
                 deaths = 0
