@@ -27,12 +27,14 @@ _RECORD_BYTES = 2**20
 class Kept:
     """A file or folder that the package has made and keeps."""
 
-    name: str
+    name: str  # name that --list shows and --remove takes
     path: Path
+    # fetched, random, imported, packed, scratch or profile; "unfinished" may stand before it
+    # as its mark has it (such as packed; "unfinished packed" if incomplete), scratch or profile
     kind: str
-    model: str
+    model: str  # name of the model; of a profile the machine
     files: tuple[str, ...] = ()  # names of its own files
-    nbytes: int = 0
+    nbytes: int = 0  # size on disk
     last_used: float = 0.0  # seconds since 1970: of weights the last run, of others the last write
     state: str = ""  # why it must stay; empty if it can be removed
 

@@ -125,8 +125,9 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
-    """Do what `eviction_of` does, but in numbers of KV entries: a conversation has no prompt to
-    take a share of.
+    """Do what `eviction_of` does, but in numbers of KV entries.
+
+    A conversation has no prompt to take a share of.
     """
     given = [f for f in fields(EvictionSettings) if value_of(args, EVICTION_FLAGS[f.name]) not in (None, ORIGINAL)]
     share = next((EVICTION_FLAGS[f.name] for f in given if f.metadata.get("share")), None)
@@ -144,8 +145,8 @@ def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
 class Reader:
     """Reads lines of standard input.
 
-    `is_terminal`: lines are typed after a prompt; otherwise they come through a pipe. `is_waiting`:
-    a typed line is awaited.
+    `is_terminal` says whether lines are typed after a prompt; otherwise they come through a pipe.
+    `is_waiting` says whether a typed line is awaited.
     """
 
     def __init__(self) -> None:
@@ -332,8 +333,9 @@ class Chat:
         return turn
 
     def _no_room(self, tokens: int) -> str:
-        """Return why a turn of `tokens` tokens is refused, and what to do. 0 tokens: why an answer
-        ended.
+        """Return why a turn of `tokens` tokens is refused, and what to do.
+
+        tokens: 0 if an answer ended because there is no more room.
         """
         spec, most = self._llm.model.spec, self._args.max_len
         rolls = is_rolling(self._llm.eviction)

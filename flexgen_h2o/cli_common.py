@@ -79,10 +79,11 @@ def note(name: str, line: str) -> None:
 
 
 class _PatientStream:
-    """A standard stream that remembers a failed write and raises nothing: a run must not end for
-    its summary.
+    """A standard stream that remembers a failed write and raises nothing.
 
     stops: raise if nobody reads the pipe any more (`| head`) and no file gets the results.
+
+    A run must not end because its summary cannot be printed.
     """
 
     def __init__(self, stream: TextIO, stops: bool) -> None:
@@ -231,9 +232,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
 
 
 def _code_with_loss(name: str, code: int, out: _PatientStream) -> int:
-    """Return `code`, or print a line and return EXIT_FAILED if the output is lost and no file has
-    it.
-    """
+    """Return `code`, or EXIT_FAILED if the output is lost and no file has it. Print a line then."""
     if out.error is None or code not in (EXIT_DONE, EXIT_ALL_ROWS_FAILED):
         return code
     is_meant = isinstance(out.error, BrokenPipeError) or (out.error.errno == errno.EBADF and _results)
@@ -278,8 +277,7 @@ def write_results(
 
 
 def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence[str], rows: str | None = None) -> None:
-    """Expand the paths in these fields of `args`, and refuse outputs that could not be written
-    after the run.
+    """Expand the paths in these fields of `args`, and refuse outputs that the run could not write.
 
     rows: the field of an output whose folder the caller checks.
 

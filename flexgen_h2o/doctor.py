@@ -41,8 +41,8 @@ MEASURE = "measure it: flexgen-h2o hardware, one to two minutes"
 class Finding:
     """One line of the report."""
 
-    name: str
-    text: str
+    name: str  # what was looked at
+    text: str  # what was found
     advice: str = ""  # what to do; empty if nothing needs to be done
     hurts: bool = False  # whether runs are slow or fail as it is
 

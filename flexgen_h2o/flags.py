@@ -69,10 +69,10 @@ SHOWN_OF_SAMPLING = ("--max-tokens", "--temperature", "--top-p", "--seed", "--st
 
 @contextlib.contextmanager
 def naming_flags(**flags: str) -> Iterator[None]:
-    """Replace a field's name at the start of a UsageError by its flag: `top_p: ...`, `--top-p:
-    ...`.
+    """Replace a field's name at the start of a UsageError by its flag.
 
-    Fields of the policy and of eviction become flags in the rest of the message too.
+    `top_p: ...` becomes `--top-p: ...`. Fields of the policy and of eviction become flags in the
+    rest of the message too.
     """
     try:
         yield
@@ -148,10 +148,11 @@ def add_engine_flags(
 ) -> None:
     """Add the flags of every command that runs the engine: model, tiers and plan.
 
-    FlexGen's flags keep their names.
     dry_run: also add --dry-run, which `open_llm` handles.
     positional: accept MODEL without a flag as well.
     without: fields of `Policy` that the command sets by itself.
+
+    FlexGen's flags keep their names.
     """
     model = parser.section(MODEL).add_argument
     what = "model folder, hub id, or smollm2-135m"
@@ -238,8 +239,9 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: Eviction) -> LLM:
     """Return an LLM with the model and tiers that the flags ask for.
 
-    policy, is_auto: as `policy_of` returns them. With --dry-run the command ends when the engine
-    would be opened for the first time.
+    policy, is_auto: as `policy_of` returns them.
+
+    With --dry-run the command ends when the engine would be opened for the first time.
     """
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.models import check_family
@@ -329,7 +331,7 @@ def check_positions(args: argparse.Namespace, model: str, positions: int) -> Non
 
 
 def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
-    """Return the flags' eviction policy: h2o if they say how much is kept, else the full cache."""
+    """Return the flags' eviction policy: h2o if they limit the KV cache, else the full cache."""
     _choose_small_cache(args)
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
@@ -358,9 +360,8 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
 def add_h2o_hf_flags(parser: OneLineParser) -> None:
     """Add the flags of h2o_hf's scripts to a command that has the engine's flags.
 
-    The scripts are run_lm_eval_harness.py and run_helm.py.
-
-    Help does not show them. `--model_name`, `--recent_ratio` and the like are read without this.
+    The scripts are run_lm_eval_harness.py and run_helm.py. Help does not show their flags.
+    `--model_name`, `--recent_ratio` and the like are read without this.
     """
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     table = parser._option_string_actions
@@ -438,7 +439,7 @@ def _choose_mix(args: argparse.Namespace) -> None:
 
 
 def as_flags(policy: Policy) -> str:
-    """Return a policy as flags that can be pasted: its placement, and switches not at their
+    """Return a policy as flags that can be pasted: its placement, and switches that are not at
     default.
     """
     found = [f"--percent {' '.join(map(str, policy.percent))}"]
@@ -483,8 +484,8 @@ class Place:
     """Model and device of a run. `say_notes` makes it of the open ones."""
 
     spec: ModelSpec | None = None  # None if no model is opened
-    device_is_host: bool = False
-    has_card: bool = True
+    device_is_host: bool = False  # whether RAM is the device's memory
+    has_card: bool = True  # whether there is a GPU
 
 
 # A function that returns why a flag has no effect, or an empty text if it has one.

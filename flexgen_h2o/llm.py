@@ -236,7 +236,7 @@ class LLM:
         """Raise UsageError for errors that do not depend on the prompts.
 
         - rolling positions that the model or the policy cannot have
-        - eviction in no layer at all
+        - eviction in a model that has no layer for it, or fewer layers than the layer schedule has weights
         - a --hardware file that is not a profile
         - policy "auto" with a profile that lacks the dtype
         """
@@ -257,13 +257,13 @@ class LLM:
     ) -> list[Completion]:  # fmt: skip
         """Generate for text prompts and lists of token ids, in any mix.
 
-        Results are in the order of `prompts`.
-
         params: one for all prompts, or one per prompt. With one per prompt, a sequence draws from
         its own seed alone, so its place in the batch does not matter.
         watch_logits: sees the logits of every step as (indices of the sequences, (sequences, vocab)
         tensor in the compute dtype).
         refill: as in `run`.
+
+        Results are in the order of `prompts`.
         """
         asked = check_params(params)
         if watch_logits is not None and not callable(watch_logits):
@@ -284,16 +284,15 @@ class LLM:
         self, prompts: Sequence[str | Sequence[int]], continuations: Sequence[str | Sequence[int]],
         mode: str = DECODE,
     ) -> list[Completion]:  # fmt: skip
-        """Return the log-probabilities of continuations, each after its prompt, in the order of
-        `prompts`.
+        """Return the log-probabilities of continuations, each after its prompt.
 
         prompts, continuations: texts and lists of token ids, in any mix. A continuation's text is
         encoded without special tokens.
         mode: as SamplingParams.score_mode.
 
-        `completion.logprob` is the sum over the continuation's tokens, and `logprobs` has one value
-        per token. `is_greedy` is true if each token was the likeliest. Prompts that begin alike are
-        computed once (`share_prefix`).
+        Results are in the order of `prompts`. `completion.logprob` is the sum over the
+        continuation's tokens, and `logprobs` has one value per token. `is_greedy` is true if each
+        token was the likeliest. Prompts that begin alike are computed once (`share_prefix`).
         """
         encode = self.model.encode_more if self.model.tokenizer is not None else None
         read = prompts_from_python(continuations, encode, self.model.spec.vocab_size, name="continuations")
@@ -326,14 +325,14 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, on_finished: Callable[[list[Completion]], None],
         callbacks: Callbacks = NO_CALLBACKS, order: Order | None = None, refill: bool = False, more: More | None = None,
     ) -> RunReport:  # fmt: skip
-        """Run prompts that are tokenised already, hand out completions as they finish, and return
-        the report.
+        """Run prompts that are tokenised already, and return the report.
 
         params: as in `generate`, or a TokenSource, which determines the tokens of sequences and
         their end.
-        order: steps of a block to run instead of its whole schedule. It gets the block's numbers of
-        layers and micro-batches. Sequences that it cuts short are handed out at the end, with
-        reason "length".
+        on_finished: gets completions as sequences finish.
+        order: called with the numbers of layers and micro-batches of a block; it returns the steps
+        to run instead of the whole schedule. Sequences that are cut short are handed out at the
+        end, with reason "length".
         refill: continuous batching if sequences may end at different times. Nothing is predicted
         then.
         more: needs refill. It returns further sequences, for which `has_room` is true, once all
@@ -475,8 +474,9 @@ class LLM:
         check_for_model(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
-        """Return an engine whose buffers cover these sequences: the open one if it does, else a new
-        one.
+        """Return an engine whose buffers cover these sequences.
+
+        It is the open one if that covers them, else a new one.
         """
         planner, asked = self._planner, self.asked_policy
         # No other name refers to the open engine: its memory must be free before budgets are
@@ -510,10 +510,10 @@ class LLM:
         return self._engine
 
     def _test_bits(self, rows: Sequence[Row], planned: Planned) -> None:
-        """Warn if the bits of the KV cache are too few for this model, once, before the engine is opened for `rows`.
+        """Warn, once, if the bits of the KV cache are too few for this model.
 
-        Nothing is tested if JOB_OVER_TEST such tests take longer than the job, if keys and values have 8 bits, or in a
-        pipeline.
+        This happens before the engine is opened for `rows`. Nothing is tested if JOB_OVER_TEST such
+        tests take longer than the job, if keys and values have 8 bits, or in a pipeline.
         """
         bits = bits_of_kv(planned.policy.cache_bits)
         if min(bits) >= 8 or self._planner.part.pipeline is not None:
@@ -539,7 +539,7 @@ class LLM:
                 say_once(warning_of(bits, kl))
 
     def _for_test(self, policy: Policy) -> LLM:
-        """Return an LLM of the same model under the same budgets, which keeps all KV entries of two sequences."""
+        """Return an LLM of the same model and budgets that keeps all KV entries of two sequences."""
         other = copy.copy(self)
         other.__dict__.pop("_planner")
         other._hardware = self.profile
@@ -553,8 +553,8 @@ class LLM:
         return other
 
     def _is_cheap(self, other: LLM, ids: Sequence[int], rows: Sequence[Row], planned: Planned) -> bool:
-        """Return whether the job takes so much longer than the test of `ids` that the test is not
-        noticed.
+        """Return whether the job takes so much longer than the test of `ids` that nobody notices
+        the test.
         """
         policy, planner = base_of(other.asked_policy), other._planner
         of_test = other._table([Prompt(0, tuple(ids), None)], SamplingParams(PASSES, ignore_eos=True)).rows
@@ -579,9 +579,7 @@ class LLM:
         return self._find_checkpoint(None)
 
     def digests(self) -> dict[str, str | None]:
-        """Return the digests of the weights and the tokenizer that this LLM opened
-        (load.content_digests).
-        """
+        """Return digests of the opened weights and tokenizer (load.content_digests)."""
         return content_digests(self.model, None if self.model.random else self._checkpoint)
 
     def _find_checkpoint(self, form: PackedFormat | None) -> Checkpoint:

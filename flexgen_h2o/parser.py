@@ -211,8 +211,7 @@ class OneLineParser(argparse.ArgumentParser):
         return found, unknown
 
     def _begins_with_model(self, words: Sequence[str]) -> bool:
-        """Return whether the first word is MODEL, in a place where argparse would look for a
-        sub-command.
+        """Return whether the first word is MODEL, where argparse would look for a sub-command.
 
         The sub-command may be left out.
         """

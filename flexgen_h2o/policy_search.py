@@ -180,12 +180,12 @@ def ask(
 ) -> dict[str, Any]:
     """Answer a question of a page: return what --json prints for a machine of this profile.
 
-    If there is a plan, add `text`, the tables, and `command`, which runs a file of requests with
-    it.
+    words: of the command line.
     check: called between candidates; an error that it raises ends the search.
     spec: of the model; None if the words say where the model is.
 
-    Nothing is measured, and no file is written. A UsageError names the flag.
+    If there is a plan, add `text`, the tables, and `command`, which runs a file of requests with
+    it. Nothing is measured, and no file is written. A UsageError names the flag.
     """
     args = _parser().parse_args(words)
     args.profile, args.check, args.spec = profile, check, spec
@@ -404,8 +404,9 @@ def _with_details(answer: Answer) -> Answer:
 
 
 def _faster(answer: Answer) -> tuple[str, float] | None:
-    """Return the flag that shortens a run bound by compute, with its predicted seconds; None if it
-    does not.
+    """Return the flag that shortens a run bound by compute, with its predicted seconds.
+
+    None if it does not shorten the run.
     """
     from flexgen_h2o.planner.search import search
 

@@ -61,20 +61,18 @@ def enable_eviction(
 ) -> None:
     """Let `model.generate` keep the KV entries that `eviction` keeps.
 
-    A second call replaces the first.
-
     eviction: `H2O(...)`, `H2ONorm(...)`, `Tova(...)`, ... of flexgen_h2o.kvcache.eviction. It
     decides separately for each (sequence, kv-head), with the scores of its query heads summed.
     mode: "drop" shrinks the cache to sinks + heavy + recent + 1 slots per (sequence, kv-head).
     "mask" keeps all KV entries and masks those that would be evicted. Both give the same tokens.
     max_new_tokens: most tokens that are generated after a prompt. Only kv_budget and kv_bytes need
-    it. A sequence keeps that share of its prompt and of so many tokens, or of as many as the model
-    has positions for, as in the engine. A generation that exceeds it is refused.
+    it. A sequence keeps that share of its prompt and of max_new_tokens, or of as many as the
+    model's positions allow, as in the engine. A generation that exceeds it is refused.
 
-    A forward that is given a cache (`generate` always gives one) takes its tokens as prompts. A
-    forward without one is a text that is scored. "drop" evicts nothing before the end of the text.
-    "mask" lets each token see what would be left if the tokens before it had been generated, with
-    shares of the whole text.
+    A second call replaces the first. A forward that is given a cache (`generate` always gives one)
+    treats its tokens as prompts. A forward without one is a text that is scored. "drop" evicts
+    nothing before the end of the text. "mask" lets each token see what would be left if the tokens
+    before it had been generated, with shares of the whole text.
 
     Raise UsageError if the model or the settings are not supported.
     """

@@ -70,7 +70,7 @@ class Opening:
 
     args: argparse.Namespace  # the command line's; actors get absolute paths and their own RAM
     policy: Policy  # from `flags.policy_of`
-    is_auto: bool
+    is_auto: bool  # from `flags.policy_of`: a search chooses the placement
     eviction: Eviction
     digests: dict[str, str | None]  # digests of the driver's weights and tokenizer (`LLM.digests`)
 
@@ -91,7 +91,7 @@ class Opening:
 class Raised:
     """An error of the engine, sent from an actor to the driver."""
 
-    error: Exception
+    error: Exception  # raised again in the driver
     trace: str  # the error and its traceback, as text
 
 

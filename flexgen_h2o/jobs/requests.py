@@ -202,9 +202,9 @@ class Request:
     """A line to be run, made by `RequestReader`."""
 
     kind: Kind  # the format of the answer
-    custom_id: str
+    custom_id: str  # the line's own id, or the one used in its place
     prompt: Prompt  # its index is the line number; it has its text only if `echo`
-    params: SamplingParams
+    params: SamplingParams  # sampling, with a seed of the request's own
     asked_model: str | None = None  # the model that the request names
     # JSON of a HELM request, to send back with the answer. Parsed it would take about thirty times
     # the memory.
@@ -226,7 +226,7 @@ class Answers:
 class RequestReader:
     """Makes requests of lines."""
 
-    model: Model
+    model: Model  # encodes prompts and applies its chat template
     defaults: SamplingParams  # values of fields that a line does not have
     eviction: Eviction = FULL  # the eviction policy of the run
     # Whether texts are messages in the model's chat template. None: lines of a .txt file and

@@ -190,8 +190,9 @@ class JobWriter(Silent):
         self._asking, self._new = self._asking + 1, self._new + tokens
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Subtract tokens that are not new: those of steps that read a prompt, and those that
-        nobody asked for.
+        """Subtract tokens that are not new.
+
+        These are tokens of a prompt that decode steps took, and tokens that nobody asked for.
         """
         self.status.tokens -= sum(len(row.token_ids) - row.answered for row in rows)
         self._new -= sum(row.asked - row.answered for row in rows)
@@ -302,7 +303,7 @@ class JobRows:
     def _failed(self, row: int, custom_id: str, number: int, error: RowError) -> Answer:
         """Return an error row.
 
-        number: of the line. It is printed on stderr too if the error is an internal one.
+        number: of the line. An internal error is also printed on stderr with it.
         """
         if error.code == CODE_INTERNAL:
             self._say_internal(f"line {number}: {error}")

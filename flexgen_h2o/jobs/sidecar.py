@@ -48,7 +48,7 @@ class Sidecar:
     """The settings and the input of a job, as stored beside its output."""
 
     settings: dict[str, Any]  # nested, JSON values (job.settings_of)
-    input_path: str
+    input_path: str  # as the command line has it
     input_bytes: int  # size of the input when the job last began
     input_digest: str  # digest of these bytes, as in `Scan`
     # Settings of rows that the output had before a --force.
@@ -157,8 +157,8 @@ class Status:
     prompt_tokens: int = 0
     # Prompt tokens that were not computed, because rows that begin alike share them.
     spared_tokens: int = 0
-    seconds: float = 0.0
-    tokens_per_s: float = 0.0
+    seconds: float = 0.0  # since this run began
+    tokens_per_s: float = 0.0  # new tokens per second of this run
     eta_s: float | None = None  # None until a row has a token or is done
     peak_bytes: dict[str, int] = field(default_factory=dict)  # charged to the budgets, by tier
     updated: float = 0.0  # time.time() of the last write

@@ -52,8 +52,9 @@ class Refused(Exception):
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether an error is a real fault: nobody asked for the end, and asyncio did not
-    cancel.
+    """Return whether an error is a real fault.
+
+    It is not if somebody asked for the end, or if asyncio cancelled the task.
     """
     return not interrupts.asks_to_end(error) and not isinstance(error, asyncio.CancelledError)
 
@@ -82,10 +83,10 @@ def internal_error(where: str, error: BaseException) -> Refused:
 class Asked:
     """A client's request, made by `read_asked`."""
 
-    id: str
+    id: str  # 24 hex digits, made for this request
     requests: tuple[Request, ...]  # `n` requests per prompt; those of one prompt follow one another
     n: int = 1  # answers per prompt
-    stream: bool = False
+    stream: bool = False  # whether the answer is sent in pieces
     usage: bool = False  # whether the last piece of a stream has the usage
     created: int = 0  # time.time() when it was read
 

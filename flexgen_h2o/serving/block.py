@@ -81,7 +81,7 @@ class Ticket:
     tell: Callable[[tuple[object, ...]], None]  # called with each event, from the engine's thread
     streams: bool = False  # whether the client gets each token as it is made
     is_gone: bool = False  # whether the client has gone
-    asks_again: bool = False
+    asks_again: bool = False  # always false: a request is read before it is queued
     # When the request arrived, by time.monotonic().
     began: float = field(default_factory=time.monotonic)
 
@@ -116,7 +116,7 @@ class Counts:
     """Counts that `/metrics` and `/status` show besides what runs now."""
 
     rows: int = 0  # sequences that were answered
-    tokens: int = 0  # new tokens of sequences that are over
+    tokens: int = 0  # new tokens of sequences that have ended
     computed: int = 0  # new tokens of all sequences
     prompt_tokens: int = 0  # prompt tokens of sequences that entered
     given_up: int = 0  # sequences whose owner was gone
@@ -154,8 +154,8 @@ class Counts:
 class _Running:
     """A sequence that runs, or that is to run again because a run with it has failed."""
 
-    owner: Owner
-    request: Request
+    owner: Owner  # the client's request or the batch
+    request: Request  # its `prompt.index` is the owner's; the engine gets a number of its own
 
     @property
     def can_run_again(self) -> bool:
@@ -199,14 +199,14 @@ class Service:
         self._ends = deque[float](maxlen=MOST_ENDS)
 
     def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
-        """Return the prompts and sampling that the engine is opened for: special ones, then usual
-        ones.
+        """Return the prompts and sampling that the engine is opened for.
 
-        The first prompt has the greatest length. Each has a beginning of its own, so that room for
-        whole sequences is planned. If KV entries are dropped, the log-probabilities of a long
-        prompt are computed in decode steps. Another long prompt without them is therefore added,
-        which is prefilled whole. If new KV entries are not dropped, the shortest prompt needs the
-        most slots and is added. The special ones are included even if they are more than `rows`.
+        Special prompts come first, then usual ones. The first has the greatest length. Each has a
+        beginning of its own, so that room for whole sequences is planned. If KV entries are
+        dropped, the log-probabilities of a long prompt are computed in decode steps. Another long
+        prompt without them is therefore added, which is prefilled whole. If new KV entries are not
+        dropped, the shortest prompt needs the most slots and is added. The special ones are
+        included even if they are more than `rows`.
         """
         vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
         eviction = self.llm.eviction
@@ -261,9 +261,7 @@ class Service:
         self._wake.set()
 
     def watch(self) -> list[Span]:
-        """Return the newest spans of the timeline, and keep spans for WATCHED_S seconds from now
-        on.
-        """
+        """Return the newest spans of the timeline, and keep spans for WATCHED_S more seconds."""
         self._watched = time.monotonic() + WATCHED_S
         return list(self.spans)
 
@@ -369,7 +367,7 @@ class Service:
     def _why_not(self, one: _Running) -> RowError | None:
         """Return why the sequence cannot join the block, or None.
 
-        The error is its alone, and others run.
+        The error concerns this sequence only, and others run.
         """
         try:
             if self.llm.has_room([one.request.prompt], [one.request.params]):
@@ -540,8 +538,9 @@ class Service:
         self.spans.extend(timeline.take())
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Subtract tokens that are not new: those of steps that read a prompt, and those that
-        nobody asked for.
+        """Count finished sequences' tokens, and subtract tokens that are not new.
+
+        These are tokens of a prompt that decode steps took, and tokens that nobody asked for.
         """
         answered = sum(row.answered for row in rows)
         self.counts.tokens += answered

@@ -25,7 +25,7 @@ Work = Callable[[], Iterator[None] | None]
 class Clerk:
     """Does the work that is added, in the order of arrival, in lanes by the size of its files.
 
-    tick: called every TICK_S.
+    tick: called about every TICK_S seconds.
 
     A lane has one piece of work under way. No further descriptors and memory are used, however much
     work waits. Lanes take turns, so that work waits only for work of about its size.

@@ -397,9 +397,9 @@ class Store:
         return self._deaths.get(batch["id"], 0)
 
     def count_death(self, batch: dict[str, Any]) -> None:
-        """Read what an earlier server wrote down.
+        """Read what an earlier server wrote down of a batch.
 
-        If a batch was open when that server ended, it has died.
+        If the batch was open when that server ended, the server died.
         """
         with contextlib.suppress(FileNotFoundError):
             try:
