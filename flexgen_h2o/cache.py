@@ -29,8 +29,7 @@ class Kept:
 
     name: str  # name that --list shows and --remove takes
     path: Path
-    # fetched, random, imported, packed, scratch or profile; "unfinished" may stand before it
-    # as its mark has it (such as packed; "unfinished packed" if incomplete), scratch or profile
+    # the kind in its mark (such as "packed"; "unfinished packed" if incomplete), scratch or profile
     kind: str
     model: str  # name of the model; of a profile the machine
     files: tuple[str, ...] = ()  # names of its own files

@@ -1,4 +1,4 @@
-"""The public face: a model that generates for any number of prompts under byte budgets."""
+"""The public interface: a model that generates for any number of prompts under memory budgets."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ class LLM:
         self._blocks: list[BlockStats] = []  # blocks of the newest run
         # Tokens that all its sequences begin with, of which one copy is held.
         self._common: TokenIds = ()
-        self.tests_bits = True  # warn if the KV cache's bits are too few for this model, once, if the test is cheap
+        # Warn once if the KV cache's bits are too few for this model and the test is cheap.
+        self.tests_bits = True
 
     def __enter__(self) -> LLM:
         return self
@@ -539,7 +540,8 @@ class LLM:
                 say_once(warning_of(bits, kl))
 
     def _for_test(self, policy: Policy) -> LLM:
-        """Return an LLM of the same model and budgets that keeps all KV entries of two sequences."""
+        """Return an LLM of the same model and budgets that runs two sequences with a full KV cache.
+        """
         other = copy.copy(self)
         other.__dict__.pop("_planner")
         other._hardware = self.profile

@@ -1,1 +1,3 @@
-"""Durable batch jobs: lines of a JSONL file in, one row out for each, whatever happens (docs/reference/jobs.md)."""
+"""Durable batch jobs: each line of a JSONL file gets one row in the output
+(docs/reference/jobs.md).
+"""

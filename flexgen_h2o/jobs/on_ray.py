@@ -341,8 +341,8 @@ def ray_at(address: str | None) -> Iterator[None]:
     # In bytes: each result of an actor becomes a block, which is sent at once.
     context.target_max_block_size = 1
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    # Until at least Ray 2.64 there is no other way to set max_task_retries. setup.py requires an
-    # older Ray.
+    # Until at least Ray 2.64 there is no other way to set max_task_retries. setup.py allows only
+    # older versions.
     warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
     try:
         yield
