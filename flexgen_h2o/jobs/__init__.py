@@ -1,3 +1,1 @@
-"""Durable batch jobs: each line of a JSONL file gets one row in the output
-(docs/reference/jobs.md).
-"""
+"""Durable batch jobs: one row of output per line of a JSONL file (docs/reference/jobs.md)."""
