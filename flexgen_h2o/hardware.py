@@ -24,8 +24,8 @@ from flexgen_h2o.planner.profile import (
 )
 
 PROMISED, PROMISED_S = "one to two minutes", (50, 130)
-MOST_AGAIN_S = 60.0  # seconds for what other processes disturbed
-CACHED = ""  # value of --show without a name
+MOST_AGAIN_S = 60.0  # for what other processes disturbed
+CACHED = ""  # --show without a name
 GIGA, MICRO = 1e9, 1e-6
 RATES = {
     "disk_read_bytes_per_s": "disk, read",
