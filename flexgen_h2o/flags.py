@@ -335,8 +335,7 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     _choose_small_cache(args)
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
-    # Values other than typed-out defaults.
-    asked_for = [field for field, value in given.items() if value not in (UNIFORM, "none")]
+    asked_for = [field for field, value in given.items() if value not in (UNIFORM, "none")]  # no defaults, typed out
     name = ("h2o" if asked_for else "full") if args.eviction is None else args.eviction
     if name.partition(":")[0] not in POLICIES:
         raise UsageError(f"--eviction {name}: not one of {', '.join(POLICIES)}")

@@ -540,8 +540,7 @@ class LLM:
                 say_once(warning_of(bits, kl))
 
     def _for_test(self, policy: Policy) -> LLM:
-        """Return an LLM of the same model and budgets that runs two sequences with a full KV cache.
-        """
+        """Return an LLM of the same model and budgets, for two sequences with a full KV cache."""
         other = copy.copy(self)
         other.__dict__.pop("_planner")
         other._hardware = self.profile
