@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
 
 
-# To be set before torch is imported. Spinning OpenMP workers steal the cores from the transfer threads; and two caches
-# of matmul kernels hold 0.6 MB for every shape that occurs, 1,024 shapes each by default: ragged prompts fill them.
+# These must be set before torch is imported. Spinning OpenMP workers take the cores from the
+# transfer threads. Two caches of matmul kernels hold 0.6 MB per shape, and 1,024 shapes each by
+# default: ragged prompts fill them.
 for _name, _value in (
     ("OMP_WAIT_POLICY", "PASSIVE"),
     ("LRU_CACHE_CAPACITY", "128"),

@@ -16,7 +16,7 @@ MAX_TOKENS = 32
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 4 if every line is an error."""
+    """Run the command line. Return the exit code, which is 4 if every line is an error."""
     return run_cli("batch", _run, argv)
 
 
@@ -44,10 +44,12 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _check_sample_num(args: argparse.Namespace) -> None:
-    """UsageError if --sample_num asks for fewer requests than the file has: all of them are answered here."""
+    """Raise UsageError if --sample_num asks for fewer requests than the file has, as all are
+    answered.
+    """
     path = usable_path(args.input, "--input")
     if not path.is_file():
-        return  # `answer` says so
+        return  # `answer` reports it
     with path.open("rb") as file:
         requests = sum(1 for line in file if line.strip())
     if args.sample_num < requests:

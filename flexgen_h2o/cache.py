@@ -25,23 +25,21 @@ _RECORD_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Kept:
-    """Something that the package has made. files: those that belong to it; state: empty, or why it has to stay.
+    """A file or folder that the package has made and keeps."""
 
-    last_used: seconds since 1970, of weights by a run; of others when they were last written to.
-    """
-
-    name: str
+    name: str  # name that --list shows and --remove takes
     path: Path
+    # the kind in its mark (such as "packed"; "unfinished packed" if incomplete), scratch or profile
     kind: str
-    model: str
-    files: tuple[str, ...] = ()
-    nbytes: int = 0
-    last_used: float = 0.0
-    state: str = ""
+    model: str  # name of the model; of a profile the machine
+    files: tuple[str, ...] = ()  # names of its own files
+    nbytes: int = 0  # size on disk
+    last_used: float = 0.0  # seconds since 1970: of weights the last run, of others the last write
+    state: str = ""  # why it must stay; empty if it can be removed
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     return run_cli("cache", _run, argv)
 
 
@@ -70,15 +68,16 @@ def _run(argv: list[str] | None) -> int:
         else:
             _show(found, folder)
     except OSError as error:
-        if error.filename is None:  # standard output's
+        if error.filename is None:  # error of standard output
             raise
         raise FlexgenError(f"{error.filename}: {error.strerror or error}") from error
     return EXIT_DONE
 
 
 def _fetch(name: str, offload_dir: Path) -> int:
-    """Make a named model, and say where it is."""
-    # Libraries read these once, when they are imported: no hub is asked, and no progress bars are drawn.
+    """Fetch a named model, and print where it is."""
+    # Libraries read these once, when they are imported. No hub is asked, and no progress bars are
+    # drawn.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     from flexgen_h2o.models.fetch import fetch
 
@@ -88,7 +87,7 @@ def _fetch(name: str, offload_dir: Path) -> int:
 
 
 def _kept(folder: Path) -> Iterator[Kept]:
-    """Everything of the package's own in an offload dir, and the profiles of this machine."""
+    """Yield everything of the package's own in an offload dir, and the profiles of this machine."""
     from flexgen_h2o.tiers.disk import SCRATCH_FILES, is_scratch
 
     found = [
@@ -108,7 +107,10 @@ def _kept(folder: Path) -> Iterator[Kept]:
 
 
 def _looked_at(kept: Kept) -> Kept:
-    """With its size, its last use and its state. Raises FileNotFoundError."""
+    """Return `kept` with its size, its last use and its state.
+
+    Raise FileNotFoundError if it has gone.
+    """
     from flexgen_h2o.checkpoint.atomic_folder import is_in_use, is_unfinished
 
     path = kept.path
@@ -127,7 +129,7 @@ def _looked_at(kept: Kept) -> Kept:
 
 
 def _weights(path: Path, name: str) -> Kept | None:
-    """A folder of weights, complete or not; None where it is not the package's own."""
+    """Return a folder of weights, complete or not. None if it is not the package's own."""
     from flexgen_h2o.checkpoint.atomic_folder import is_unfinished
 
     found = read_mark(path)
@@ -139,7 +141,10 @@ def _weights(path: Path, name: str) -> Kept | None:
 
 
 def _machine_of(path: Path) -> str | None:
-    """Of a profile that was measured here, of whatever version; None where the file is something else."""
+    """Return the machine of a profile that was measured here, of any version.
+
+    None for any other file.
+    """
     try:
         body = None if path.is_symlink() else read_json(path, _RECORD_BYTES)
     except (OSError, ValueError):
@@ -164,7 +169,10 @@ def _show(found: list[Kept], folder: Path) -> None:
 
 
 def _chosen(args: argparse.Namespace, found: list[Kept], folder: Path) -> list[Kept]:
-    """What is to be removed. UsageError, before anything is, for a name that is not there or that has to stay."""
+    """Return what is to be removed.
+
+    Raise UsageError, before any removal, if a name is missing or must stay.
+    """
     if args.remove_all:
         return found
     by_name = {kept.name: kept for kept in found}

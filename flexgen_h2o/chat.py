@@ -57,10 +57,12 @@ EXAMPLES = (
     'flexgen-h2o chat Qwen/Qwen3-8B --ram 8GiB --system "You answer in one sentence."',
     "flexgen-h2o chat smollm2-135m --eviction h2o --positions rolling < turns.txt",
 )
-SIZE = 128  # heavy columns where an eviction policy is asked for without a size: as `evaluate streaming` has it
-# The engine opens for a first turn of so many tokens; a longer one opens it again.
+# Heavy KV entries if an eviction policy is given without a size, as in `evaluate streaming`.
+SIZE = 128
+# The engine opens for a first turn of this many tokens. A longer one opens it again.
 FIRST_TURN = 512
-# Tokens of a conversation without end, as rolling positions allow it; and those that an engine is opened for.
+# Tokens of a conversation without end, as rolling positions allow it, and tokens that an engine is
+# opened for.
 ENDLESS, PLANNED = 2**30, 4096
 SAVED = (".txt", ".json", ".jsonl")
 COMMANDS = (
@@ -74,7 +76,7 @@ HELP = "\n".join([*aligned(COMMANDS), "//TEXT says /TEXT; Ctrl-C ends an answer"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code. 2 where a piped line was not answered."""
+    """Run the command line. Return the exit code, which is 2 if a piped line was not answered."""
     return run_cli("chat", _run, argv)
 
 
@@ -123,7 +125,10 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
-    """As `eviction_of`, in columns: a conversation has no prompt that a share could be of."""
+    """Do what `eviction_of` does, but in numbers of KV entries.
+
+    A conversation has no prompt to take a share of.
+    """
     given = [f for f in fields(EvictionSettings) if value_of(args, EVICTION_FLAGS[f.name]) not in (None, ORIGINAL)]
     share = next((EVICTION_FLAGS[f.name] for f in given if f.metadata.get("share")), None)
     if share is not None:
@@ -138,9 +143,10 @@ def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
 
 
 class Reader:
-    """Lines of standard input. is_terminal: they are typed, behind a prompt; else they come through a pipe.
+    """Reads lines of standard input.
 
-    is_waiting: for a line that is typed.
+    `is_terminal` says whether lines are typed after a prompt; otherwise they come through a pipe.
+    `is_waiting` says whether a typed line is awaited.
     """
 
     def __init__(self) -> None:
@@ -151,7 +157,10 @@ class Reader:
                 import readline  # noqa: F401 - lines can be edited then
 
     def line(self) -> str | None:
-        """The next line, without its end; None after the last. UsageError for one that is no UTF-8 text."""
+        """Return the next line without its end, or None after the last.
+
+        Raise UsageError if it is not UTF-8 text.
+        """
         self.number += 1
         try:
             return self._typed() if self.is_terminal else self._piped()
@@ -184,7 +193,10 @@ class Reader:
 
 
 class Chat:
-    """Conversations one after the other, each in a run of the engine that waits for every next turn."""
+    """Conversations one after the other.
+
+    Each is a run of the engine that waits for every next turn.
+    """
 
     def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams) -> None:
         self._args, self._llm = args, llm
@@ -193,13 +205,13 @@ class Chat:
         self._reader = Reader()
         self._turns: list[Turn] = []
         self._exchanges: list[Exchange] = []
-        self._left = 0  # tokens that there is room for: of the next turn and its answer
+        self._left = 0  # tokens that the next turn and its answer have room for
         self._is_over = self._is_reset = self._answers = self._stops = False
         self._refused = 0
 
     def run(self) -> int:
-        """To the last line; returns the exit code."""
-        self._llm.expect(1)  # a prediction of so long a run would take longer than it is worth
+        """Hold conversations up to the last line, and return the exit code."""
+        self._llm.expect(1)  # a prediction of such a long run would take longer than it is worth
         self._open([0] * min(FIRST_TURN, self._most_first))
         if self._reader.is_terminal:
             self._say(f"{self._title()}; /help lists what else can be typed")
@@ -213,7 +225,10 @@ class Chat:
         return EXIT_USAGE if self._refused and not self._reader.is_terminal else EXIT_DONE
 
     def _is_taken(self) -> bool:
-        """What SIGINT does: it drops a line that is being typed, or ends an answer; sent again, it ends the chat."""
+        """Handle SIGINT: drop a line that is being typed, or end an answer.
+
+        Return whether that was done. Sent again, it ends the chat.
+        """
         if self._reader.is_waiting:
             raise KeyboardInterrupt
         taken, self._stops = self._answers and not self._stops, True
@@ -223,11 +238,13 @@ class Chat:
 
     @property
     def _most_first(self) -> int:
-        """Tokens of a first turn: it is attended to as a whole, with rolling positions too."""
+        """The most tokens of a first turn, which is attended to as a whole even with rolling
+        positions.
+        """
         return min(self._llm.model.spec.max_positions, self._args.max_len or ENDLESS)
 
     def _talk(self, first: Sequence[int], most: int) -> Conversation:
-        """A conversation of at most so many tokens."""
+        """Return a conversation of at most `most` tokens."""
         from flexgen_h2o.engine.conversation import Conversation
         from flexgen_h2o.engine.decoding import stop_criteria
         from flexgen_h2o.engine.penalties import penalties_maker
@@ -242,18 +259,18 @@ class Chat:
         return Conversation(first, self._later(), params, ends, self._shown, room, penalties=penalties)
 
     def _open(self, first: Sequence[int]) -> None:
-        """Open the engine for a first turn, where it is not open for one. DoesNotFitError."""
+        """Open the engine for a first turn, if it is not open for one. Raise DoesNotFitError."""
         most = max(PLANNED, self._llm.model.spec.max_positions)
         talk = self._talk(first, most)
         try:
             self._llm.prepare([talk.prompt], talk)
         except DoesNotFitError as error:
-            if self._llm.eviction.needs.record:  # what is held does not grow
+            if self._llm.eviction.needs.record:  # the KV cache does not grow
                 raise
             raise DoesNotFitError(f"{error}; or give --max-len, below {len(first) + talk.room - 1}") from error
 
     def _converse(self, first: Sequence[int]) -> None:
-        """A first turn, and all that follow on it."""
+        """Answer a first turn, and all that follow."""
         from flexgen_h2o.engine.generation import Callbacks, Silent
 
         try:
@@ -269,10 +286,10 @@ class Chat:
             self._shown.break_off()
             self._left = 0
             say("chat", self._no_room(0))
-            self._next_turn()  # takes commands only
+            self._next_turn()  # only commands work now
 
     def _later(self) -> Iterator[Sequence[int]]:
-        """The turns behind the first, each read when the answer before it is over."""
+        """Yield the turns after the first. Each is read when the answer before it is over."""
         while True:
             self._left = self._now.left
             turn = self._next_turn()
@@ -284,7 +301,10 @@ class Chat:
     # Lines
 
     def _next_turn(self) -> Sequence[int] | None:
-        """The next line that is a turn with room for it, as token ids; None where the conversation ends before."""
+        """Return the next line that is a turn with room for it, as token ids.
+
+        None if the conversation ends.
+        """
         self._answers = self._stops = False
         while not (self._is_over or self._is_reset):
             try:
@@ -296,7 +316,7 @@ class Chat:
                 elif line.strip():
                     self._answers = True
                     return self._encoded(line[1:] if line.startswith("//") else line)
-            except (FlexgenError, ValueError) as error:  # ValueError: the chat template does not take it
+            except (FlexgenError, ValueError) as error:  # ValueError: the chat template refuses it
                 self._answers = self._stops = False
                 self._refuse(error)
         return None
@@ -313,7 +333,10 @@ class Chat:
         return turn
 
     def _no_room(self, tokens: int) -> str:
-        """Why a turn of so many tokens is not taken, or, of 0, why an answer ended; and what to do."""
+        """Return why a turn of `tokens` tokens is refused, and what to do.
+
+        tokens: 0 if an answer ended because there is no more room.
+        """
         spec, most = self._llm.model.spec, self._args.max_len
         rolls = is_rolling(self._llm.eviction)
         is_asked = most is not None and (most <= spec.max_positions or (rolls and self._turns))
@@ -328,7 +351,7 @@ class Chat:
         return f"a turn of {tokens} tokens has no room in the {self._left} that are left of {limit}: {ways}"
 
     def _refuse(self, error: Exception) -> None:
-        """Say what was wrong with a line; the conversation is as it was before."""
+        """Print what was wrong with a line. The conversation is as it was before."""
         where = "" if self._reader.is_terminal else f"line {self._reader.number} of standard input: "
         say("chat", f"{where}{error}".replace("\n", " "))
         self._refused += 1
@@ -336,7 +359,7 @@ class Chat:
     # Commands
 
     def _do(self, command: str, rest: str) -> None:
-        """UsageError for a command that is none."""
+        """Run a command. Raise UsageError if there is no such command."""
         if command == "/save":
             self._save(rest.strip())
         elif rest.strip() or command not in dict(COMMANDS):
@@ -372,7 +395,7 @@ class Chat:
         write_result(asked.save, content, "/save")
         self._say(f"{len(turns)} turns are in {asked.save}")
 
-    # What is shown
+    # Output
 
     def _memory(self) -> str:
         llm = self._llm
@@ -395,7 +418,7 @@ class Chat:
         return f"{self._llm.model.name}, {title(Case(eviction.name, eviction), compression_flags(policy))}"
 
     def _show_figures(self, now: Exchange) -> None:
-        """An answer is over."""
+        """Print the figures of an answer that is over."""
         _write("\n")
         speed = (
             f"{len(now.answer)} tokens in {format_seconds(now.seconds)}, {len(now.answer) / now.seconds:.1f} a second"
@@ -409,7 +432,7 @@ class Chat:
 
 
 class _Ends:
-    """When an answer is over: by its tokens, or because it is not to go on."""
+    """Decides when an answer is over: by its tokens, or because it was stopped."""
 
     def __init__(self, ends: StopCriteria, is_stopped: Callable[[], bool]) -> None:
         self.is_eos, self._ends, self._is_stopped = ends.is_eos, ends, is_stopped

@@ -1,4 +1,7 @@
-"""The console command `flexgen-h2o VERB ...`: hands the rest of the line to the verb's module, imported only then."""
+"""Define the console command `flexgen-h2o VERB ...`.
+
+It passes the rest of the line to the verb's module, which is imported only then.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 
-OTHER_NAMES = list(VERBS).index("run")  # from here on
+OTHER_NAMES = list(VERBS).index("run")  # the first of the other names
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _nearest(word: str) -> str:
-    """Return a hint: the verb that somebody may mean, by its name, its module's or another program's."""
+    """Return a hint: the verb that may be meant, by its name, its module's or another program's."""
     by_name = {module.rpartition(".")[2]: verb for verb, (module, _) in reversed(VERBS.items())}
     by_name |= {verb: verb for verb in VERBS}
     same = synonyms.VERBS.get(word)

@@ -1,6 +1,7 @@
-"""What all command lines share: one-line errors, exit codes, signals, and the kinds of values that flags take.
+"""Provide what all command lines share: one-line errors, exit codes, signals, and types of flags'
+values.
 
-Imports nothing heavy, so that `--help` and wrong flags answer at once.
+This module imports nothing heavy, so that `--help` and errors in flags appear at once.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ PICTURES = (".png", ".svg", ".pdf")
 _PERCENTAGE = re.compile(r"\d+(\.\d+)?%")
 
 
-_verb = ""  # of `flexgen-h2o VERB`, while it runs
-_results: list[str] = []  # files that have what the run is for
-_notes: list[str] = []  # that wait
+_verb = ""  # the verb of `flexgen-h2o VERB`, while it runs
+_results: list[str] = []  # files that hold the results of the run
+_notes: list[str] = []  # notes that wait to be printed
 
 
 @contextlib.contextmanager
 def called_as(verb: str) -> Iterator[None]:
-    """In here a command calls itself by this name, not by its module's."""
+    """Let a command call itself by this name, not by its module's, in the `with` block."""
     global _verb
     before, _verb = _verb, verb
     try:
@@ -52,30 +53,37 @@ def called_as(verb: str) -> Iterator[None]:
 
 
 def own_name(name: str) -> str:
-    """What the command of the module `name` calls itself: as it was called."""
+    """Return the name by which the command was called, or `name`, its module's."""
     return _verb or name
 
 
 def results_are_in(*paths: str | Path | None) -> None:
-    """These files (None: not asked for) get the results: what is printed is a summary, and losing it is no failure."""
+    """Declare that these files get the results; None is a file that was not asked for.
+
+    What is printed is a summary then, and losing it is not a failure.
+    """
     _results.extend(str(path) for path in paths if path is not None)
 
 
 def say(name: str, line: str) -> None:
-    """A line of progress on stderr, now."""
+    """Print a line of progress on stderr, now."""
     print(f"{own_name(name)}: {line}", file=sys.stderr, flush=True)
 
 
 def note(name: str, line: str) -> None:
-    """A line on stderr that nobody asked for, printed before anything else is. A run that is refused until then prints
-    its one line and no notes."""
+    """Keep a note, which is printed on stderr before anything else is.
+
+    A run that is refused until then prints its one line and no notes.
+    """
     _notes.append(f"{own_name(name)}: {line}")
 
 
 class _PatientStream:
-    """A standard stream that remembers a failed write and raises nothing: a run must not end for its summary.
+    """A standard stream that remembers a failed write and raises nothing.
 
-    stops: a pipe that nobody reads any more (`| head`) raises where no file gets the results.
+    stops: raise if nobody reads the pipe any more (`| head`) and no file gets the results.
+
+    A run must not end because its summary cannot be printed.
     """
 
     def __init__(self, stream: TextIO, stops: bool) -> None:
@@ -84,7 +92,8 @@ class _PatientStream:
 
     def write(self, text: str) -> int:
         _print_notes()
-        encoding = self._stream.encoding or "utf-8"  # which may lack a character of a prompt or a file's name
+        # The encoding may lack a character of a prompt or of a file's name.
+        encoding = self._stream.encoding or "utf-8"
         shown = text.encode(encoding, "backslashreplace").decode(encoding)
         self._try(lambda: self._stream.write(shown))
         return len(text)
@@ -101,7 +110,10 @@ class _PatientStream:
                 raise
 
     def close_up(self) -> None:
-        """Python flushes once more as it exits; where that would fail it writes to /dev/null instead."""
+        """Flush for the last time.
+
+        If that fails, let Python's own flush at exit write to /dev/null.
+        """
         self._stops = False
         self.flush()
         if self.error is not None:
@@ -120,7 +132,10 @@ def _print_notes() -> None:
 
 
 def _print_on_stderr(lines: Iterable[str]) -> None:
-    """Print each line in one write, so that lines of several processes do not mix. The terminal may be gone."""
+    """Print each line in one write, so that lines of several processes do not mix.
+
+    Errors are ignored, because the terminal may be gone.
+    """
     with contextlib.suppress(OSError):
         for line in lines:
             print(as_typed(line) + "\n", end="", file=sys.stderr, flush=True)
@@ -128,13 +143,17 @@ def _print_on_stderr(lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _patient_streams() -> Iterator[_PatientStream]:
-    """Standard output and error that end no run; one that the shell has closed (`>&-`) becomes /dev/null."""
-    for fd in range(3):  # a file opened later must not get the number of a closed one: libraries print there
+    """Replace standard output and error by streams that end no run.
+
+    A stream that the shell has closed (`>&-`) becomes /dev/null.
+    """
+    # A file opened later must not get the number of a closed one: libraries print there.
+    for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    before = sys.stdout, sys.stderr  # either is None where the shell has closed it
+    before = sys.stdout, sys.stderr  # either is None if the shell has closed it
     with open(os.devnull, "w") as nowhere:
         out, err = (_PatientStream(stream or nowhere, stops=stream is before[0]) for stream in before)
         if before[0] is None:
@@ -151,7 +170,10 @@ def _patient_streams() -> Iterator[_PatientStream]:
 
 
 def run_cli(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
-    """Run a command's body; every failure becomes its exit code and one line on stderr (our own bugs: a traceback)."""
+    """Run a command's body. Every failure becomes its exit code and one line on stderr.
+
+    Internal errors print a traceback.
+    """
     name = own_name(name)
     forget_spellings()
     with interrupts.as_exceptions(), _patient_streams() as out, called_as(name):
@@ -175,7 +197,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         interrupts.check()
         return code
     except FlexgenError as error:
-        interrupted = interrupts.arrived()  # the error may be its consequence
+        interrupted = interrupts.arrived()  # the error may be a consequence of the signal
         if interrupted is not None:
             return _ended_by(name, interrupted)
         _complain(f"{name}: {error}".replace("\n", " "))
@@ -202,14 +224,15 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         _complain(f"{name}: the machine ran out of memory; lower --host-mem")
         return EXIT_FAILED
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's; importing it here would slow --help down
+        # torch's error; importing torch here would slow --help down
+        if type(error).__name__ != "OutOfMemoryError":
             raise
         _complain(f"{name}: the GPU ran out of memory; lower --device-mem, or end what else uses it")
         return EXIT_DOES_NOT_FIT
 
 
 def _code_with_loss(name: str, code: int, out: _PatientStream) -> int:
-    """`code`, unless what was printed is lost and no file has it; one line says so."""
+    """Return `code`, or EXIT_FAILED if the output is lost and no file has it. Print a line then."""
     if out.error is None or code not in (EXIT_DONE, EXIT_ALL_ROWS_FAILED):
         return code
     is_meant = isinstance(out.error, BrokenPipeError) or (out.error.errno == errno.EBADF and _results)
@@ -232,15 +255,19 @@ def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
 
 
 def flag_of(field: str) -> str:
-    """The flag that sets a field: `top_p` -> `--top-p`."""
+    """Return the flag that sets a field: `top_p` -> `--top-p`."""
     return "--" + field.replace("_", "-")
 
 
 def write_results(
     args: argparse.Namespace, result: Any, markdown: str, draw: Callable[[Any, Path], None] | None = None
 ) -> None:
-    """Print the tables, and write what --json, --markdown and --plot name, where they are given. draw: the result into
-    a picture, where there is something to draw. FlexgenError as of `write_result`."""
+    """Print the tables, and write the files that --json, --markdown and --plot name.
+
+    draw: draws the result into a picture, if there is something to draw.
+
+    Raise FlexgenError as `write_result` does.
+    """
     print(markdown)
     for name, content in (("json", result), ("markdown", markdown)):
         if getattr(args, name) is not None:
@@ -250,10 +277,12 @@ def write_results(
 
 
 def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence[str], rows: str | None = None) -> None:
-    """Expand the paths in these fields of `args`, and refuse outputs that could not be written after the run.
+    """Expand the paths in these fields of `args`, and refuse outputs that the run could not write.
 
-    UsageError names the flag, also where an output is a file that another flag, --policy and --hardware too, reads.
     rows: the field of an output whose folder the caller checks.
+
+    Raise UsageError that names the flag. It is also raised if an output is a file that another flag
+    reads, including --policy and --hardware.
     """
     outputs = (*(() if rows is None else (rows,)), *written)
     for name in (*read, *outputs):
@@ -266,7 +295,10 @@ def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence
 
 
 def check_separate(args: argparse.Namespace, read: Iterable[str], written: Iterable[str]) -> None:
-    """UsageError where an output is also an input, another output, or a file of the model. Takes fields of `args`."""
+    """Raise UsageError if an output is also an input, another output, or a file of the model.
+
+    read, written: fields of `args`.
+    """
     given = [(name, getattr(args, name)) for name in (*read, *written)]
     paths = [(name, os.path.expanduser(path)) for name, path in given if path not in (None, "auto")]
     outputs = set(written)
@@ -278,7 +310,10 @@ def check_separate(args: argparse.Namespace, read: Iterable[str], written: Itera
 
 
 def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, str]]) -> None:
-    """UsageError where an output is a file of the model folder, or would be read as one; the hub cache is left out."""
+    """Raise UsageError if an output is a file of the model folder, or would be read as one.
+
+    Files in the hub cache are not checked.
+    """
     from flexgen_h2o.checkpoint.resolve import find_folder, is_model_file
 
     if args.model is None:
@@ -286,7 +321,7 @@ def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, st
     try:
         folder = find_folder(args.model, args.path)
         files = [] if folder is None else [str(path) for path in folder.iterdir() if is_model_file(path.name)]
-    except (UsageError, OSError):  # reported where the model is opened
+    except (UsageError, OSError):  # reported when the model is opened
         return
     for name, path in written:
         target = os.path.realpath(path)
@@ -300,35 +335,41 @@ def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, st
 
 
 def _is_same(path: str, other: str) -> bool:
-    """Whether two names lead to one file, by links or not. /dev/null and its like may be written twice."""
+    """Return whether two names lead to one file, by links or not.
+
+    Devices like /dev/null are never the same.
+    """
     if os.path.exists(path) and os.path.exists(other):
         return os.path.isfile(path) and os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
 
 
 def file_name(text: str) -> Path:
-    """A path that is not empty: that would be the current folder."""
+    """Return a path. Refuse an empty one, which would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("'' is not a file name")
     return Path(text)
 
 
 def not_empty(text: str) -> str:
-    """A text that is not empty: that would be a shell variable that is not set."""
+    """Return a text. Refuse an empty one, which would be a shell variable that is not set."""
     if not text:
         raise argparse.ArgumentTypeError("'' is empty; leave it out")
     return text
 
 
 def check_words(**words: str | None) -> None:
-    """UsageError for text of the command line that was not UTF-8, by the field of its flag; None: it was not given."""
+    """Raise UsageError if a text of the command line is not UTF-8.
+
+    words: texts by the field of their flag; None if the flag was not given.
+    """
     for field, text in words.items():
         if text is not None and not is_text(text):
             raise UsageError(f"{flag_of(field)}: is not UTF-8 text; write it in UTF-8")
 
 
 def boolean(text: str) -> bool:
-    """`true/false`, `yes/no`, `1/0` and so on, as FlexGen's flags take them."""
+    """Return the value of `true/false`, `yes/no`, `1/0` and so on, as FlexGen's flags do."""
     if text.lower() in ("true", "t", "yes", "y", "1", "on"):
         return True
     if text.lower() in ("false", "f", "no", "n", "0", "off"):
@@ -337,7 +378,7 @@ def boolean(text: str) -> bool:
 
 
 def number(text: str) -> float:
-    """Any number; for a percentage the message says how it is written."""
+    """Return any number. If a percentage is given, the message says how to write it."""
     try:
         return float(text)
     except ValueError as error:
@@ -357,7 +398,7 @@ def share(text: str) -> float:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Return a whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -368,14 +409,17 @@ def positive(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 0."""
+    """Return a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
 def check_picture(path: Path) -> None:
-    """UsageError, before the run, where --plot could not draw `path`: its suffix names no format, or no matplotlib."""
+    """Raise UsageError before the run if --plot could not draw `path`.
+
+    Its suffix names no format, or matplotlib is missing.
+    """
     if path.suffix.lower() not in PICTURES:
         raise UsageError(f"--plot {path}: the file name must end in one of {', '.join(PICTURES)}")
     if find_spec("matplotlib") is None:

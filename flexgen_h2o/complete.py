@@ -38,7 +38,7 @@ EXAMPLES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     return run_cli("complete", _run, argv)
 
 
@@ -78,7 +78,8 @@ def _run(argv: list[str] | None) -> int:
             params = llm.model.for_chat(params)
         say_notes("complete", args, llm)
         titles = [f"prompt {one.index}" for one in prompts]
-        with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):  # longer than the positions
+        # Name the flag if a prompt is longer than the model's positions.
+        with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):
             n = len(prompts)
             done = print_completions(llm, prompts, [params] * n, titles, [args.chat] * n, echo=True)
         facts: dict[str, Any] = {"model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json()}

@@ -24,8 +24,8 @@ from flexgen_h2o.parser import OneLineParser
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-SLOW_DISK = 5e8  # bytes a second, of reads
-LITTLE_MEMORY = 2 * GIB  # free: torch, numba and small buffers take about 1 GiB
+SLOW_DISK = 5e8  # bytes per second of reads
+LITTLE_MEMORY = 2 * GIB  # free memory: torch, numba and small buffers take about 1 GiB
 FULL_DISK = 10 * GIB
 TOO_FEW_OPEN_FILES, FEW_OPEN_FILES, ENOUGH_OPEN_FILES = 256, 1024, 2048
 PROBED_BYTES, PROBED_S = 256 * MIB, 0.4
@@ -39,16 +39,19 @@ MEASURE = "measure it: flexgen-h2o hardware, one to two minutes"
 
 @dataclass(frozen=True)
 class Finding:
-    """advice: what to do, where something is to be done. hurts: runs are slow, or fail, as it is."""
+    """One line of the report."""
 
-    name: str
-    text: str
-    advice: str = ""
-    hurts: bool = False
+    name: str  # what was looked at
+    text: str  # what was found
+    advice: str = ""  # what to do; empty if nothing needs to be done
+    hurts: bool = False  # whether runs are slow or fail as it is
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 1 where a finding hurts (docs/reference/exit-codes.md)."""
+    """Run the command line.
+
+    Return the exit code: 1 if a finding hurts (docs/reference/exit-codes.md).
+    """
     return run_cli("doctor", _run, argv)
 
 
@@ -70,7 +73,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def findings(offload_dir: Path) -> Iterator[Finding]:
-    """All of them, in the order in which they are shown."""
+    """Yield all findings, in the order in which they are shown."""
     yield from installed()
     yield numba_cache()
     yield wait_policy(os.environ.get("OMP_WAIT_POLICY", ""))
@@ -87,7 +90,9 @@ def findings(offload_dir: Path) -> Iterator[Finding]:
 
 
 def installed() -> Iterator[Finding]:
-    """Versions beside those that are tested, and extras: what the package's own metadata says of them."""
+    """Yield versions compared with the tested ones, and extras, as the package's own metadata has
+    them.
+    """
     from packaging.requirements import Requirement
 
     names = ("torch", "transformers", "numba")
@@ -143,7 +148,9 @@ def wait_policy(value: str) -> Finding:
 
 
 def threads() -> Finding:
-    """OpenMP's threads beside the cores that this process may use: of its affinity, or its cgroup's quota."""
+    """Compare OpenMP's threads with the cores that this process may use by its affinity or cgroup
+    quota.
+    """
     import torch
 
     count, cores = torch.get_num_threads(), float(len(os.sched_getaffinity(0)))
@@ -154,13 +161,16 @@ def threads() -> Finding:
     if count > max(1.0, cores):
         advice = f"export OMP_NUM_THREADS={max(1, int(cores))}: more threads than cores wait for one another"
         return Finding("threads", text, advice, hurts=True)
-    if count < int(cores) // 2:  # a thread for each two hardware threads is torch's own choice
+    if count < int(cores) // 2:  # torch itself chooses one thread per two hardware threads
         return Finding("threads", text, "raise OMP_NUM_THREADS, or unset it: cores are idle", hurts=True)
     return Finding("threads", text)
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """`ulimit -n`: weights in many files, a server's connections and what libraries open need descriptors."""
+    """Report `ulimit -n`.
+
+    Weights in many files, a server's connections and libraries need descriptors.
+    """
     text = f"at most {soft} at a time (ulimit -n)"
     if soft >= FEW_OPEN_FILES:
         return Finding("open files", text)
@@ -225,7 +235,7 @@ def card() -> Finding:
 
 
 def disk(offload_dir: Path) -> Finding:
-    """Reads and writes 256 MiB as runs do."""
+    """Read and write 256 MiB as runs do, and report the speed."""
     from flexgen_h2o.core import interrupts
     from flexgen_h2o.planner.measure.bench import HOST, Bench
     from flexgen_h2o.planner.measure.engine import DiskProbe
@@ -239,7 +249,8 @@ def disk(offload_dir: Path) -> Finding:
             try:
                 rates, is_direct = probe.rates(), probe.is_direct
             finally:
-                with interrupts.held():  # the lanes end first: nothing reads a file that is closed
+                # The lanes end first, so that nothing reads a file that is closed.
+                with interrupts.held():
                     mover.lanes.close()
                     probe.close()
     except FlexgenError as error:
@@ -278,7 +289,7 @@ def profile(offload_dir: Path) -> Finding:
 
 
 def _first_line(path: Path) -> str:
-    """Of a file that not every system has; empty without it."""
+    """Return the first line of a file that not every system has. Empty if it is missing."""
     try:
         return path.read_text().partition("\n")[0].strip()
     except OSError:

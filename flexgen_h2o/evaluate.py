@@ -35,8 +35,9 @@ from flexgen_h2o.flags import (
 from flexgen_h2o.kvcache.eviction import POLICIES, says_budget
 from flexgen_h2o.parser import OneLineParser
 
-# Workflows with flags of their own: name -> (module of `evaluation/` with `add_flags(parser)`, one line of help). The
-# module may import no torch; add_flags sets `run`, a function of the parsed arguments that returns the exit code.
+# Workflows with flags of their own: name -> (module of `evaluation/` with `add_flags(parser)`, one
+# line of help). The module may not import torch. add_flags sets `run`, a function of the parsed
+# arguments that returns the exit code.
 WORKFLOWS: dict[str, tuple[str, str]] = {
     "frontier": ("frontier", "what answers lose, and what is saved: policies, sizes and bits against the full cache"),
     "data-wrangling": ("data_wrangling", "entity matching, error detection and imputation, as fm_data_tasks has them"),
@@ -47,19 +48,19 @@ WORKFLOWS: dict[str, tuple[str, str]] = {
 }
 BUDGETS = (0.5, 0.2, 0.1)
 TEXT_PROMPTS, RECALL_PROMPTS, TEXT_GEN_LEN = 200, 100, 64
-SIZE, TURN_GEN_LEN = 128, 64  # heavy columns, and as many recent ones: llama-recipes' defaults
+SIZE, TURN_GEN_LEN = 128, 64  # heavy KV entries, and as many recent ones: llama-recipes' defaults
 STREAMS, STREAM_LEN, WINDOWS = 8, 1024, 4
-# Flags of one of the two; a text has its own tokens, none are drawn.
+# Flags for turns or for a text. A text has its own tokens, and none are drawn.
 OF_TURNS = (
     "turns", "num_turns", "chat", "turn_format", "gen_len", "temperature", "top_p", "top_k", "stop", "ignore_eos",
 )  # fmt: skip
 OF_TEXT = ("stream_len", "streams", "windows")
-MT_BENCH = "mt_bench.jsonl"  # in the folder that h2o_hf's --data_root names
+MT_BENCH = "mt_bench.jsonl"  # file in the folder that h2o_hf's --data_root names
 ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     return run_cli("evaluate", _run, argv)
 
 
@@ -85,7 +86,7 @@ def _parser() -> OneLineParser:
 
 
 def _add_fidelity_flags(parser: OneLineParser) -> None:
-    # Differences of 1e-4 nats are looked for; --dtype auto takes the checkpoint's own.
+    # Differences of 1e-4 nats are measured; --dtype auto would use the checkpoint's own dtype.
     parser.set_defaults(dtype="float32", check=_check_fidelity)
     add, names = parser.add_argument, list(POLICIES[1:])
     add(
@@ -181,14 +182,14 @@ def _run(argv: list[str] | None) -> int:
     if "run" in args:
         code: int = args.run(args)
         return code
-    args.check(args)  # what can be wrong with flags and files, before anything is loaded
+    args.check(args)  # errors in flags and files are found before anything is loaded
     results_are_in(args.json, vars(args).get("markdown"))
     policy, is_auto = policy_of(args)
     if args.measure == "fidelity":
         _choose_policies(args, policy)
         from flexgen_h2o.evaluation.fidelity import run
     elif args.measure == "text":
-        eviction_of(args, policy)  # what it refuses is refused before torch is imported
+        eviction_of(args, policy)  # a refusal comes before torch is imported
         from flexgen_h2o.evaluation.text import run
     else:
         if policy.attn_sparsity != 1:
@@ -200,7 +201,10 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
-    """The default of --policies; UsageError where some are to drop columns of which --attn-sparsity reads a share."""
+    """Set the default of --policies.
+
+    Raise UsageError if any is to drop KV entries with --attn-sparsity.
+    """
     if policy.attn_sparsity != 1 and args.policies:
         raise UsageError(
             f"--attn-sparsity: reads a share of the full cache, and --policies has {args.policies[0]}; leave one of "
@@ -225,13 +229,13 @@ def _check_text(args: argparse.Namespace) -> None:
         raise UsageError("--prompt and --prompts: give one of them")
     if args.eviction == "full":
         raise UsageError("--eviction full: another policy is compared with the full cache; name that policy")
-    # h2o where no other is named, with run_text_generation's shares where none are given: the defaults of all.
+    # The default is h2o, with run_text_generation's shares if none are given.
     args.eviction = args.eviction or "h2o"
     check_files(args, ("prompts",), ("json",))
 
 
 def _check_streaming(args: argparse.Namespace) -> None:
-    """And the defaults of what stands in place of another flag."""
+    """Check the flags of streaming, and set the defaults of those that replace another flag."""
     is_text = args.text is not None
     for name in OF_TURNS if is_text else OF_TEXT:
         if getattr(args, name) and (name, getattr(args, name)) != ("top_p", 1):
@@ -260,7 +264,10 @@ def _check_streaming(args: argparse.Namespace) -> None:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int]:
-    """Heavy and recent columns. llama-recipes says them as the heavy ones, -1 being half, of a window of all."""
+    """Return the numbers of heavy and of recent KV entries.
+
+    llama-recipes gives the heavy ones of a window that has all; -1 means half of it.
+    """
     if set(args.policies) == {"full"}:
         for name in ("hh_size", "recent_size", "positions"):
             if getattr(args, name) not in (None, "original"):

@@ -1,7 +1,8 @@
-"""The flags that describe an engine: model, placement, budgets, eviction, sampling; read, and written back as flags.
+"""Define the flags that describe an engine, read their values, and write a policy back as flags.
 
-Flags that fill a dataclass are made from its fields. Imports nothing heavy, so that `--help` and wrong flags answer at
-once.
+These are the flags of model, placement, budgets, eviction and sampling. Flags that fill a dataclass
+are made from its fields. This module imports nothing heavy, so that `--help` and errors in flags
+appear at once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in field
 PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
 _FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for kind in (Policy, EvictionSettings) for f in fields(kind)}
 _FIELDS = re.compile("|".join(name for name in _FLAGS if "_" in name))
-# Flags whose name in help and docs is another than in messages, files and older scripts, which is taken as well.
+# Flags whose name in help and docs differs from the name in messages, files and older scripts. Both
+# names are accepted.
 SHOWN_AS = {
     "--host-mem": "--ram",
     "--device-mem": "--gpu-mem",
@@ -49,10 +51,10 @@ SHOWN_AS = {
     "--cache-rotation": "--kv-rotation",
     "--gen-len": "--max-tokens",
 }
-SCRIPTS_RATIO = 0.1  # of heavy and of recent KV entries, in h2o_hf's scripts
+SCRIPTS_RATIO = 0.1  # share of heavy and of recent KV entries in h2o_hf's scripts
 # Further names of a flag.
 ALSO = {"--gpu-batch-size": "--micro-batch", "--num-gpu-batches": "--micro-batches"}
-# Sections of settings that are not in their dataclass's.
+# Sections of help for settings that are not in the section of their dataclass.
 SECTION_OF = {
     "weight_bits": MEMORY,
     "cache_bits": KV,
@@ -60,31 +62,33 @@ SECTION_OF = {
     "cache_rotation": KV,
     "kv_bytes": KV,
 }
-# Flags of the engine and of sampling that `--help` shows; the others are under `--help-all`.
+# Flags of the engine and of sampling that `--help` shows. `--help-all` shows the others too.
 SHOWN_OF_ENGINE = ("--model", "--ram", "--gpu-mem", "--weight-bits", "--plan", "--kv-size", "--kv-bits")
 SHOWN_OF_SAMPLING = ("--max-tokens", "--temperature", "--top-p", "--seed", "--stop")
 
 
 @contextlib.contextmanager
 def naming_flags(**flags: str) -> Iterator[None]:
-    """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`).
+    """Replace a field's name at the start of a UsageError by its flag.
 
-    Fields of the policy and of eviction become flags in the rest of the message too.
+    `top_p: ...` becomes `--top-p: ...`. Fields of the policy and of eviction become flags in the
+    rest of the message too.
     """
     try:
         yield
     except UsageError as error:
         field, _, rest = str(error).partition(":")
-        if field.startswith("--") or field.count(" ") > 2:  # a flag or a sentence already
+        # The message begins with a flag or is a sentence.
+        if field.startswith("--") or field.count(" ") > 2:
             raise
         rest = _FIELDS.sub(lambda found: _FLAGS[found[0]], rest)
         raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
 
 
 def add_flag(parser: OneLineParser, section: str, flag: str, *short: str, **arguments: Any) -> argparse.Action:
-    """Add a flag under the name that help shows (SHOWN_AS); its own name and ALSO are taken too.
+    """Add a flag under the name that help shows (SHOWN_AS), and its own name and ALSO as aliases.
 
-    Its field is that of its own name: `--host-mem` sets `host_mem`.
+    Its field has its own name: `--host-mem` sets `host_mem`.
     """
     shown = SHOWN_AS.get(flag, flag)
     field = flag.removeprefix("--").replace("-", "_")
@@ -101,8 +105,9 @@ def add_flags_of(
 ) -> None:
     """Add a flag for each `setting` of a dataclass that has a help text.
 
-    only_given: every flag's default is None, which tells what was given from what was not. without: fields that have
-    no flag.
+    only_given: every default is None, so that a flag that was given can be told from one that was
+    not.
+    without: fields that have no flag.
     """
     for f in fields(settings):
         if f.metadata.get("help") and f.name not in without:
@@ -129,7 +134,7 @@ def _arguments_of(f: Field[Any]) -> dict[str, Any]:
 
 
 def _help_of(f: Field[Any]) -> str:
-    """Return the help of a setting's flag, with the default if there is one to be shown."""
+    """Return the help of a setting's flag, with its default if that is to be shown."""
     text: str = f.metadata["help"]
     if "usual" in f.metadata:
         text += f" ({f.metadata['usual']})"
@@ -141,10 +146,13 @@ def _help_of(f: Field[Any]) -> str:
 def add_engine_flags(
     parser: OneLineParser, dry_run: bool = True, positional: bool = True, without: Sequence[str] = ()
 ) -> None:
-    """Add model, tiers and plan: the flags of every command that runs the engine. FlexGen's keep their names.
+    """Add the flags of every command that runs the engine: model, tiers and plan.
 
-    dry_run: also --dry-run, which `open_llm` sees to. positional: MODEL stands without a flag as well. without: fields
-    of `Policy` that the command sets by itself.
+    dry_run: also add --dry-run, which `open_llm` handles.
+    positional: accept MODEL without a flag as well.
+    without: fields of `Policy` that the command sets by itself.
+
+    FlexGen's flags keep their names.
     """
     model = parser.section(MODEL).add_argument
     what = "model folder, hub id, or smollm2-135m"
@@ -174,25 +182,28 @@ def add_engine_flags(
 
 
 def add_eviction_flags(parser: OneLineParser) -> None:
-    """Add which KV entries are kept."""
+    """Add the flags for which KV entries are kept."""
     add_flags_of(parser, EVICTION, EvictionSettings)
     which = f"which KV entries stay: {', '.join(POLICIES)} (full; h2o if a flag of this section is given)"
     add_flag(parser, EVICTION, "--eviction", metavar="NAME", help=which)
 
 
 def add_sampling_flags(parser: OneLineParser) -> None:
-    """Add how tokens are chosen and where an answer ends."""
+    """Add the flags for how tokens are chosen and where an answer ends."""
     add_flags_of(parser, SAMPLING, SamplingParams, only_given=False)
 
 
 def add_max_tokens_flag(parser: OneLineParser, default: int | None, help: str) -> None:
-    """Add --max-tokens. help: what it is a limit of."""
+    """Add --max-tokens.
+
+    help: what the number limits.
+    """
     shown = "" if default is None else f" ({default})"
     add_flag(parser, SAMPLING, "--gen-len", type=positive, default=default, metavar="N", help=f"{help}{shown}")
 
 
 def model_of(args: argparse.Namespace) -> str:
-    """Return the name of the model; UsageError if there is none."""
+    """Return the name of the model. Raise UsageError if there is none."""
     if args.model is None:
         raise UsageError(
             "MODEL: is missing; name a model folder, a hub id, or smollm2-135m, which scripts/quickstart.sh fetches"
@@ -206,7 +217,7 @@ def budget_of(args: argparse.Namespace) -> MemoryBudget:
 
 
 def note_whole_ram(args: argparse.Namespace) -> None:
-    """Note once if a limit of RAM is above what this machine has."""
+    """Print a note, once, if the limit for RAM is above what this machine has."""
     from flexgen_h2o.tiers.device import whole_host_bytes
 
     asked = budget_of(args).host
@@ -219,15 +230,19 @@ def note_whole_ram(args: argparse.Namespace) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """How the flags want tokens chosen; UsageError names the flag."""
+    """Return the sampling that the flags ask for. A UsageError names the flag."""
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.metadata["help"]}
     with naming_flags(max_tokens="--gen-len"):
         return SamplingParams(args.gen_len, **given)
 
 
 def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: Eviction) -> LLM:
-    """The model and tiers that the flags ask for. policy, is_auto: of `policy_of`. With --dry-run the command ends
-    where the engine would be opened for the first time."""
+    """Return an LLM with the model and tiers that the flags ask for.
+
+    policy, is_auto: as `policy_of` returns them.
+
+    With --dry-run the command ends when the engine would be opened for the first time.
+    """
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.models import check_family
 
@@ -238,7 +253,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
         hardware=args.hardware, on_plan=_end_with if vars(args).get("dry_run") else None,
         max_model_len=args.max_model_len,
     )  # fmt: skip
-    llm.tests_bits = False  # commands that measure, and those that answer at once, do without
+    llm.tests_bits = False  # commands that measure or answer at once do not test the bits
     if vars(args).get("model_family") is not None:
         try:
             check_family(llm.model.spec, args.model_family, args.given["model_family"])
@@ -249,7 +264,7 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
 
 
 def _end_with(answer: Answer) -> NoReturn:
-    """--dry-run: the plan is what the run was asked for."""
+    """Print the plan and end the command, for --dry-run."""
     from flexgen_h2o.planner.report import to_text
 
     assert answer.plan is not None
@@ -258,7 +273,10 @@ def _end_with(answer: Answer) -> NoReturn:
 
 
 def add_prompt_flags(parser: OneLineParser, without: str) -> None:
-    """Add one's own prompts. without: what the command takes if none is given."""
+    """Add the flags for the user's own prompts.
+
+    without: what the command uses if none is given.
+    """
     add = parser.section(FILES).add_argument
     add("-p", "--prompt", action="append", metavar="TEXT", help=f"a prompt; may be repeated ({without})")
     add(
@@ -270,8 +288,10 @@ def add_prompt_flags(parser: OneLineParser, without: str) -> None:
 
 
 def prompts_of(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> list[Prompt]:
-    """The prompts of --prompts FILE, or without it these texts; with --chat as messages of a user. UsageError names the
-    flag."""
+    """Return the prompts of --prompts FILE, or of `texts` without it. A UsageError names the flag.
+
+    With --chat each text is a user's message.
+    """
     encode = model.encode if model.tokenizer is not None else None
     if vars(args).get("chat"):
         model.check_chat()
@@ -285,22 +305,22 @@ def prompts_of(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> 
 
 
 def is_folder(args: argparse.Namespace) -> bool:
-    """Does --model, or --path, name a folder here, or a model that is kept in one?"""
+    """Return whether --model, or --path, names a local folder or a model that is kept in one."""
     from flexgen_h2o.models.named import NAMED
 
     return args.model in NAMED or find_folder(args.model, args.path) is not None
 
 
 def _is_rolling(args: argparse.Namespace) -> bool:
-    """Do flags ask for rolling positions, in either of the two ways to write it?"""
+    """Return whether the flags ask for rolling positions, in either of the two ways to write it."""
     given = vars(args)
     return given.get("positions") == "rolling" or "positions=rolling" in (given.get("eviction") or "")
 
 
 def check_positions(args: argparse.Namespace, model: str, positions: int) -> None:
-    """UsageError where --prompt-len and --gen-len go beyond the model's positions.
+    """Raise UsageError if --prompt-len and --gen-len exceed the model's positions.
 
-    The newest token needs none, and with --positions rolling no new one does.
+    The newest token needs no position. With --positions rolling no new token does.
     """
     new = 0 if _is_rolling(args) else args.gen_len - 1
     if args.prompt_len + new > positions:
@@ -311,7 +331,7 @@ def check_positions(args: argparse.Namespace, model: str, positions: int) -> Non
 
 
 def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
-    """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
+    """Return the flags' eviction policy: h2o if they limit the KV cache, else the full cache."""
     _choose_small_cache(args)
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
@@ -326,7 +346,7 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     if policy.attn_sparsity != 1:
         where = "--attn-sparsity" if args.attn_sparsity is not None else f"--policy {args.policy}: attn_sparsity"
         asked = "--eviction" if args.eviction is not None else EVICTION_FLAGS[asked_for[0]]
-        if "kv_bytes" in given:  # it may have chosen the policy
+        if "kv_bytes" in given:  # it may have chosen the eviction policy
             asked = EVICTION_FLAGS["kv_bytes"]
         raise UsageError(
             f"{where}: reads a share of the full cache, and {asked} asks for {name}; leave one of them out"
@@ -337,16 +357,18 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
 
 
 def add_h2o_hf_flags(parser: OneLineParser) -> None:
-    """Add the flags of h2o_hf's run_lm_eval_harness.py and run_helm.py to a command that has the engine's flags.
+    """Add the flags of h2o_hf's scripts to a command that has the engine's flags.
 
-    Help does not show them. `--model_name`, `--recent_ratio` and the like are read without this.
+    The scripts are run_lm_eval_harness.py and run_helm.py. Help does not show their flags.
+    `--model_name`, `--recent_ratio` and the like are read without this.
     """
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     table = parser._option_string_actions
     parser.also(table["--hh-ratio"], "--heavy-ratio")
     parser.add_argument("--enable-small-cache", action="store_true", **hidden)
     parser.also(parser.add_argument("--model-type", dest="model_family", **hidden), "--model-arch")
-    # The scripts make the folder, which is a hub cache; `say_idle_flags` tells that it is not there.
+    # The scripts create this folder, which is a hub cache. `say_idle_flags` notes that it does not
+    # exist.
     parser.add_argument(
         "--cache-dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **hidden
     )
@@ -355,9 +377,10 @@ def add_h2o_hf_flags(parser: OneLineParser) -> None:
 
 
 def _choose_small_cache(args: argparse.Namespace) -> None:
-    """Fill in what h2o_hf's flags mean: `--enable_small_cache` is H2O, and a heavy ratio of 0 is "local".
+    """Fill in what h2o_hf's flags mean.
 
-    The scripts' ratios are 0.1 each if they are not given.
+    `--enable_small_cache` is H2O, and a heavy ratio of 0 is "local". The scripts' ratios are 0.1
+    each if they are not given.
     """
     sizes = [value_of(args, EVICTION_FLAGS[name]) for name in (*SIZES, "kv_budget", "kv_bytes")]
     if vars(args).get("enable_small_cache") and sizes[2:] == [None] * 4:
@@ -372,11 +395,12 @@ def _choose_small_cache(args: argparse.Namespace) -> None:
 
 
 def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
-    """The policy to run with, and whether a search is to choose its placement (`auto`).
+    """Return the policy to run with, and whether a search chooses its placement (`auto`).
 
-    `--policy FILE` stands alone; `--policy auto` goes with all flags but the placement's; without `--policy`, a
-    placement flag means FlexGen's defaults for the others. UsageError for a mixture. `--kv-bytes` that stands alone
-    has chosen the eviction policy and the compression of KV then.
+    `--policy FILE` excludes all other policy flags. `--policy auto` goes with all but placement
+    flags. Without `--policy`, a placement flag means FlexGen's defaults for the other placement
+    flags. Raise UsageError for other mixtures. `--kv-bytes` without an eviction policy has chosen
+    that policy and the compression of KV before.
     """
     _choose_mix(args)
     given = {f.name: getattr(args, f.name) for f in fields(Policy) if getattr(args, f.name) is not None}
@@ -400,7 +424,7 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
 
 
 def _choose_mix(args: argparse.Namespace) -> None:
-    """Fill in the flags that --kv-bytes leaves out: what it chooses, none of which is given."""
+    """Fill in the eviction policy and the bits that --kv-bytes chooses, unless they are given."""
     share = vars(args).get("kv_bytes")
     if share is None or args.eviction is not None or not 0 < share <= 1:
         return
@@ -414,7 +438,9 @@ def _choose_mix(args: argparse.Namespace) -> None:
 
 
 def as_flags(policy: Policy) -> str:
-    """A policy as flags that can be pasted: its placement, and the switches that are not at their defaults."""
+    """Return a policy as flags that can be pasted: its placement, and switches that are not at
+    default.
+    """
     found = [f"--percent {' '.join(map(str, policy.percent))}"]
     usual = {f.name: f.default for f in fields(Policy) if f.name not in PLACEMENT}
     found += [f"{flag_of(name)} {getattr(policy, name)}" for name in ("gpu_batch_size", "num_gpu_batches")]
@@ -427,7 +453,7 @@ def as_flags(policy: Policy) -> str:
 
 
 def compression_flags(policy: Policy) -> str:
-    """The flags of a policy that change what is computed, as text; empty where none does."""
+    """Return the flags of a policy that change what is computed, as text, or an empty text."""
     found: list[str] = [f"--attn-sparsity {policy.attn_sparsity}"] if policy.attn_sparsity < 1 else []
     for field, switch in COMPRESSION_OF.items():
         if getattr(policy, switch):
@@ -443,7 +469,7 @@ def value_of(args: argparse.Namespace, flag: str) -> Any:
 
 
 def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
-    """Those of the flags that were given, as a command line; their values are single words."""
+    """Return those of `flags` that were given, as a command line. Their values are single words."""
     found = ((flag, value_of(args, flag)) for flag in flags)
     return " ".join(f"{SHOWN_AS.get(flag, flag)} {_as_text(value)}" for flag, value in found if value is not None)
 
@@ -454,19 +480,19 @@ def _as_text(value: object) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run takes place. spec: None where no model is opened."""
+    """Model and device of a run. `say_notes` makes it of the open ones."""
 
-    spec: ModelSpec | None = None
-    device_is_host: bool = False
-    has_card: bool = True
+    spec: ModelSpec | None = None  # None if no model is opened
+    device_is_host: bool = False  # whether RAM is the device's memory
+    has_card: bool = True  # whether there is a GPU
 
 
-# Why a flag has no effect; empty where it has one.
+# A function that returns why a flag has no effect, or an empty text if it has one.
 Reason = Callable[[argparse.Namespace, Place], str]
 
 
 def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = None) -> None:
-    """A note for the flags of the command line that have no effect, with the reason."""
+    """Print a note on each given flag that has no effect, with the reason."""
     found: dict[str, list[str]] = {}
     reasons = WITHOUT_EFFECT[command]
     for field, flag in args.given.items():
@@ -479,8 +505,10 @@ def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = No
 
 
 def say_notes(command: str, args: argparse.Namespace, llm: LLM) -> None:
-    """What one may not expect of the model that `open_llm` has opened with these flags: another precision, and flags
-    that have no effect."""
+    """Print notes on what may surprise about the model that `open_llm` opened with these flags.
+
+    These are another precision, the model's own notes, and flags that have no effect.
+    """
     from flexgen_h2o.tiers.device import open_device
 
     if llm.precision_note:
@@ -505,7 +533,7 @@ def _built_in(args: argparse.Namespace, at: Place) -> str:
 
 
 def _not_in_path(args: argparse.Namespace, at: Place) -> str:
-    if args.path is None:  # of --cache_dir, which the script that it comes from would have made
+    if args.path is None:  # --cache_dir comes from a script that would have created the folder
         return "there is no such folder yet"
     if DUMMY in args.path:
         return ""
@@ -546,13 +574,15 @@ _ENGINE: dict[str, Reason] = {
     "expert_group": lambda args, at: "this model has no experts" if at.spec is not None and not at.spec.experts else "",
 }
 _SAMPLING: dict[str, Reason] = {
-    "top_p": lambda args, at: _greedy(args, at) if args.top_p != 1 else "",  # 1 and 0 switch them off
+    # 1 and 0 switch top-p and top-k off
+    "top_p": lambda args, at: _greedy(args, at) if args.top_p != 1 else "",
     "top_k": lambda args, at: _greedy(args, at) if args.top_k else "",
     "seed": _greedy,
 }
 _SHOWN = _if("--show NAME says which profile", lambda args: args.show)
 
-# By command, then by the field of a flag; *: of all others. Sampling flags of batch are for rows that do not say.
+# Reasons by command, then by the field of a flag; "*" is for all other fields. Sampling flags of
+# batch apply to rows that do not set them, so they always have an effect.
 WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     "flex_opt": {
         **_ENGINE,
@@ -585,7 +615,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         **_ENGINE,
         **dict.fromkeys(("sinks", "gen_len"), _if("nothing is removed", lambda args: not args.remove)),
     },
-    # With --text the seed is the bootstrap's, and the others are refused.
+    # With --text the seed is the bootstrap's, and the other sampling flags are refused.
     "evaluate streaming": {**_ENGINE, **_SAMPLING, "seed": lambda a, at: _greedy(a, at) if a.text is None else ""},
     "hardware": {"device": _SHOWN, "offload_dir": _SHOWN},
 }

@@ -81,11 +81,12 @@ EXAMPLES = (
     "flexgen-h2o bench facebook/opt-6.7b --random-weights --hh-ratio 0.1 --hh-all --gen-len 8",
 )
 DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
-AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing else says how many
+# Number of prompts with --policy auto and without a prompt file: nothing else sets it.
+AUTO_BENCHMARK_ROWS = 32
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     rank = os.environ.get("RANK")  # set by torchrun
     code = run_cli("flex_opt" if rank is None else f"flex_opt, rank {rank}", _run, argv)
     if rank is None:
@@ -152,7 +153,7 @@ def _run(argv: list[str] | None) -> int:
     if args.debug_mode == "breakdown":
         policy = replace(policy, overlap=False)
     params = sampling_of(args)
-    if args.prompts is None:  # all rows of the benchmark are equally long
+    if args.prompts is None:  # all sequences of the benchmark have equal lengths
         params = replace(params, ignore_eos=True)
     pipeline = _join_pipeline(args)
     done: list[Completion] = []
@@ -181,7 +182,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
-    """Join the other processes; only the first one prints and writes files."""
+    """Join the other processes. Only the first one prints and writes files."""
     if not args.pipeline:
         return None
     from flexgen_h2o.engine.distributed import join_pipeline
@@ -193,7 +194,10 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
 
 
 def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
-    """What the user may not expect of this run: a policy found for another model or eviction, another precision."""
+    """Print notes on what may surprise about this run.
+
+    These are a policy found for another model or eviction policy, and another precision.
+    """
     if args.policy not in (None, "auto"):
         saved = read_policy(usable_path(args.policy, "--policy"))
         planned = (saved.workload or {}).get("eviction")
@@ -206,7 +210,7 @@ def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Everything that can be wrong with files and combinations, before anything is loaded."""
+    """Check everything that can be wrong with files and combinations, before anything is loaded."""
     if args.chat and args.prompts is None:
         raise UsageError("--chat: is for the prompts of a file; give one with --prompts")
     if args.output is not None:
@@ -246,7 +250,7 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
 def _generate(
     args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, done: list[Completion]
 ) -> RunReport:
-    """Run, and project what was cut short. Finished rows are written also when the run fails."""
+    """Run, and project what was cut short. Finished answers are also written if the run fails."""
     from flexgen_h2o.engine.channels import with_content
 
     def keep(found: list[Completion]) -> None:
@@ -265,14 +269,16 @@ def _generate(
     tokens = args.gen_len - 1
     if args.cut_gen_len:
         seconds = sum(project_decode_seconds(times.sweeps[1:], args.gen_len) for times in llm.times)
-    else:  # FlexGen's fewer_batch: the mean decode layer of the second half measured stands for all
+    else:
+        # As FlexGen's fewer_batch: the mean decode layer of the second half that was measured
+        # represents all layers.
         decoded = [times.layers[llm.num_layers :] for times in llm.times]
         seconds = sum(fmean(layers[len(layers) // 2 :]) * llm.num_layers * tokens for layers in decoded)
     return replace(report, decode=PhaseReport(seconds, report.num_prompts * tokens), projected=True)
 
 
 def _order(args: argparse.Namespace) -> Order | None:
-    """The steps of a run that is cut short; None for a whole one."""
+    """Return the steps of a run that is cut short; None for a whole run."""
 
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(args.cut_gen_len, layers, batches)
@@ -303,7 +309,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
 
 
 def _show_texts(done: list[Completion]) -> None:
-    """The first and the last text, as FlexGen prints them; token ids where there is no tokenizer."""
+    """Print the first and the last text, as FlexGen does, or token ids without a tokenizer."""
     ordered = sorted(done, key=lambda c: c.index)
     print(f"Outputs:\n{RULE}")
     for found in {one.index: one for one in (ordered[0], ordered[-1])}.values():
@@ -313,7 +319,10 @@ def _show_texts(done: list[Completion]) -> None:
 
 
 def _show_breakdown(llm: LLM) -> None:
-    """Mean seconds of each kind of step; the run was serial, so that waiting is the transfer itself."""
+    """Print the mean seconds of each kind of step.
+
+    The run was serial, so waiting is the transfer itself.
+    """
     prefill_steps, decode_steps = (llm.timeline.count("compute", f"compute_layer {p}") for p in ("prefill", "decode"))
     print(f"#layers: {llm.num_layers}\n#batches prefill: {prefill_steps}\n#batches decoding: {decode_steps}")
     mean = llm.timeline.mean_seconds

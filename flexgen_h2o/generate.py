@@ -67,7 +67,7 @@ EXAMPLES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     return run_cli("generate", _run, argv)
 
 
@@ -80,7 +80,10 @@ def _run(argv: list[str] | None) -> int:
 
 
 def job_parser(prog: str, doc: str | None, max_tokens: int) -> OneLineParser:
-    """Return the parser of `generate` and its older names. max_tokens: of a prompt that does not say how many."""
+    """Return the parser of `generate` and its older names.
+
+    max_tokens: default for prompts that do not set it.
+    """
     parser = OneLineParser(prog=prog, synopsis=SYNOPSIS, description=doc, shown=SHOWN, examples=EXAMPLES)
     add_engine_flags(parser)
     add = parser.section(FILES).add_argument
@@ -125,11 +128,14 @@ def _add_job_flags(parser: OneLineParser) -> None:
     add("--ray-actors", type=positive, metavar="N", help="engines on Ray, each with the memory limits")
 
 
-# ---- What is asked
+# ---- The choice of what to do
 
 
 def answer(args: argparse.Namespace, needs_output: bool = False) -> int:
-    """Do what the flags of `job_parser` ask for; returns the exit code. needs_output: answers are never printed."""
+    """Do what the flags of `job_parser` ask for. Return the exit code.
+
+    needs_output: answers are never printed.
+    """
     args.output = args.output and usable_path(args.output, "--output")
     if args.output is None and (args.status or (needs_output and not args.dry_run)):
         raise UsageError("--output: is missing; name the .jsonl file that the job writes")
@@ -178,7 +184,10 @@ def _refuse_job_flags(args: argparse.Namespace) -> None:
 
 
 def _run_job(args: argparse.Namespace) -> int:
-    """Answer the prompts of --input, or of --prompt, in the file --output; the same command resumes it."""
+    """Answer the prompts of --input, or of --prompt, in the file --output.
+
+    The same command resumes it.
+    """
     if args.ray_actors and args.ray is None:
         raise UsageError("--ray-actors: goes with --ray; give both")
     if args.ray is not None and (find_spec("ray") is None or find_spec("pyarrow") is None):
@@ -203,7 +212,7 @@ def _run_job(args: argparse.Namespace) -> int:
 def _kept_prompts(texts: Sequence[str], output: Path) -> Path:
     """Write the prompts of the command line beside the output, where a resumed job finds them.
 
-    UsageError if other prompts, or something else, are there already.
+    Raise UsageError if other prompts, or something else, are there already.
     """
     path = output.with_name(f"{output.name}.prompts.jsonl")
     body = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -229,7 +238,7 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 def print_answers(args: argparse.Namespace) -> int:
-    """Print the answers in the order of the prompts; a single one is streamed."""
+    """Print the answers in the order of the prompts. A single one is streamed."""
     policy, is_auto = policy_of(args)
     defaults = sampling_of(args)
     eviction = eviction_of(args, policy)
@@ -251,7 +260,10 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 
 def standard_input(advice: str) -> str:
-    """Return what is piped in, as one prompt. advice: how else a prompt is given."""
+    """Return what is piped in, as one prompt.
+
+    advice: other ways to give a prompt, for the error.
+    """
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(f"--prompt: is missing; {advice}")
     data = sys.stdin.buffer.read(MOST_LINE_BYTES + 1)
@@ -269,9 +281,9 @@ def standard_input(advice: str) -> str:
 def _titles_and_requests(
     args: argparse.Namespace, llm: LLM, texts: Sequence[str], defaults: SamplingParams
 ) -> Iterator[tuple[str, Request]]:
-    """Read the prompts, each with what it is called when it is printed.
+    """Yield the title and the request of each prompt.
 
-    UsageError names the flag, or the file and its line, of one that cannot be run.
+    Raise UsageError naming the flag, or the file and its line, of one that cannot be run.
     """
     from flexgen_h2o.jobs.input import read_lines
     from flexgen_h2o.jobs.job import reader_of
@@ -311,11 +323,13 @@ def print_completions(
     chats: Sequence[bool],
     echo: bool = False,
 ) -> list[Completion]:
-    """Say what will happen, then print the answers in the order of the prompts, and return them.
+    """Print what will happen, then the answers in the order of the prompts, and return them.
 
-    A single answer is streamed; of several each has its title above it. chats: of each prompt whether it is a chat's.
-    An answer in a chat is printed as `chat` prints it, and returned without its reasoning. echo: each stands behind
-    its prompt, in a chat with a blank line between them.
+    chats: whether each prompt is a chat's. An answer in a chat is printed as `chat` prints it, and
+    returned without its reasoning.
+    echo: each answer follows its prompt, in a chat after a blank line.
+
+    A single answer is streamed. Of several, each has its title above it.
     """
     from flexgen_h2o.opening import opening_line
 
@@ -330,7 +344,7 @@ def print_completions(
 class _Printed:
     """An audience that prints the answer as it comes.
 
-    token_ids: of the answer, up to now. reason: why it ended; None before that.
+    `token_ids` are those of the answer so far. `reason` is why it ended, and None before that.
     """
 
     def __init__(self, text: AnswerText | TerminalText) -> None:
@@ -348,7 +362,7 @@ class _Printed:
 
 
 def _print_streamed(llm: LLM, prompt: Prompt, params: SamplingParams, is_chat: bool, echo: bool) -> Completion:
-    """Print the answer to the one prompt as it comes: a conversation of one turn."""
+    """Print the answer to a single prompt as it comes: a conversation of one turn."""
     from flexgen_h2o.engine.channels import TerminalText, with_content
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
     from flexgen_h2o.engine.decoding import stop_criteria
@@ -415,7 +429,7 @@ def _print_in_order(
 
 
 def _echoed(prompt: Prompt, is_chat: bool) -> str:
-    """Return the prompt as it stands before its answer: a message with a blank line behind it."""
+    """Return the prompt as it is printed before its answer: a message has a blank line after it."""
     text = _text_of(prompt.text, prompt.token_ids)
     return f"{text}\n\n" if is_chat else text
 

@@ -57,7 +57,7 @@ SHARES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     return run_cli("hardware", _run, argv)
 
 
@@ -107,7 +107,7 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
 
     promise = [f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory meanwhile"]
 
-    def progress(line: str) -> None:  # the first one comes when nothing can be refused any more
+    def progress(line: str) -> None:  # the first line comes when nothing can be refused any more
         for said in (*promise, line):
             _say(said)
         promise.clear()
@@ -123,7 +123,8 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
         write_profile(args.output, profile)
     try:
         _say(f"kept in {store(profile, args.device, args.offload_dir)}")
-    except FlexgenError as error:  # a home that cannot be written to: what was measured is still worth showing
+    except FlexgenError as error:
+        # The home folder cannot be written to. The measurements are still shown.
         _say(f"not kept for later runs: {error}")
     return profile
 
@@ -133,7 +134,9 @@ def _say(line: str) -> None:
 
 
 def table(profile: HardwareProfile) -> str:
-    """The whole profile as text, a line for each figure or curve: GB/s (10^9), GFLOP/s, microseconds."""
+    """Return the whole profile as text, one line per figure or curve: GB/s (10^9), GFLOP/s,
+    microseconds.
+    """
     lines = [f"{profile.machine}: {profile.description}", f"{profile.source}, {profile.date}"]
     sizes = [("device", profile.device_mem_bytes), ("host", profile.host_mem_bytes), ("disk", profile.disk_mem_bytes)]
     lines += ["", "memory", *_columns([(name, format_bytes(size)) for name, size in sizes if size])]
@@ -184,7 +187,7 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
 
 
 def _curves(curves: dict[str, Curve], scale: float = GIGA) -> list[str]:
-    """A line for each curve; those of a profile share their sizes or have one point each."""
+    """Return one line per curve. Curves of a profile share their sizes or have one point each."""
     return _columns(
         [[what, *(f"{size:g}: {three_digits(rate / scale)}" for size, rate in c.points)] for what, c in curves.items()]
     )

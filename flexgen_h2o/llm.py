@@ -1,4 +1,4 @@
-"""The public face: a model that generates for any number of prompts under byte budgets."""
+"""The public interface: a model that generates for any number of prompts under memory budgets."""
 
 from __future__ import annotations
 
@@ -69,25 +69,30 @@ from flexgen_h2o.planner.report import Answer
 from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
-RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
+RANDOM_DTYPE = "bfloat16"  # dtype of random weights, unless another one is asked for
 NO_CALLBACKS = Callbacks()
 
 
 class LLM:
-    """A model under a policy and budgets.
+    """A model that generates under a placement policy and memory budgets.
 
-    model: hub id, local Hugging Face folder, or `opt-tiny` (shipped). path: where checkpoints are; `_DUMMY_` asks for
-    random weights at the true shape. policy: a `Policy`, "auto", a policy file, or `AutoPolicy(base)`. dtype: "auto"
-    takes the checkpoint's (float16 becomes bfloat16 on a CPU). budget: bytes by tier, by default what is free less a
-    margin. hardware: the profile that plans are made with, its file or the name of a shipped one; by default this
-    machine's, measured by `python -m flexgen_h2o.hardware`. on_plan: for a dry run, called with the plan of the first
-    rows where the engine would be opened; it ends the run by raising. Weights are neither fetched nor imported then.
-    max_model_len: most tokens of a prompt and its answer, by default as many as the model has positions.
+    model: hub id, local Hugging Face folder, or a name that comes with the package (`opt-tiny`).
+    path: folder with checkpoints; `_DUMMY_` asks for random weights at the model's true shape.
+    policy: a `Policy`, "auto", a policy file, or `AutoPolicy(base)`.
+    dtype: "auto" uses the checkpoint's dtype (float16 becomes bfloat16 on a CPU).
+    budget: most bytes per tier. By default it is what is free, less a margin.
+    hardware: the profile that plans are made with: an object, its file or a shipped profile's name.
+    By default it is this machine's profile, which `python -m flexgen_h2o.hardware` measures.
+    on_plan: for a dry run. It is called with the plan of the first sequences when the engine would
+    be opened, and ends the run by raising. Weights are neither fetched nor imported then.
+    max_model_len: most tokens of a prompt and its answer. By default it is the number of the
+    model's positions.
 
-    Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`, CheckpointChangedError there, after
-    which a new LLM is needed. Nothing big is allocated before the first `generate`. Close it, or use it as a context
-    manager, to give memory and scratch files back at once; without that they go with its last reference, or as the
-    process ends. Processes that are forked after a `generate` can run no LLM: UsageError.
+    Raise UsageError here if the input is unusable, and DoesNotFitError here or in `generate`.
+    `generate` raises CheckpointChangedError if the weights' files changed; a new LLM is needed
+    then. Nothing big is allocated before the first `generate`. Memory and scratch files are freed
+    by `close`, by the end of a `with` block, with the last reference, or as the process ends.
+    Processes that are forked after a `generate` cannot run an LLM: they raise UsageError.
     """
 
     def __init__(
@@ -131,9 +136,11 @@ class LLM:
         self._engine: Engine | None = None
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
-        self._blocks: list[BlockStats] = []  # of the newest run
-        self._common: TokenIds = ()  # that its rows begin with, held in one copy
-        self.tests_bits = True  # warn if the KV cache's bits are too few for this model, once, if the test is cheap
+        self._blocks: list[BlockStats] = []  # blocks of the newest run
+        # Tokens that all its sequences begin with, of which one copy is held.
+        self._common: TokenIds = ()
+        # Warn once if the KV cache's bits are too few for this model and the test is cheap.
+        self.tests_bits = True
 
     def __enter__(self) -> LLM:
         return self
@@ -143,12 +150,12 @@ class LLM:
 
     @property
     def policy(self) -> Policy | None:
-        """The policy in use; with "auto", None until the first `generate`."""
+        """The policy in use. It is None until the first `generate` if "auto" was asked for."""
         return self._policy
 
     @property
     def eviction(self) -> Eviction:
-        """Which KV columns the next run keeps."""
+        """The eviction policy of the next run: which KV entries it keeps."""
         spec = self.model.spec
         return fitted(self._eviction, spec, kv_sizes_of(spec, base_of(self.asked_policy)))
 
@@ -161,7 +168,11 @@ class LLM:
 
     @property
     def share_prefix(self) -> str:
-        """Are tokens that rows of a micro-batch begin with computed once? "auto": where it pays, "on", "off"."""
+        """Whether sequences of a micro-batch compute a common beginning once: "auto", "on" or
+        "off".
+
+        "auto" does so if it pays.
+        """
         return self._planner.share_prefix
 
     @share_prefix.setter
@@ -170,11 +181,14 @@ class LLM:
 
     @property
     def times(self) -> list[BlockTimes]:
-        """Of each block of the newest run; a block that rows joined has only sums, in the report."""
+        """The times of each block of the newest run, except blocks that sequences joined.
+
+        A block that sequences joined has only sums, which are in the report.
+        """
         return [block.times for block in self._blocks if block.keeps_lists]
 
     def use(self, policy: Policy | AutoPolicy) -> None:
-        """Run with another policy from the next `generate` on; what was held for the old one is given back."""
+        """Run with another policy from the next `generate` on, and free what the old one held."""
         if policy != self.asked_policy:
             asked = read_policy_argument(policy)
             _check_together(asked, self._eviction)
@@ -184,9 +198,10 @@ class LLM:
             self._planner.part = replace(self._planner.part, eviction=self.eviction)
 
     def join(self, pipeline: Pipeline) -> None:
-        """From now on run this rank's part of the model only: every rank calls `run` with the same prompts.
+        """Run only this rank's part of the model from now on.
 
-        UsageError where the model has too few transformer blocks, or the policy is "auto".
+        Every rank calls `run` with the same prompts. Raise UsageError if the model has too few
+        transformer blocks, or if the policy is "auto".
         """
         if isinstance(self.asked_policy, AutoPolicy):
             raise UsageError("--pipeline: auto plans for one process; give --percent and batch sizes, or --policy FILE")
@@ -194,48 +209,62 @@ class LLM:
 
     @property
     def dtype(self) -> str:
-        """The compute dtype, which weights and KV are held in."""
+        """The dtype of computation, weights and KV cache."""
         return self._device.compute_dtype(self._asked_dtype, RANDOM_DTYPE if self.model.random else self._stored_dtype)
 
     @property
     def _stored_dtype(self) -> str:
-        """Of the checkpoint; in a dry run as its config says, where the weights are not there to be looked at."""
+        """The checkpoint's dtype. A dry run without weights reads it from the model's config."""
         model = self.model
         return said_dtype(model) if self._on_plan and not has_safetensors(model) else self._checkpoint.dtype
 
     @property
     def precision_note(self) -> str | None:
-        """What "auto" changed about the checkpoint's precision, for the user to know; None when nothing."""
+        """A note for the user on how dtype "auto" changed the checkpoint's precision.
+
+        None if it did not.
+        """
         if self.model.random or self._asked_dtype is not None or self.dtype == self._stored_dtype:
             return None
         return f"{self._stored_dtype} weights are computed in {self.dtype} here; --dtype float32 loses nothing"
 
     @property
     def num_layers(self) -> int:
-        """Layers of a sweep under the policy in use."""
+        """The number of layers of a sweep under the policy in use."""
         return self._planner.num_layers(self._policy or Policy())
 
     def check_plan(self) -> None:
-        """UsageError for what no rows can mend: rolling positions that the model or the policy cannot have; eviction
-        that has no layers; a file that is no profile; a policy that is to be chosen with one without the dtype."""
+        """Raise UsageError for errors that do not depend on the prompts.
+
+        - rolling positions that the model or the policy cannot have
+        - eviction in a model that has no layer for it
+        - a --hardware file that is not a profile
+        - policy "auto" with a profile that lacks the dtype
+        """
         self._check_eviction()
-        planner = self._planner  # which reads --hardware
+        planner = self._planner  # it reads --hardware
         if isinstance(self.asked_policy, AutoPolicy):
             planner.check_dtype()
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
-        """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
+        """Return FlexGen's summary: bytes of the weights, of all sequences' full KV cache and
+        hidden states.
+        """
         return sizes_of(self.model.spec, self._table(prompts, params).sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
         watch_logits: LogitsWatch | None = None, refill: bool = True,
     ) -> list[Completion]:  # fmt: skip
-        """Generate for text prompts and lists of token ids, in any mix and number; results in the order of `prompts`.
+        """Generate for text prompts and lists of token ids, in any mix.
 
-        params: of all prompts, or one for each; then a row draws from its own seed alone, wherever it stands.
-        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype). refill: as of
-        `run`.
+        params: one for all prompts, or one per prompt. With one per prompt, a sequence draws from
+        its own seed alone, so its place in the batch does not matter.
+        watch_logits: sees the logits of every step as (indices of the sequences, (sequences, vocab)
+        tensor in the compute dtype).
+        refill: as in `run`.
+
+        Results are in the order of `prompts`.
         """
         asked = check_params(params)
         if watch_logits is not None and not callable(watch_logits):
@@ -256,11 +285,15 @@ class LLM:
         self, prompts: Sequence[str | Sequence[int]], continuations: Sequence[str | Sequence[int]],
         mode: str = DECODE,
     ) -> list[Completion]:  # fmt: skip
-        """The log-probabilities of continuations, each after its prompt; results in the order of `prompts`.
+        """Return the log-probabilities of continuations, each after its prompt.
 
-        Texts and lists of token ids, in any mix; a continuation's text is encoded without special tokens. mode: as
-        SamplingParams.score_mode. `completion.logprob` is the sum over the continuation's tokens, `logprobs` has each,
-        `is_greedy` says whether each was the likeliest. Prompts that begin alike are computed once (`share_prefix`).
+        prompts, continuations: texts and lists of token ids, in any mix. A continuation's text is
+        encoded without special tokens.
+        mode: as SamplingParams.score_mode.
+
+        Results are in the order of `prompts`. `completion.logprob` is the sum over the
+        continuation's tokens, and `logprobs` has one value per token. `is_greedy` is true if each
+        token was the likeliest. Prompts that begin alike are computed once (`share_prefix`).
         """
         encode = self.model.encode_more if self.model.tokenizer is not None else None
         read = prompts_from_python(continuations, encode, self.model.spec.vocab_size, name="continuations")
@@ -274,12 +307,14 @@ class LLM:
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], watch_logits: LogitsWatch,
         watch_slots: SlotsWatch | None = None, max_tokens_per_sweep: int = 1,
     ) -> RunReport:  # fmt: skip
-        """Teacher forcing: run `prompts` as `generate` does, but each row takes the tokens of its continuation.
+        """Run `prompts` with teacher forcing: each sequence takes the tokens of its continuation.
 
-        The t-th time that watch_logits sees a row, its logits are those that continuations[row][t] follows on.
-        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Callbacks).
-        Without it a sweep takes `max_tokens_per_sweep` tokens of each row: the same decode steps, with the weights read
-        once.
+        watch_logits: when it sees a sequence for the t-th time, the logits are those that
+        continuations[row][t] follows.
+        watch_slots: sees what the attention of each transformer block saw in a decode sweep
+        (generation.Callbacks).
+        max_tokens_per_sweep: tokens of each sequence per sweep, without watch_slots. The decode
+        steps are the same, but the weights are read once.
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
@@ -291,13 +326,18 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, on_finished: Callable[[list[Completion]], None],
         callbacks: Callbacks = NO_CALLBACKS, order: Order | None = None, refill: bool = False, more: More | None = None,
     ) -> RunReport:  # fmt: skip
-        """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
+        """Run prompts that are tokenised already, and return the report.
 
-        params: as of `generate`, or a TokenSource, which says what rows take and when they are done. order: the steps
-        to run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
-        short are handed out at the end, as of length. refill: continuous batching, where rows may end at different
-        times; nothing is predicted then. more: with refill, gives further rows that `has_room`, when all others have
-        joined.
+        params: as in `generate`, or a TokenSource, which determines the tokens of sequences and
+        their end.
+        on_finished: gets completions as sequences finish.
+        order: called with the numbers of layers and micro-batches of a block; it returns the steps
+        to run instead of the whole schedule. Sequences that are cut short are handed out at the
+        end, with reason "length".
+        refill: continuous batching if sequences may end at different times. Nothing is predicted
+        then.
+        more: needs refill. It returns further sequences, for which `has_room` is true, once all
+        others have joined.
         """
         Engine.check_not_forked()
         if not self._running.acquire(blocking=False):
@@ -312,10 +352,11 @@ class LLM:
             blocks = planner.blocks(table.rows, engine.policy)
             self._common = planner.common(table.rows, engine.policy)
             refill = refill and order is None and pipeline is None
-            if more is not None:  # rows that join may fill micro-batches that have none yet
+            if more is not None:  # sequences that join may fill micro-batches that are still empty
                 blocks[0] += [[] for _ in range(engine.plan.shape.micro_batches - len(blocks[0]))]
             scheduler = table.schedule(blocks, refill, more, len(self._common))
-            # A prediction is of blocks whose rows begin together, and take a token a sweep.
+            # A prediction assumes that the sequences of a block begin together and take one token
+            # per sweep.
             is_foreseen = not scheduler.is_continuous and not any(row.given for row in table.rows)
             self.predicted = planner.predict(table.rows, engine.policy, engine.plan) if is_foreseen else None
             before, self._blocks = engine.io_bytes_by_kind, scheduler.stats
@@ -351,36 +392,48 @@ class LLM:
             raise
 
     def close(self) -> None:
-        """Give back memory, worker threads and scratch files. The LLM can be used again."""
+        """Free memory, worker threads and scratch files. The LLM can be used again."""
         with interrupts.held():
             if self._engine is not None:
                 self._engine.__exit__(None, None, None)
                 self._engine = None
 
     def expect(self, rows: int) -> None:
-        """From now on each `run` is a part of a job of `rows` rows: "auto" chooses for all of them, and an engine that
-        is opened again for longer rows also serves what came before."""
+        """Treat each `run` from now on as a part of a job of `rows` sequences.
+
+        "auto" chooses a policy for all of them. An engine that is reopened for longer sequences
+        also serves the earlier ones.
+        """
         self._planner.job_rows = check_int("rows", rows, low=0)
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> Policy:
-        """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
+        """Open the engine for these sequences, as `run` does, and return the policy.
+
+        If DoesNotFitError is raised, no engine is open.
+        """
         return self._ready(self._table(prompts, params).rows).policy
 
     def foresee(self, prompts: Sequence[Prompt], params: Params) -> Prediction | None:
-        """The cost of these rows on the open engine, if none joins another's block and none ends early. None where no
-        engine is open, and as of `Planner.foresee`."""
+        """Return the predicted cost of these sequences on the open engine.
+
+        It assumes that no sequence joins another block and that none ends early. Return None if no
+        engine is open, or if `Planner.foresee` returns None.
+        """
         engine = self._engine
         if engine is None:
             return None
         return self._planner.foresee(self._table(prompts, params).rows, engine.policy, engine.plan)
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
-        """What `prepare` would return; DoesNotFitError where it would raise it. Opens nothing, closes what is open."""
+        """Return the policy that `prepare` would return, or raise its DoesNotFitError.
+
+        Close the engine if it is open, and open none.
+        """
         self.close()
         return self._planner.plan(self._table(prompts, params).rows, self.asked_policy, self._budgets()).policy
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
-        """Can these rows join the running block, as the engine is open for others?"""
+        """Return whether these sequences can join the running block of the open engine."""
         engine, rows = self._engine, self._table(prompts, params).rows
         return engine is not None and self._planner.has_room(engine.plan, rows, self._common)
 
@@ -396,13 +449,19 @@ class LLM:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Bytes by tier that the open engine has charged to the budgets at most; empty without one."""
+        """The most bytes per tier that the open engine has charged to its budgets.
+
+        Empty if none is open.
+        """
         engine = self._engine  # another thread may close it meanwhile
         return {} if engine is None else engine.peak_bytes
 
     @property
     def budgets(self) -> Mapping[str, int | None]:
-        """Bytes by tier that the open engine may hold; None: any number. Empty without one."""
+        """The bytes per tier that the open engine may hold; None is no limit.
+
+        Empty if no engine is open.
+        """
         engine = self._engine
         return {} if engine is None else engine.budgets
 
@@ -416,9 +475,13 @@ class LLM:
         check_for_model(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
-        """An engine whose buffers cover these rows: the open one if it does, else a new one."""
+        """Return an engine whose buffers cover these sequences.
+
+        It is the open one if that covers them, else a new one.
+        """
         planner, asked = self._planner, self.asked_policy
-        # No other name holds the open engine: what it has is to be free before budgets are looked at.
+        # No other name refers to the open engine: its memory must be free before budgets are
+        # measured.
         if self._engine is not None and planner.serves(self._engine.plan, self._engine.policy, asked, rows):
             return self._engine
         self.close()
@@ -438,7 +501,8 @@ class LLM:
                 part.spec.rotary is not None, partial(formats.warm_up, form, experts=bool(part.spec.experts)),
             )  # fmt: skip
         checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint
-        if not self.model.random:  # what is packed now must be what was opened at first
+        # The weights that were packed just now must be those that were opened at first.
+        if not self.model.random:
             self._checkpoint.check_unchanged()
         if budgets["device"] is not None:
             self._device.hold_to(budgets["device"])
@@ -447,10 +511,10 @@ class LLM:
         return self._engine
 
     def _test_bits(self, rows: Sequence[Row], planned: Planned) -> None:
-        """Warn if the bits of the KV cache are too few for this model, once, before the engine is opened for `rows`.
+        """Warn, once, if the bits of the KV cache are too few for this model.
 
-        Nothing is tested if JOB_OVER_TEST such tests take longer than the job, if keys and values have 8 bits, or in a
-        pipeline.
+        This happens before the engine is opened for `rows`. Nothing is tested if JOB_OVER_TEST such
+        tests take longer than the job, if keys and values have 8 bits, or in a pipeline.
         """
         bits = bits_of_kv(planned.policy.cache_bits)
         if min(bits) >= 8 or self._planner.part.pipeline is not None:
@@ -469,14 +533,14 @@ class LLM:
             other.run(*requests_of_test(ids), done.extend, Callbacks(see, listener=Silent()))
             whole = min(done, key=lambda completion: completion.index).logprobs
             assert whole is not None
-            # The first token follows on the prompt, whose attention read nothing packed.
+            # The first token follows the prompt, whose attention read no packed KV entries.
             found = [likeliest_divergence(*pair) for pair in zip(whole[1:], logits[1:], strict=True)]
             kl = sum(found) / len(found)
             if kl > MOST_KL:
                 say_once(warning_of(bits, kl))
 
     def _for_test(self, policy: Policy) -> LLM:
-        """Return an LLM of the same model under the same budgets, which keeps all KV entries of two sequences."""
+        """Return an LLM of the same model and budgets, for two sequences with a full KV cache."""
         other = copy.copy(self)
         other.__dict__.pop("_planner")
         other._hardware = self.profile
@@ -490,7 +554,9 @@ class LLM:
         return other
 
     def _is_cheap(self, other: LLM, ids: Sequence[int], rows: Sequence[Row], planned: Planned) -> bool:
-        """Does the job take so much longer than the test of these tokens that nobody notices the test?"""
+        """Return whether the job takes so much longer than the test of `ids` that nobody notices
+        the test.
+        """
         policy, planner = base_of(other.asked_policy), other._planner
         of_test = other._table([Prompt(0, tuple(ids), None)], SamplingParams(PASSES, ignore_eos=True)).rows
         test = planner.foresee(of_test, policy, planner.plan(of_test, policy, other._budgets()).memory)
@@ -514,11 +580,15 @@ class LLM:
         return self._find_checkpoint(None)
 
     def digests(self) -> dict[str, str | None]:
-        """Of the weights and the tokenizer that this LLM has opened (load.content_digests)."""
+        """Return digests of the opened weights and tokenizer (load.content_digests)."""
         return content_digests(self.model, None if self.model.random else self._checkpoint)
 
     def _find_checkpoint(self, form: PackedFormat | None) -> Checkpoint:
-        """Random and packed weights are written at first use: after the memory plan, since they may be many GB."""
+        """Return the checkpoint, in `form` if it is packed.
+
+        Random and packed weights are written at first use, after the memory plan, as they may be
+        many GB.
+        """
         dtype, shown = self.dtype if self.model.random else "", Progress.on_terminal()
         return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, form)
 
@@ -531,7 +601,10 @@ def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
 
 
 def _text(name: str, value: object) -> str:
-    """A name or a path as a string; UsageError that names the argument for anything else."""
+    """Return a name or a path as a string.
+
+    Raise UsageError that names the argument for other types.
+    """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(text, str):
         raise UsageError(f"{name}: {value!r:.60} is not a text")

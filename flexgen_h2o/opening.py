@@ -1,4 +1,4 @@
-"""The line a run begins with: the model, what is on disk, the batch, and how long it will take."""
+"""Make a run's first line: the model, what is on disk, the batch, and how long it will take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def opening_line(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], num_prompts: int) -> str:
     """Return what will happen on the open engine.
 
-    prompts, params: those that are read so far; `num_prompts`, which are all, are taken to be like them.
+    prompts, params: those that have been read so far.
+    num_prompts: number of all prompts, which are assumed to be like those read.
     """
     policy = llm.policy
     assert policy is not None

@@ -1,6 +1,6 @@
-"""The parser of every command line: errors of one line, flags in sections, a short and a long help.
+"""Parse every command line: errors of one line, flags in sections, a short and a long help.
 
-Imports nothing heavy, so that `--help` and wrong flags answer at once.
+This module imports nothing heavy, so that `--help` and errors in flags appear at once.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ KV = "Smaller KV cache"
 JOB = "Job, expert"
 PLACEMENT_FLAGS = "Placement, expert"
 EVICTION = "Eviction, expert"
-OWN = ("positional arguments", "options")  # argparse's titles, of what is in no other section
+OWN = ("positional arguments", "options")  # argparse's titles for what is in no other section
 WORKLOAD = "Workload"
 BENCHMARK = "Benchmark"
 HELP = "Help"
 SECTIONS = (MODEL, *OWN, WORKLOAD, FILES, BENCHMARK, SAMPLING, MEMORY, KV, JOB, PLACEMENT_FLAGS, EVICTION, HELP)
 
-_MOST_QUOTED = 60  # characters of a word of the command line
-_HELP_COLUMN = 24  # where the explanations begin
+_MOST_QUOTED = 60  # characters that are quoted of a word of the command line
+_HELP_COLUMN = 24  # column in which the explanations begin
 
 _NO_VALUE = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-_spelled: dict[str, str] = {}  # flags of the running command as messages have them -> as the user knows them
+# Flags of the running command, as messages have them -> as the user knows them.
+_spelled: dict[str, str] = {}
 
 
 def as_typed(message: str) -> str:
-    """Return the message with each flag spelled as it was typed or, if it was not, as the command's help has it."""
+    """Return the message with each flag as it was typed, or else as the command's help has it."""
     return _FLAG.sub(lambda found: _spelled.get(found[0], found[0]), message)
 
 
 def forget_spellings() -> None:
-    """Forget how flags were spelled: another command begins."""
+    """Forget how flags were spelled, because another command begins."""
     _spelled.clear()
 
 
@@ -82,12 +83,13 @@ class _ShowHelp(argparse.Action):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Parses a command's flags; wrong ones end with one line on stderr and exit code 2.
+    """Parses a command's flags. Wrong ones end with one line on stderr and exit code 2.
 
-    The namespace also has `given`: which flags were on the command line, by field. A flag stands in full.
+    The namespace also has `given`: the flags that were on the command line, by field. Flags cannot
+    be abbreviated.
 
-    synopsis: what stands behind the command's name in its usage line.
-    shown: the flags that `--help` shows; the others are under `--help-all`. Empty: all are shown.
+    synopsis: what follows the command's name in its usage line.
+    shown: the flags that `--help` shows; `--help-all` shows the others too. Empty: all are shown.
     examples: command lines for the end of the help.
     """
 
@@ -107,9 +109,10 @@ class OneLineParser(argparse.ArgumentParser):
         self._sections: dict[str, argparse._ArgumentGroup] = {}
         self._model_is_positional = False
         self._given: dict[str, str] = {}
-        self._words: set[str] = set()  # of the command line, too long to be quoted whole
+        # Words of the command line that are too long to be quoted whole.
+        self._words: set[str] = set()
         self._line: list[str] = []  # all words of the command line
-        self._model: str | None = None  # that a flag names
+        self._model: str | None = None  # the model that a flag names
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -5GiB is a wrong value, not a flag
         add = self.section(HELP).add_argument
         add("-h", "--help", action=_ShowHelp, const=False, help="show this help")
@@ -125,13 +128,13 @@ class OneLineParser(argparse.ArgumentParser):
         return self._sections[title]
 
     def also(self, action: argparse.Action, *spellings: str) -> None:
-        """Take other spellings of a flag, which no help shows."""
+        """Accept other spellings of a flag, which no help shows."""
         for spelling in spellings:
             assert spelling not in self._option_string_actions, spelling
             self._option_string_actions[spelling] = action
 
     def take_positional_model(self) -> None:
-        """Take the one word that belongs to no flag as --model."""
+        """Accept the one word that belongs to no flag as --model."""
         self._model_is_positional = True
 
     # ---- Help
@@ -171,7 +174,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def _remedy(self, message: str) -> str:
-        """Return how a value is given that was taken for a flag; empty for other errors."""
+        """Return how to give a value that was read as a flag. Empty for other errors."""
         found = _NO_VALUE.fullmatch(message)
         if found is None:
             return ""
@@ -184,7 +187,8 @@ class OneLineParser(argparse.ArgumentParser):
                 return f"; a value that begins with a hyphen stands behind an equals sign: {_main_name(action)}={value}"
         return ""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
+    # Also called for the parser of a sub-command.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         if self._begins_with_model(words):
             words.insert(0, "--model")
@@ -194,8 +198,8 @@ class OneLineParser(argparse.ArgumentParser):
         given = [part for word in words for part in (word, word.partition("=")[2])]
         self._words = {part for part in given if len(part) > _MOST_QUOTED}
         self._note_spellings(words)
-        if self._subparsers is None:  # else the flags are a sub-command's
-            for word in words:  # before argparse takes `-ot` for `-o t`
+        if self._subparsers is None:  # otherwise the flags are a sub-command's
+            for word in words:  # before argparse reads `-ot` as `-o t`
                 if word in ADVICE and word not in self._option_string_actions:
                     self.error(self._advice(word))
         found, unknown = super().parse_known_args(words, namespace)
@@ -207,14 +211,20 @@ class OneLineParser(argparse.ArgumentParser):
         return found, unknown
 
     def _begins_with_model(self, words: Sequence[str]) -> bool:
-        """Whether the first word is MODEL where argparse would look for a sub-command, which may be left out."""
+        """Return whether the first word is MODEL, where argparse would look for a sub-command.
+
+        The sub-command may be left out.
+        """
         if self._subparsers is None or not self._model_is_positional or not words or words[0].startswith("-"):
             return False
         return all(words[0] not in (action.choices or ()) for action in self._subparsers._group_actions)
 
     def _known_spelling(self, word: str) -> str:
-        """Return the word with the underscores of an unknown flag as hyphens, and another program's name of a flag as
-        ours."""
+        """Return the word with a flag spelled as this command knows it.
+
+        Underscores of an unknown flag become hyphens, and another program's name becomes this
+        one's.
+        """
         flag, equals, value = word.partition("=")
         table = self._option_string_actions
         if not flag.startswith("-") or flag in table:
@@ -248,7 +258,11 @@ class OneLineParser(argparse.ArgumentParser):
         unknown.clear()
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Some Pythons take the `--` of `--flag=--` for the end of the flags, and the flag gets an empty list."""
+        """Return a flag's value, also of `--flag=--`.
+
+        Some Python versions take that `--` as the end of the flags, and give the flag an empty
+        list.
+        """
         if not action.option_strings:
             return super()._get_values(action, arg_strings)
         self._given[action.dest] = _main_name(action)
@@ -256,7 +270,8 @@ class OneLineParser(argparse.ArgumentParser):
             if self._model not in (None, arg_strings[0]):
                 self.error(f"{_main_name(action)} {arg_strings[0]}: {self._model} is named before it; name one model")
             self._model = arg_strings[0]
-        if arg_strings == [""] and action.const == "":  # a shell variable that is not set, not a flag without a value
+        # A shell variable that is not set, not a flag without a value.
+        if arg_strings == [""] and action.const == "":
             raise argparse.ArgumentError(action, "'' is empty; leave it out")
         if arg_strings != ["--"]:
             return super()._get_values(action, arg_strings)
@@ -265,7 +280,7 @@ class OneLineParser(argparse.ArgumentParser):
         return value if action.nargs in (None, argparse.OPTIONAL) else [value]
 
     def _advice(self, word: str) -> str:
-        """What to do about a word that is no flag of this command."""
+        """Return what to do about a word that is not a flag of this command."""
         flag = word.partition("=")[0].replace("_", "-")
         if flag in ADVICE:
             return f"{word}: is not a flag here; {ADVICE[flag]}"

@@ -78,20 +78,23 @@ EXAMPLES = (
     "flexgen-h2o plan Qwen/Qwen3-30B-A3B --ram 12GiB --num-prompts 10000 --prompt-len 512 --max-tokens 128",
     "flexgen-h2o plan facebook/opt-30b --hardware t4 --num-prompts 1000 --save-plan plan.json",
 )
-USUAL_DTYPES = ("float16", "bfloat16")  # of OPT checkpoints, and what a CPU computes them in
-# Flags of flex_opt besides the policy, which the command that runs the plan repeats where they were given.
+# The dtype of OPT checkpoints, and the one that a CPU computes them in.
+USUAL_DTYPES = ("float16", "bfloat16")
+# Flags of flex_opt besides the policy. The command that runs the plan repeats those that were
+# given.
 REPEATED = (
     "--path", "--revision", "--max-model-len", "--offload-dir", "--device-mem", "--host-mem", "--disk-mem",
     "--eviction", *EVICTION_FLAGS.values(),
 )  # fmt: skip
 MOST_PROMPTS = 10**9
-THIS_MACHINE = "this machine"  # the name of its profile
-WORTH_A_FLAG = 0.9  # of the time that a plan takes: a flag that changes precision is named if it saves a tenth
+THIS_MACHINE = "this machine"  # name of this machine's profile
+# Share of a plan's time: a flag that changes precision is named if it saves a tenth.
+WORTH_A_FLAG = 0.9
 OF_EVICTION = ("--eviction", *EVICTION_FLAGS.values())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     return run_cli("policy_search", _run, argv)
 
 
@@ -124,7 +127,7 @@ def _parser() -> OneLineParser:
     files("--trace", type=file_name, metavar="FILE", help="write a Chrome trace of the first batch as it is simulated")
     picture = "write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)"
     files("--plot", type=file_name, metavar="FILE", help=picture)
-    parser.set_defaults(profile=None, check=interrupts.check, spec=None)  # of `ask`
+    parser.set_defaults(profile=None, check=interrupts.check, spec=None)  # set by `ask`
     return parser
 
 
@@ -150,7 +153,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _take_workload(args: argparse.Namespace) -> None:
-    """Take the prompts of --plan FILE where no flag says another number or length, and note it."""
+    """Use the prompts of --plan FILE if no flag gives another number or length, and note it."""
     if args.policy in (None, "auto"):
         return
     saved = read_policy(usable_path(args.policy, "--policy")).workload or {}
@@ -175,11 +178,14 @@ def _take_workload(args: argparse.Namespace) -> None:
 def ask(
     words: Sequence[str], profile: HardwareProfile, check: Callable[[], None], spec: ModelSpec | None = None
 ) -> dict[str, Any]:
-    """For a page: what --json says on a machine of this profile; with a plan also `text`, the tables, and `command`,
-    which runs a file of requests with it. check: called between candidates; what it raises ends the search. spec: of
-    the model; None: the words say where it is.
+    """Answer a question of a page: return what --json prints for a machine of this profile.
 
-    Nothing is measured, and no file is written. UsageError names the flag.
+    words: of the command line.
+    check: called between candidates; an error that it raises ends the search.
+    spec: of the model; None if the words say where the model is.
+
+    If there is a plan, add `text`, the tables, and `command`, which runs a file of requests with
+    it. Nothing is measured, and no file is written. A UsageError names the flag.
     """
     args = _parser().parse_args(words)
     args.profile, args.check, args.spec = profile, check, spec
@@ -193,8 +199,11 @@ def ask(
 
 
 def nearest_machine(found: Mapping[str, HardwareProfile]) -> str:
-    """Return the name of the profile that is most like this machine: its own or, of those with a GPU if it has one, the
-    one with the most similar memory."""
+    """Return the name of the profile that is most like this machine.
+
+    It is this machine's own if there is one. Otherwise it is one with a GPU if this machine has
+    one, and of these the one with the most similar memory.
+    """
     from flexgen_h2o.planner.profile import NOMINAL
     from flexgen_h2o.tiers.device import open_device, whole_host_bytes
 
@@ -213,7 +222,7 @@ def nearest_machine(found: Mapping[str, HardwareProfile]) -> str:
 
 
 def machines(offload_dir: str | None) -> dict[str, HardwareProfile]:
-    """Profiles by name: of this machine where it was measured, those that are shipped, and round figures."""
+    """Return profiles by name: this machine's if measured, shipped ones, and round figures."""
     from flexgen_h2o.planner.measure.run import cached_profile
     from flexgen_h2o.planner.profile import SHIPPED, nominal_profile, read_profile
 
@@ -226,7 +235,7 @@ def machines(offload_dir: str | None) -> dict[str, HardwareProfile]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Everything that can be wrong with flags and files, before anything is loaded."""
+    """Check everything that can be wrong with flags and files, before anything is loaded."""
     if args.dtype != "auto" and args.dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {args.dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
     if args.hardware is not None and args.device != "auto":
@@ -255,7 +264,7 @@ def _check_kv_loss(args: argparse.Namespace) -> None:
 
 
 def _question(args: argparse.Namespace) -> Answer:
-    """Without an answer yet."""
+    """Return the question, without an answer yet."""
     policy, searched = policy_of(args)
     eviction = eviction_of(args, policy)
     from flexgen_h2o.engine.memory_plan import kv_sizes_of
@@ -267,10 +276,12 @@ def _question(args: argparse.Namespace) -> Answer:
     spec = args.spec or find_spec(model_of(args), args.path, args.revision, args.offload_dir, args.max_model_len)
     check_positions(args, spec.name, spec.max_positions)
     check_for_model(eviction, spec, policy.compress_cache)
-    by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits
+    # Its KV entries are counted in those bits.
+    by_bytes = getattr(eviction, "kv_bytes", None) is not None
     eviction = fitted(eviction, spec, kv_sizes_of(spec, policy))
     compress = [name for name in COMPRESSION if searched and getattr(args, name) and not (by_bytes and "cache" in name)]
-    if searched:  # bits alone are asked for, as in a run; with its switch the search may also leave them out
+    # Bits alone are required, as in a run. With its switch the search may also leave them out.
+    if searched:
         weight = policy.compress_weight and "compress_weight" not in compress
         cache = policy.compress_cache and "compress_cache" not in compress
         policy = replace(policy, compress_weight=weight, compress_cache=cache)
@@ -300,7 +311,7 @@ def _download_bytes(args: argparse.Namespace, spec: ModelSpec, machine: Machine)
 
 
 def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
-    """Where the run would take place, and what it may hold there."""
+    """Return the machine of the run, and the bytes that it may hold there."""
     is_named = args.profile is not None or args.hardware is not None
     profile, device_is_host, budgets = _shipped(args) if is_named else _this_machine(args)
     return Machine(profile, _dtype(args, profile), device_is_host), budgets
@@ -342,8 +353,8 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
 def _fastest(args: argparse.Namespace) -> Answer:
     """Return the answer to what was asked.
 
-    With --kv-loss small it is the fastest way to keep all entries whose loss the model's table calls small, if any
-    fits.
+    With --kv-loss small it is the fastest way to keep all KV entries whose loss is small by the
+    model's table, if any fits.
     """
     question = _question(args)
     if args.kv_loss != "small":
@@ -360,7 +371,7 @@ def _fastest(args: argparse.Namespace) -> Answer:
 
 
 def _answered(question: Answer) -> Answer:
-    """With the fastest plan, or why there is none."""
+    """Return the question with the fastest plan, or with the reason why there is none."""
     from flexgen_h2o.planner.search import evaluate, search
 
     space, searched, began = question.space, question.searched, time.perf_counter()
@@ -369,12 +380,16 @@ def _answered(question: Answer) -> Answer:
     except DoesNotFitError as error:
         return replace(question, seconds=time.perf_counter() - began, problem=str(error))
     seconds = time.perf_counter() - began
-    plan = replace(plan, policy=without_unused_bits(plan.policy))  # a search need not use the bits that it may use
+    # A search need not use the bits that it may use.
+    plan = replace(plan, policy=without_unused_bits(plan.policy))
     return replace(question, plan=plan, seconds=seconds)
 
 
 def _with_details(answer: Answer) -> Answer:
-    """With what is said of a plan besides its speed, which takes longer than to find it: of the one that is shown."""
+    """Return the answer with details of the plan besides its speed.
+
+    They take longer than the search, so they are computed only for the plan that is shown.
+    """
     from flexgen_h2o.planner.search import disk_reads, sensitivity, worth_more
 
     if answer.plan is None:
@@ -389,7 +404,10 @@ def _with_details(answer: Answer) -> Answer:
 
 
 def _faster(answer: Answer) -> tuple[str, float] | None:
-    """Return the flag that shortens a run that computing binds, with its predicted seconds; None if it does not."""
+    """Return the flag that shortens a run bound by compute, with its predicted seconds.
+
+    None if it does not shorten the run.
+    """
     from flexgen_h2o.planner.search import search
 
     space, plan = answer.space, answer.plan
@@ -410,7 +428,7 @@ def _faster(answer: Answer) -> tuple[str, float] | None:
 
 
 def _text(args: argparse.Namespace, answer: Answer) -> str:
-    """The tables, with the benchmark of the plan's block as a command."""
+    """Return the tables, with the benchmark of the plan's block as a command."""
     assert answer.policy is not None
     of_eviction = given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))
     flags = " ".join(filter(None, [as_flags(answer.policy), of_eviction]))
@@ -422,13 +440,17 @@ def _text(args: argparse.Namespace, answer: Answer) -> str:
 
 
 def _with_policy(verb: str, more: str, args: argparse.Namespace, answer: Answer) -> str:
-    """A command line that runs with the answer's policy. more: the verb's own flags."""
+    """Return a command line that runs with the answer's policy.
+
+    more: the verb's own flags.
+    """
     assert answer.policy is not None
     words = [f"flexgen-h2o {verb}", shlex.quote(args.model), more, as_flags(answer.policy)]
     words.append(given_flags(args, REPEATED))
     if args.device != "auto":
         words.append(f"--device {args.device}")
-    if args.dtype != "auto" or (args.spec is None and is_folder(args)):  # whose own dtype may be another
+    # A folder's own dtype may be another one.
+    if args.dtype != "auto" or (args.spec is None and is_folder(args)):
         words.append(f"--dtype {answer.space.machine.dtype}")
     return " ".join(filter(None, words))
 
@@ -447,7 +469,7 @@ def _write(args: argparse.Namespace, answer: Answer, command: str) -> None:
 
 
 def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
-    """The first block again, with all its spans."""
+    """Simulate the first block again, and write all its spans."""
     from flexgen_h2o.core.timeline import Timeline, around_prefill_end, draw_timeline
     from flexgen_h2o.engine.workload import even_blocks
     from flexgen_h2o.planner.predict import predict, walked_sweeps

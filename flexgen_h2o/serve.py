@@ -44,14 +44,15 @@ if TYPE_CHECKING:
     from flexgen_h2o.serving.pages import Pages
 
 KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
-ROWS = 64  # of a block that `auto` plans
-MOST_LENGTH = 2048  # tokens of a row, without --max-len
+ROWS = 64  # rows of a block that `auto` plans
+MOST_LENGTH = 2048  # tokens of a sequence, without --max-len
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 STATE_DIR = "~/flexgen_h2o_server"
-PLANNED = "facebook/opt-30b"  # what the planner's page begins with, if no model is named
-# Descriptors: of batches, and of what libraries open; of a connection, which may wait to be accepted, and its upload.
+PLANNED = "facebook/opt-30b"  # model that the planner's page begins with, if none is named
+# Descriptors for batches and what libraries open; and for a connection, which may wait to be
+# accepted, and its upload.
 SPARE_DESCRIPTORS, FOR_A_CONNECTION = 24, 3
-COMPARED_ROWS, COMPARED_QUEUE = 2, 16  # of the engine for comparisons
+COMPARED_ROWS, COMPARED_QUEUE = 2, 16  # places and queue of the engine for comparisons
 SHOWN = (
     *SHOWN_OF_ENGINE,
     "--max-tokens",
@@ -76,7 +77,7 @@ OF_PLAN_ONLY = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: it serves until a signal ends it."""
+    """Run the command line: serve until a signal ends it. Return the exit code."""
     return run_cli("serve", _run, argv)
 
 
@@ -136,7 +137,7 @@ def _run(argv: list[str] | None) -> int:
     args, beside = _shares(args)
     raise_descriptor_limit(SPARE_DESCRIPTORS + FOR_A_CONNECTION * args.max_connections)
     with _listening(args) as listener, open_llm(args, policy, is_auto, eviction) as llm:
-        llm.share_prefix = "off"  # rows that come later begin otherwise
+        llm.share_prefix = "off"  # sequences that come later begin differently
         llm.check_plan()
         say_notes("serve", args, llm)
         length = _length(args, llm.model.spec.max_positions)
@@ -186,7 +187,10 @@ def _pages(args: argparse.Namespace, has_engine: bool) -> Pages:
 
 
 def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:
-    """The flags of the engine, and of the one for comparisons: what the tiers may hold is cut in two."""
+    """Return the flags of the engine, and of the one for comparisons.
+
+    The budgets are divided between them.
+    """
     if args.compare is None:
         return args, None
     from flexgen_h2o.tiers.device import open_device, resolve_budgets
@@ -204,7 +208,7 @@ def _shares(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Name
 
 @contextlib.contextmanager
 def _compared(args: argparse.Namespace | None, policy: Policy, is_auto: bool, length: int) -> Iterator[Service | None]:
-    """The running block of the engine for comparisons, in a thread of its own."""
+    """Open the engine for comparisons, and run its block in a thread of its own."""
     if args is None:
         yield None
         return
@@ -237,7 +241,7 @@ def _run_until_closed(service: Service) -> None:
         with contextlib.suppress(interrupts.Interrupted):
             service.run()
     finally:
-        service.close()  # nobody shall wait for an engine that has failed
+        service.close()  # no client may wait for an engine that has failed
 
 
 def _bounds(args: argparse.Namespace) -> Bounds:
@@ -255,8 +259,11 @@ def _bounds(args: argparse.Namespace) -> Bounds:
 
 
 def _within_descriptors(bounds: Bounds) -> Bounds:
-    """As many connections as `ulimit -n` leaves room for, now that the engine has its files. UsageError where that is
-    none."""
+    """Return bounds with as many connections as `ulimit -n` leaves room for, once the engine has
+    its files.
+
+    Raise UsageError if there is room for none.
+    """
     limit, _ = descriptor_limits()
     room = (limit - descriptors_in_use() - SPARE_DESCRIPTORS) // FOR_A_CONNECTION
     if room < 1:
@@ -279,14 +286,16 @@ def _listening(args: argparse.Namespace) -> Iterator[socket.socket]:
     if args.port > 65535:
         raise UsageError(f"--port {args.port}: is above 65535")
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    port = 0 if args.dry_run else args.port  # which another server, the one that is planned anew, may have
+    # Another server, such as the one planned anew, may use the port.
+    port = 0 if args.dry_run else args.port
     try:
         listener = socket.create_server((args.host, port), family=family, backlog=args.max_connections)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--host {args.host[:60]} --port {args.port}: cannot listen there ({reason})") from error
     with listener:
-        # What it accepts has it too: an answer's head and body are two writes, and the second one would wait 40 ms.
+        # Accepted connections inherit this. An answer's head and body are two writes, and the
+        # second one would wait 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield listener
 
@@ -298,7 +307,7 @@ def _address(listener: socket.socket) -> str:
 
 @contextlib.contextmanager
 def _serving(server: Server, pages: Pages, bounds: Bounds, listener: socket.socket) -> Iterator[None]:
-    """Answer clients. At the end what runs is given up; batches are left to the next start."""
+    """Answer clients. At the end drop what runs, and leave batches to the next start."""
 
     def close() -> None:
         for one in filter(None, (server, server.other)):
@@ -317,7 +326,10 @@ def _serving(server: Server, pages: Pages, bounds: Bounds, listener: socket.sock
 def _answering(
     app: App, bounds: Bounds, listener: socket.socket, close: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Run an application in a thread of its own. close: called before its clients are told to go."""
+    """Run an application in a thread of its own.
+
+    close: called before its clients are told to go.
+    """
     import asyncio
 
     import uvicorn

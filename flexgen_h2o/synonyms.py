@@ -1,12 +1,12 @@
-"""Flags of other programs, by the name they have there: the flag that means the same here, or what to do instead.
+"""List the flags of other programs: the flag that means the same here, or what to do instead.
 
-The programs are FlexGen's and H2O's scripts, vLLM, llama.cpp and Hugging Face transformers. Names have hyphens here;
-underscores are taken too.
+The programs are FlexGen's and H2O's scripts, vLLM, llama.cpp and Hugging Face transformers. Names
+have hyphens here; underscores are accepted too.
 """
 
 from __future__ import annotations
 
-# Flags with exactly the same meaning, where a command has the flag on the right.
+# Flags with exactly the same meaning, if a command has the flag on the right.
 SAME = {
     "--max-new-tokens": "--max-tokens",
     "--max-output-tokens": "--max-tokens",
@@ -36,7 +36,7 @@ _NOT_DRAWN = "answers are greedy unless --temperature is above 0; leave it out"
 _NOT_THERE = "is not supported yet; leave it out"
 _TEMPLATE = "the model's chat template is used; --no-chat sends texts as they are"
 
-# Flags that are not taken, and what to do instead.
+# Flags that are not accepted, and what to do instead.
 ADVICE = {
     # FlexGen and H2O
     "--hh-long-seq": "prompts of any length are taken without it; leave it out",
@@ -149,7 +149,7 @@ ADVICE = {
     "--low-cpu-mem-usage": _NO_EFFECT,
 }
 
-# Verbs that other programs have, or that ours had.
+# Verbs of other programs, and earlier ones of this one.
 VERBS = {
     "completion": "generate",
     "infer": "generate",

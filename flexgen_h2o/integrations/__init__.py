@@ -1,10 +1,11 @@
-"""The eviction policies inside Hugging Face transformers, without the engine: `enable_h2o(model, ...)`.
+"""Use the eviction policies in Hugging Face transformers, without the engine: `enable_h2o(model,
+...)`.
 
-Eviction goes on and off through the public interfaces of transformers only.
-
-Two things are set, and undone: the attention implementation, a registered function that asks the cache, and a forward
-pre-hook of the decoder, which puts an `EvictingCache` where a forward has none or an empty one. It comes to the
-attention function as a keyword argument of the forward.
+Only public interfaces of transformers are used to switch eviction on and off. Two things are set,
+and undone. The first is the attention implementation: a registered function that asks the cache.
+The second is a forward pre-hook of the decoder. It passes an `EvictingCache` to a forward that has
+no cache or an empty one. The cache reaches the attention function as a keyword argument of the
+forward.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling, with_sizes
 from flexgen_h2o.kvcache.eviction.triattention import TriAttention
 
-ATTENTION = "flexgen_h2o"  # the name of our attention implementation
+ATTENTION = "flexgen_h2o"  # name of this package's attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gpt_neox")
-LEAST_TRANSFORMERS = "5.20"  # the oldest that was tried; the engine itself runs with older ones
+# The oldest version that was tried. The engine itself runs with older ones.
+LEAST_TRANSFORMERS = "5.20"
 
 __all__ = ["EvictingCache", "disable_eviction", "disable_h2o", "enable_eviction", "enable_h2o"]
 
-# The pre-hook, and the attention implementation before: what `disable_eviction` undoes.
+# The pre-hook and the earlier attention implementation, for `disable_eviction` to undo.
 _enabled: WeakKeyDictionary[PreTrainedModel, tuple[RemovableHandle, str]] = WeakKeyDictionary()
 
 
@@ -40,11 +42,15 @@ def enable_h2o(
     model: PreTrainedModel, heavy_ratio: float | None = None, recent_ratio: float | None = None,
     heavy_size: int | None = None, recent_size: int | None = None, mode: str = "drop", **more: Any,
 ) -> None:  # fmt: skip
-    """H2O as published (`flexgen_h2o.H2O`) in everything that `model` generates, until `disable_h2o(model)`.
+    """Use H2O as published (`flexgen_h2o.H2O`) in all generations of `model`, until
+    `disable_h2o(model)`.
 
-    heavy_ratio, recent_ratio: shares of each sequence's prompt, without its padding; heavy_size, recent_size: columns.
-    mode: "drop" or "mask". more: `kv_budget` with `max_new_tokens`, and other settings of H2O. The rest is
-    `enable_eviction`. Raises UsageError.
+    heavy_ratio, recent_ratio: shares of each sequence's prompt, without its padding.
+    heavy_size, recent_size: numbers of KV entries.
+    mode: "drop" or "mask", as in `enable_eviction`.
+    more: `kv_budget` with `max_new_tokens`, and other settings of H2O.
+
+    All else is as in `enable_eviction`. Raise UsageError as it does.
     """
     most = more.pop("max_new_tokens", None)
     enable_eviction(model, H2O(heavy_ratio, recent_ratio, heavy_size, recent_size, **more), mode, most)
@@ -53,26 +59,27 @@ def enable_h2o(
 def enable_eviction(
     model: PreTrainedModel, eviction: Eviction, mode: str = "drop", max_new_tokens: int | None = None
 ) -> None:
-    """`model.generate` keeps the KV columns that `eviction` keeps; another call takes the place of the one before.
+    """Let `model.generate` keep the KV entries that `eviction` keeps.
 
-    eviction: `H2O(...)`, `H2ONorm(...)`, `Tova(...)`, ... of flexgen_h2o.kvcache.eviction, apart for each (sequence,
-    kv-head) with the scores of its query heads summed. mode: "drop" shrinks the cache to sinks + heavy + recent + 1
-    slots a row; "mask" keeps all columns and masks those that would be gone. Both give the same tokens.
+    eviction: `H2O(...)`, `H2ONorm(...)`, `Tova(...)`, ... of flexgen_h2o.kvcache.eviction. It
+    decides separately for each (sequence, kv-head), with the scores of its query heads summed.
+    mode: "drop" shrinks the cache to sinks + heavy + recent + 1 slots per (sequence, kv-head).
+    "mask" keeps all KV entries and masks those that would be evicted. Both give the same tokens.
+    max_new_tokens: most tokens that are generated after a prompt. Only kv_budget and kv_bytes need
+    it. A sequence keeps that share of its prompt and of max_new_tokens, or of as many as the
+    model's positions allow, as in the engine. A generation that exceeds it is refused.
 
-    A forward that is given a cache (`generate` always gives one) takes its tokens as prompts; a forward without one is
-    a text that is scored: "drop" evicts nothing before its end, "mask" lets each of its tokens see what would be left
-    if the ones before it had been generated (shares being those of the whole text).
+    A second call replaces the first. A forward that is given a cache (`generate` always gives one)
+    treats its tokens as prompts. A forward without one is a text that is scored. "drop" evicts
+    nothing before the end of the text. "mask" lets each token see what would be left if the tokens
+    before it had been generated, with shares of the whole text.
 
-    max_new_tokens: the most tokens that are generated on a prompt, which kv_budget and kv_bytes need and nothing else:
-    a row keeps that share of its prompt and of so many tokens, or of as many as the model has positions for, as in the
-    engine. A generation that goes on is refused.
-
-    Raises UsageError where the model or the settings are not supported.
+    Raise UsageError if the model or the settings are not supported.
     """
     eviction = check_eviction(eviction)
     if not isinstance(mode, str) or mode not in MODES:
         raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
-    if is_rolling(eviction):  # the model itself has rotated its keys before they are cached
+    if is_rolling(eviction):  # the model rotates its keys before they are cached
         raise UsageError("positions: rolling works in the engine only; leave it at original here")
     if isinstance(eviction, TriAttention):
         raise UsageError(f"eviction: {eviction.name} works in the engine only; choose another")
@@ -107,7 +114,10 @@ def enable_eviction(
 
 
 def disable_eviction(model: PreTrainedModel) -> None:
-    """The model as it was before `enable_eviction` or `enable_h2o`. Raises UsageError if eviction is not enabled."""
+    """Restore the model as it was before `enable_eviction` or `enable_h2o`.
+
+    Raise UsageError if eviction is not enabled.
+    """
     if not isinstance(model, PreTrainedModel) or model not in _enabled:
         raise UsageError("model: eviction is not enabled on it; call enable_h2o(model) first")
     hook, attention = _enabled.pop(model)
@@ -119,7 +129,9 @@ disable_h2o = disable_eviction
 
 
 def _attention_of(model: PreTrainedModel) -> str:
-    """The name of its attention implementation, for which transformers has a public setter only."""
+    """Return the name of the model's attention implementation. transformers has only a public
+    setter.
+    """
     return cast(str, model.config._attn_implementation)
 
 
@@ -144,9 +156,12 @@ def evicting_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """transformers' attention interface. query: (b, heads, n, d); key, value: (b, kv_heads, n, d), the new columns.
+    """Compute attention through transformers' attention interface. Return ((b, n, heads, d), None).
 
-    Returns ((b, n, heads, d), None). Raises UsageError for what eviction cannot do.
+    query: (b, heads, n, d).
+    key, value: (b, kv_heads, n, d), the new KV entries.
+
+    Raise UsageError for what eviction cannot do.
     """
     cache: EvictingCache | None = kwargs.get("evicting_cache")
     if cache is None:
@@ -162,7 +177,10 @@ def evicting_attention(
 def _give_cache(
     eviction: Eviction, mode: str, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The forward pre-hook of a decoder: the forward's arguments, all by name, with an evicting cache among them."""
+    """Return a forward's arguments, all by name, with an evicting cache among them.
+
+    This is the forward pre-hook of a decoder.
+    """
     given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
     if _attention_of(decoder) != ATTENTION:
         raise UsageError("attn_implementation: changed while eviction is enabled; call disable_h2o(model) first")
@@ -170,7 +188,7 @@ def _give_cache(
         raise UsageError("output_attentions: attention matrices are never made; leave it out")
     inputs = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
     if inputs is None:
-        return args, kwargs  # the decoder says what is missing
+        return args, kwargs  # the decoder reports what is missing
     past, use_cache = given.get("past_key_values"), given.get("use_cache")
     keeps = past is not None or (decoder.config.use_cache if use_cache is None else use_cache)
     cache: Any = past

@@ -1,9 +1,10 @@
-"""A transformers cache whose layers evict columns, and what its sequences bring in each forward.
+"""A transformers cache whose layers evict KV entries.
 
-`DroppingLayer` drops columns, with the engine's own slots and decode kernels. `MaskingLayer` is the papers' simulation,
-which masks evicted columns and saves nothing. Both take whole prompts, then one token at a time.
+`DroppingLayer` drops KV entries, with the engine's own slots and decode kernels. `MaskingLayer` is
+the papers' simulation, which masks evicted KV entries and saves no memory. Both take whole prompts,
+then one token at a time.
 
-Letters: b = sequences of the batch, n = tokens of a forward with padding, d = head width.
+Shapes: b = sequences of the batch, n = tokens of a forward with padding, d = head width.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ from flexgen_h2o.kvcache.eviction.policy import (
 from flexgen_h2o.kvcache.rows import RowBudgets, SlotTable
 from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata
 
-Spans = Sequence[tuple[int, int]]  # of each sequence, (first, count) of its tokens among the n; others are padding
+# For each sequence, (first, count) of its tokens among the n; the others are padding.
+Spans = Sequence[tuple[int, int]]
 
 
 class EvictingLayer(CacheLayerMixin):
-    """The KV columns of one transformer block, as an eviction policy keeps them.
+    """The KV entries of one transformer block, as an eviction policy keeps them.
 
-    transformers gives keys and values to `update` and then calls the attention function, which calls `attend`: only
-    there the queries are known, so only there columns are stored, scored and evicted.
+    transformers passes keys and values to `update`, and then calls the attention function, which
+    calls `attend`. Queries are known only there, so KV entries are stored, scored and evicted
+    there.
 
-    keys, values: (b, kv_heads, slots, d) in the model's dtype. metadata: of each slot, its rows (sequence, kv-head);
-    None where nothing is recorded. past: (b,) int64, the tokens of each sequence so far, without padding.
+    keys, values: (b, kv_heads, slots, d) in the model's dtype.
+    metadata: of each slot, in rows (sequence, kv-head). None if nothing is recorded.
+    past: (b,) int64, the tokens of each sequence so far, without padding.
     """
 
     is_compileable = False
@@ -57,7 +61,7 @@ class EvictingLayer(CacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        """Empty, as new."""
+        """Empty the layer."""
         self.keys = self.values = None
         self.is_initialized = False
         self.metadata: SlotMetadata | None = None
@@ -72,11 +76,14 @@ class EvictingLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new columns alone: `attend` finds the others here."""
+        """Return only the new KV entries: `attend` finds the others in this layer."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Tokens seen, with padding: positions follow from them, not from the columns that are left."""
+        """Return the number of tokens seen, with padding.
+
+        Positions follow from it, not from the KV entries left.
+        """
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -86,7 +93,7 @@ class EvictingLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises UsageError: what was evicted for these tokens cannot come back."""
+        """Raise UsageError: what was evicted for these tokens cannot come back."""
         raise UsageError(
             "assisted decoding takes tokens back, and evicted KV entries do not return; generate without it"
         )
@@ -98,7 +105,7 @@ class EvictingLayer(CacheLayerMixin):
         self.batch_select_indices(torch.arange(len(self.past), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Sequences `indices` take the places 0, 1, ..., with all that is known of them."""
+        """Move sequences `indices` to the places 0, 1, ..., with all their state."""
         if self.budgets is None or self.keys is None or self.values is None:
             return
         kv_heads, here, there = self.keys.shape[1], indices.cpu(), indices.to(self.device)
@@ -110,15 +117,18 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and metadata."""
+        """The bytes of keys, values and metadata."""
         held = [self.keys, self.values, *(self.metadata.tensors() if self.metadata is not None else [])]
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     def attend(self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, one_by_one: bool) -> torch.Tensor:
-        """Attention of new tokens, whose columns are added; then the policy evicts.
+        """Return the attention of new tokens, (b, n, heads, d), with 0 for padding.
 
-        q: (b, heads, n, d); k, v: (b, kv_heads, n, d), rotated where the model rotates. one_by_one: the tokens count as
-        generated; otherwise, where the cache is empty, they are a prompt. Returns (b, n, heads, d), 0 for padding.
+        Add their KV entries, then evict.
+
+        qkv: q (b, heads, n, d); k and v (b, kv_heads, n, d), rotated if the model rotates them.
+        one_by_one: the tokens count as generated. Otherwise, if the cache is empty, they are a
+        prompt.
         """
         q, k, v = qkv
         if not self.is_initialized:
@@ -136,9 +146,11 @@ class EvictingLayer(CacheLayerMixin):
         return out
 
     def _attend_prompts(self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, out: torch.Tensor) -> None:
-        """Full causal attention of each prompt over itself; what the policy keeps of it is stored.
+        """Compute full causal attention of each prompt, and store the KV entries that the policy
+        keeps.
 
-        Neighbours of equal padding are computed together, without it: it never scores and is never kept.
+        Neighbours with equal padding are computed together, without the padding. Padding never
+        scores and is never kept.
         """
         batch, kv_heads, n, width = qkv[1].shape
         self._allocate(batch, kv_heads, self._prompt_slots(n), width)
@@ -153,13 +165,13 @@ class EvictingLayer(CacheLayerMixin):
         self.past = torch.tensor([count for _, count in spans], device="cpu")
 
     def _rows(self) -> KVRows:
-        """The slots as the engine sees them, one row for each (sequence, kv-head)."""
+        """Return the slots in the engine's form, one row per (sequence, kv-head)."""
         assert self.budgets is not None and self.keys is not None and self.values is not None
         view = PartView(0, self.keys.flatten(0, 1)[None], self.values.flatten(0, 1)[None], self.metadata)
         return KVRows(self._policy, self._block, self.keys.shape[1], self.budgets, [view])
 
     def _allocate(self, batch: int, kv_heads: int, slots: int, width: int) -> None:
-        """Empty slots, with position -1."""
+        """Allocate empty slots, with position -1."""
         self.keys, self.values = (
             torch.zeros(batch, kv_heads, slots, width, dtype=self.dtype, device=self.device) for _ in range(2)
         )
@@ -175,35 +187,42 @@ class EvictingLayer(CacheLayerMixin):
         self.metadata = SlotMetadata(positions, victims, scores, norms)
 
     def _widen(self, more: int) -> None:
-        """As many slots more, of zeros."""
+        """Add `more` slots of zeros."""
         assert self.keys is not None and self.values is not None
         self.keys, self.values = (F.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
         if self.metadata is not None:
             self.metadata = self.metadata.widened(more)
 
-    _drops: bool  # columns that are evicted; the full cache then needs no metadata
+    _drops: bool  # whether evicted KV entries are dropped; the full cache then needs no metadata
 
     @abstractmethod
     def _prompt_slots(self, n: int) -> int:
-        """Slots for what is kept of prompts of n tokens with padding."""
+        """Return the slots for what is kept of prompts of n tokens with padding."""
 
     @abstractmethod
     def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
-        """Of the sequences `some`, whose tokens begin at `first`: k, v (some, kv_heads, count, d), without padding."""
+        """Store what is kept of the sequences `some`, whose tokens begin at `first`.
+
+        k, v: (some, kv_heads, count, d), without padding.
+        """
 
     @abstractmethod
     def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
-        """One token of each sequence: q (b, heads, d), k and v (b, kv_heads, d). Returns b x heads x d numbers.
+        """Return the attention of one token of each sequence, as b x heads x d numbers.
 
-        is_token: (b,) bool on the host, False where the token is padding.
+        qkv: q (b, heads, d); k and v (b, kv_heads, d).
+        is_token: (b,) bool on the host, False if the token is padding.
         """
 
 
-GROWTH = 64  # slots that are added at a time, where a budget is larger than what is held so far
+GROWTH = 64  # slots that are added at a time, if a budget is larger than what is held so far
 
 
 class DroppingLayer(EvictingLayer):
-    """Slots for sinks + heavy + recent + 1 columns a row; a new column overwrites the row's victim."""
+    """Slots for sinks + heavy + recent + 1 KV entries per row.
+
+    A new KV entry overwrites the row's victim.
+    """
 
     _drops = True
 
@@ -219,14 +238,14 @@ class DroppingLayer(EvictingLayer):
         assert self.budgets is not None and self.keys is not None and bool(is_token.all())
         rows, held = self._rows(), self.keys.shape[2]
         new = rows.new_columns(rows.step_numbers(self.past))
-        if int(new.filled.max()) > held:  # a large budget does not take its memory before it is needed
+        if int(new.filled.max()) > held:  # a large budget gets its memory only when it is needed
             self._widen(min(int(self.budgets.slots.max()), held + max(GROWTH, held // 4)) - held)
             rows = self._rows()
         return attend_slots(qkv, rows, new, scale, torch.empty_like(qkv[0]).flatten(1))
 
 
 class MaskingLayer(EvictingLayer):
-    """Slot j holds column j of the batch, padding and all; columns that were evicted have position -1."""
+    """Slot j holds KV entry j of the batch, with padding. Evicted KV entries have position -1."""
 
     _drops = False
 
@@ -261,8 +280,9 @@ class MaskingLayer(EvictingLayer):
             metadata.norms[:, -1] = value_sizes(self._policy.needs, v).flatten()
         held = (metadata.positions >= 0).view(batch, kv_heads, 1, -1)
         products = q.view(batch, kv_heads, -1, width).float() @ self.keys.float().transpose(-1, -2) * scale
-        p = products.masked_fill(~held, -math.inf).softmax(-1).nan_to_num(0.0)  # padding sees nothing
-        filled = held.sum(-1)[:, 0, 0].cpu()  # as many in each kv-head
+        # Padding attends to nothing.
+        p = products.masked_fill(~held, -math.inf).softmax(-1).nan_to_num(0.0)
+        filled = held.sum(-1)[:, 0, 0].cpu()  # each kv-head has as many
         if metadata.scores is not None:
             self._add_scores(metadata.scores, p.sum(2).flatten(0, 1), filled, is_token)
         if self._policy.needs.record:
@@ -272,7 +292,10 @@ class MaskingLayer(EvictingLayer):
     def _add_scores(
         self, scores: torch.Tensor, received: torch.Tensor, filled: torch.Tensor, is_token: torch.Tensor
     ) -> None:
-        """scores, received: (rows, slots), received being 0 where masked; a padding token leaves scores as they are."""
+        """Add the attention that slots received to their scores. A padding token changes no score.
+
+        scores, received: (rows, slots); received is 0 for masked slots.
+        """
         needs = self._policy.needs
         gains = torch.full((len(self.past),), needs.gain, dtype=torch.float32, device="cpu")
         if needs.even:
@@ -282,12 +305,13 @@ class MaskingLayer(EvictingLayer):
         scores.copy_(torch.where(real, needs.decay * scores + gain * received, scores))
 
     def _evict(self, positions: torch.Tensor, victims: torch.Tensor, filled: torch.Tensor) -> None:
-        """Mask one column of each row that holds one more than its budget."""
+        """Mask one KV entry of each row that holds one more than its budget."""
         rows = self._rows()
         full = (filled >= rows.budgets.slots).repeat_interleave(rows.kv_heads).to(positions.device)
         if not bool(full.any()):
             return
-        every_slot = torch.full_like(self.past, positions.shape[1])  # masked ones have a position that never leaves
+        # Masked slots have a position that is never evicted.
+        every_slot = torch.full_like(self.past, positions.shape[1])
         rank_victims(rows, self.past, every_slot)
         index = victims.long()[:, None]
         positions.scatter_(1, index, torch.where(full[:, None], -1, positions.gather(1, index)))
@@ -295,17 +319,20 @@ class MaskingLayer(EvictingLayer):
 
 @dataclass(frozen=True)
 class Promised(OfOther):
-    """A policy with a kv_budget in a model where prompts grow by at most `most_new` tokens, and by what the model's
-    `positions` leave them.
+    """A policy with a kv_budget, in a model where prompts grow by a limited number of tokens.
 
-    Slots are those of rows that grow without an end, so that no layer is full one step early.
+    Its slots are those of sequences that grow without an end, so that no layer is full one step
+    early.
     """
 
-    most_new: int
-    positions: int
+    most_new: int  # most tokens that are generated after a prompt
+    positions: int  # positions of the model, which limit them further
 
     def new_tokens(self, prompt_len: int) -> int:
-        """The most that are generated on a prompt. The newest token needs no position of its own."""
+        """Return the most tokens that are generated after a prompt.
+
+        The newest token needs no position.
+        """
         return max(1, min(self.most_new, self.positions - prompt_len + 1))
 
     def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
@@ -320,10 +347,12 @@ MODES: Mapping[str, type[EvictingLayer]] = {"drop": DroppingLayer, "mask": Maski
 
 
 class EvictingCache(Cache):
-    """What `past_key_values` is while eviction is enabled.
+    """The `past_key_values` of a model while eviction is enabled.
 
-    eviction: a policy of `flexgen_h2o.kvcache.eviction`. num_layers: transformer blocks. mode: "drop" or "mask".
-    keeps: False for a forward without a cache; each layer is emptied after its attention.
+    eviction: a policy of `flexgen_h2o.kvcache.eviction`.
+    num_layers: transformer blocks.
+    mode: "drop" or "mask".
+    keeps: False for a forward without a cache. Each layer is emptied after its attention then.
     """
 
     def __init__(self, eviction: Eviction, num_layers: int, mode: str = "drop", keeps: bool = True) -> None:
@@ -331,19 +360,21 @@ class EvictingCache(Cache):
         super().__init__(layers=[*self._blocks])
         self._policy, self._keeps = eviction, keeps
         self._table: SlotTable | None = None
-        self._spans: Spans | None = None  # of the forward under way
+        self._spans: Spans | None = None  # spans of the current forward
         self._one_by_one = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and metadata."""
+        """The bytes of keys, values and metadata."""
         return sum(layer.nbytes for layer in self._blocks)
 
     def arrive(self, sequences: int, tokens: int, attention_mask: torch.Tensor | None, one_by_one: bool) -> None:
-        """A forward with (sequences, tokens) ids begins.
+        """Begin a forward with (sequences, tokens) ids.
 
-        attention_mask: (sequences, tokens seen so far + tokens), 0 for padding; None for none. one_by_one: as in
-        `EvictingLayer.attend`. Raises UsageError for a mask that eviction cannot follow.
+        attention_mask: (sequences, tokens seen so far + tokens), 0 for padding; None for no mask.
+        one_by_one: as in `EvictingLayer.attend`.
+
+        Raise UsageError for a mask that eviction cannot follow.
         """
         seen = self.get_seq_length()
         spans = [(0, tokens)] * sequences
@@ -353,7 +384,8 @@ class EvictingCache(Cache):
                 raise UsageError("attention_mask: tokens that follow on a cache are padding; pad on the left")
             spans = [(0, tokens)] * sequences if seen else spans
         if not seen:
-            # A text that is scored is a whole sequence; what follows on a prompt may have no end.
+            # A text that is scored is a whole sequence. A prompt may be followed by any number of
+            # tokens.
             more = 0 if one_by_one and isinstance(self._policy, Promised) else EVERYTHING
             self._table = SlotTable(self._policy, [(count, more) for _, count in spans], len(self._blocks))
         elif isinstance(self._policy, Promised):
@@ -361,7 +393,9 @@ class EvictingCache(Cache):
         self._spans, self._one_by_one = spans, one_by_one
 
     def _check_promise(self, policy: Promised, tokens: int) -> None:
-        """So many more tokens are fed, and another is generated after each."""
+        """Raise UsageError if `tokens` more tokens, and one generated after each forward, exceed
+        the promise.
+        """
         layer = self._blocks[0]
         assert layer.budgets is not None
         new = layer.past + tokens - layer.budgets.prompts + 1
@@ -376,13 +410,16 @@ class EvictingCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new columns alone. Raises UsageError where no attention of ours will follow."""
+        """Return only the new KV entries.
+
+        Raise UsageError if the evicting attention will not follow.
+        """
         if self._spans is None:
             raise UsageError("past_key_values: made while eviction was enabled, which it is no longer; give a new one")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def attend(self, block: int, qkv: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
-        """Attention of the tokens that arrived, in one block: `EvictingLayer.attend`."""
+        """Return the attention of the new tokens in one block, as `EvictingLayer.attend` does."""
         assert self._table is not None and self._spans is not None
         layer = self._blocks[block]
         if layer.budgets is None:
@@ -397,7 +434,7 @@ class EvictingCache(Cache):
 
 
 def _spans_of(mask: torch.Tensor, length: int) -> list[tuple[int, int]]:
-    """(first, count) of the tokens of each sequence."""
+    """Return (first, count) of the tokens of each sequence."""
     if mask.dim() != 2 or mask.shape[1] != length:
         raise UsageError(f"attention_mask: shape {tuple(mask.shape)}, but eviction needs (sequences, {length})")
     real = mask.cpu() != 0

@@ -1,1 +1,1 @@
-"""Durable batch jobs: lines of a JSONL file in, one row out for each, whatever happens (docs/reference/jobs.md)."""
+"""Durable batch jobs: one row of output per line of a JSONL file (docs/reference/jobs.md)."""

@@ -1,6 +1,6 @@
-"""The input file: its lines one by one, and one pass over them before the run for ids, duplicates and a digest.
+"""Read the input file: its lines one by one, and one pass over it before the run.
 
-Of each line only the digest of its id stays in memory.
+The pass finds ids, duplicates and a digest. Only the digest of each line's id stays in memory.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import STRICT_JSON
 
 DIGEST_BYTES = 16
-MOST_ID_CHARACTERS = 1024  # of a custom_id
-_HEAD_BYTES = 2**16  # of a line that is too long, in which its custom_id is looked for
+MOST_ID_CHARACTERS = 1024  # most characters of a custom_id
+_HEAD_BYTES = 2**16  # bytes of a too long line in which its custom_id is searched
 _BOM = b"\xef\xbb\xbf"
-# First bytes of files whose every line would be an error row.
+# First bytes of files in which every line would be an error row.
 _FOREIGN = {
     b"\x1f\x8b": "is packed by gzip; unpack it", b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
     b"\xff\xfe": "is UTF-16 text; save it as UTF-8", b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
     b"\x89PNG": "is a picture; give JSON lines", b"PK\x03\x04": "is packed by zip; unpack it",
     b"%PDF": "is a PDF; give JSON lines", b"PAR1": "is a Parquet file; write its rows as JSON lines",
 }  # fmt: skip
-_SPACE = re.compile(r"[ \t\r\n]*")  # between the parts of JSON
+_SPACE = re.compile(r"[ \t\r\n]*")  # white space between the parts of JSON
 _CHUNK = 2**16  # rows that are looked up at a time
-_PIECE_BYTES = 2**20  # read at a time where only the digest is wanted
-STEP_LINES, STEP_BYTES = 256, 2**16  # of a step, some milliseconds, and of what is read ahead of a job in turns
-_LINES_A_ROW = 2  # of an input whose rows are bounded: a blank line may follow each
+_PIECE_BYTES = 2**20  # bytes read at a time if only the digest is wanted
+# Limits of a step (some milliseconds), and of what `read_in_turns` reads ahead of a job.
+STEP_LINES, STEP_BYTES = 256, 2**16
+_LINES_A_ROW = 2  # lines per row in an input with limited rows: a blank line may follow each row
 
 Digests = npt.NDArray[np.bytes_]
 Made = TypeVar("Made")
-Steps = Generator[None, None, Made]  # work in steps of some milliseconds, so that others can be done in between
+# Work in steps of some milliseconds; the caller can do other work in between.
+Steps = Generator[None, None, Made]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is not blank.
+    """A line that is not blank, made by `_pieces`."""
 
-    number: counted from 1, blank lines included. text: None where the line is too long to be read; head is how it
-    begins then. offset: of its first byte in the file. row: counted from 0, without blank lines. is_plain: it is a
-    prompt as it stands, of a .txt file.
-    """
-
-    number: int
-    text: bytes | None
-    head: bytes = b""
-    offset: int = 0
-    row: int = 0
-    is_plain: bool = False
+    number: int  # counted from 1, with blank lines
+    text: bytes | None  # bytes of the line; None if it is too long to be read
+    head: bytes = b""  # first bytes of a line that is too long
+    offset: int = 0  # offset of its first byte in the file
+    row: int = 0  # counted from 0, without blank lines
+    is_plain: bool = False  # line of a .txt file: it is a prompt as it is
 
     def parse(self) -> Any:
-        """Its JSON value, `{"text": ...}` of a plain line; ValueError says what is wrong with it."""
+        """Return its JSON value, or `{"text": ...}` of a plain line.
+
+        Raise ValueError that says what is wrong with it.
+        """
         if self.text is None:
             raise ValueError(f"longer than {files.MOST_LINE_BYTES // 2**20} MiB")
         try:
@@ -75,7 +75,7 @@ class Line:
 
     @cached_property
     def custom_id(self) -> str:
-        """As the line gives it, else `line-NUMBER`."""
+        """The id that the line gives, or else `line-NUMBER`."""
         if self.text is None and not self.is_plain:
             return self.id_in(dict(_first_members(self.head)))
         try:
@@ -85,7 +85,7 @@ class Line:
         return self.id_in(value)
 
     def id_in(self, value: Any) -> str:
-        """`custom_id` of the line whose value this is."""
+        """Return the `custom_id` of the line, whose parsed value is `value`."""
         given = value.get("custom_id") if isinstance(value, dict) else None
         if isinstance(given, str) and 0 < len(given) <= MOST_ID_CHARACTERS:
             return given
@@ -94,32 +94,26 @@ class Line:
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass over the input found. ids: digests of custom ids, (rows,) in order. digest: of its `nbytes` bytes.
+    """Result of one pass over the input, made by `scan_steps`."""
 
-    prefix: digest of its first bytes, as many as were asked for; None where it has fewer.
-    """
-
-    ids: Digests
-    nbytes: int
-    digest: str
-    prefix: str | None
+    ids: Digests  # (rows,) digests of custom ids, in order
+    nbytes: int  # bytes of the input
+    digest: str  # digest of all its bytes
+    prefix: str | None  # digest of the first `known_bytes` bytes; None if the input has fewer
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a part of the input begins: byte, number of the line, and row; and which of its rows are still to be done.
+    """A part of the input: where it begins, and which of its rows are still to be done."""
 
-    left: (rows,) bool, of the rows from `row` on.
-    """
-
-    offset: int
-    number: int
-    row: int
-    left: npt.NDArray[np.bool_]
+    offset: int  # offset of its first byte
+    number: int  # number of its first line
+    row: int  # number of its first row
+    left: npt.NDArray[np.bool_]  # (rows,) of the rows from `row` on: whether each is to be done
 
 
 def at_once(steps: Steps[Made]) -> Made:
-    """What the steps come to."""
+    """Run all steps and return their result."""
     while True:
         try:
             next(steps)
@@ -129,15 +123,20 @@ def at_once(steps: Steps[Made]) -> Made:
 
 
 def scan_input(path: Path, known_bytes: int = 0) -> Scan:
-    """One pass over the input, in 16 bytes of memory a row. known_bytes: of the prefix whose digest is wanted.
+    """Read the whole input once, with 16 bytes of memory per row.
 
-    UsageError where two lines have the same id, or where the file is packed or UTF-16.
+    known_bytes: length of the prefix whose digest is wanted.
+
+    Raise UsageError if two lines have the same id, or if the file is packed or UTF-16.
     """
     return at_once(scan_steps(path, known_bytes))
 
 
 def scan_steps(path: Path, known_bytes: int = 0, most_rows: int | None = None) -> Steps[Scan]:
-    """`scan_input` in steps. most_rows: UsageError where the file has more; None: any number."""
+    """Do what `scan_input` does, in steps.
+
+    most_rows: raise UsageError if the file has more rows; None is no limit.
+    """
     ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
     lines = step_bytes = 0
     for raw, line, is_end in _pieces(path):
@@ -174,12 +173,15 @@ def _check_rows(path: Path, rows: int, lines: int, most_rows: int) -> None:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file that are not blank. UsageError naming --input where it cannot be read."""
+    """Yield the lines of a file that are not blank.
+
+    Raise UsageError naming --input if the file cannot be read.
+    """
     return (line for _, line, _ in _pieces(path) if line is not None)
 
 
 def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
-    """The input in parts with `size` rows each that are not `done`, but for the last; one pass over it."""
+    """Yield parts of the input, in one pass. Each but the last has `size` rows to be done."""
     start, count = None, 0
     for line in islice(read_lines(path), len(done)):
         if done[line.row]:
@@ -195,13 +197,13 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cu
 
 
 def read_cut(path: Path, cut: Cut) -> Iterator[Line]:
-    """The lines of a part that are to be done."""
+    """Yield the lines of a part that are to be done."""
     lines = (line for _, line, _ in _pieces(path, cut.offset, cut.number, cut.row) if line is not None)
     return compress(lines, cut.left)
 
 
 def read_in_turns(path: Path, cut: Cut) -> Iterator[Line]:
-    """`read_cut`, and between two lines no descriptor is held, and few lines."""
+    """Yield what `read_cut` does, but hold no descriptor and only few lines between two lines."""
     offset, number, row = cut.offset, cut.number, cut.row
     last = cut.row + len(cut.left)
     is_over = False
@@ -224,7 +226,10 @@ def read_in_turns(path: Path, cut: Cut) -> Iterator[Line]:
 
 
 def begins_as(path: Path, nbytes: int, digest: str) -> bool:
-    """Have the first `nbytes` of a file that digest, as `Scan` says it? True where it cannot be read any more."""
+    """Return whether the first `nbytes` bytes of a file have the digest, computed as in `Scan`.
+
+    Return True if the file cannot be read any more.
+    """
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     try:
         with files.open_regular(path) as file:
@@ -237,12 +242,18 @@ def begins_as(path: Path, nbytes: int, digest: str) -> bool:
 
 
 def id_digest(custom_id: str) -> bytes:
-    """16 bytes that stand for an id: of a billion ids, two are alike with a chance of 1 in 10^20."""
+    """Return 16 bytes that identify an id.
+
+    Among a billion ids two are alike with probability 1e-20.
+    """
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
 def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
-    """For each of `ids`, is it among `done`? Sorts `done` in place and takes one byte a row."""
+    """Return for each of `ids` whether it is in `done`.
+
+    Sort `done` in place, and use one byte per row.
+    """
     mask = np.zeros(len(ids), bool)
     if len(done):
         done.sort()
@@ -257,12 +268,12 @@ Pieces = Generator[tuple[bytes, Line | None, bool], None, None]
 
 
 def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Pieces:
-    """(bytes, the line without byte order mark, does the line end here?) from the line `number` at `offset` on, which
-    is the row `row`.
+    """Yield (bytes, line without byte order mark, whether the line ends here).
 
-    A line that is too long comes in pieces, and is a `Line` with the last of them. None: it goes on, or is blank.
+    It begins with the line `number` at `offset`, which is row `row`. A line that is too long comes
+    in pieces, and its `Line` comes with the last one. The line is None if it continues or is blank.
     """
-    head: bytes | None = None  # of a line that comes in pieces
+    head: bytes | None = None  # first bytes of a line that comes in pieces
     start = offset
     is_plain = path.suffix.lower() == ".txt"
     try:
@@ -284,7 +295,7 @@ def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Piece
 
 
 def _first_members(head: bytes) -> Iterator[tuple[str, Any]]:
-    """The members that the beginning of a JSON object has whole, each with its name."""
+    """Yield the names and values of the members that the beginning of a JSON object has in full."""
 
     def after_space(at: int) -> int:
         return _SPACE.match(text, at).end()  # type: ignore[union-attr]
@@ -307,8 +318,10 @@ def _first_members(head: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_duplicates(path: Path, ids: Digests) -> None:
-    """UsageError naming the first id that two lines have. The first 8 bytes of all digests are compared before whole
-    digests, to save memory."""
+    """Raise UsageError naming the first id that two lines have.
+
+    The first 8 bytes of all digests are compared before whole digests, to save memory.
+    """
     words = ids.view(np.uint64)[::2].copy() if len(ids) else np.empty(0, np.uint64)
     words.sort()
     alike = words[1:][words[1:] == words[:-1]]

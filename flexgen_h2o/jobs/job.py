@@ -1,4 +1,7 @@
-"""A whole job as `generate` runs it: what the output lacks, here or on Ray, between a sidecar and a summary."""
+"""Run a job of `batch` or `generate`: do what the output lacks, here or on Ray.
+
+A sidecar is written before the run, and a summary is printed after it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ from flexgen_h2o.parser import as_typed
 
 # Sampling parameters that are never defaults of a job.
 OF_REQUESTS = ("prompt_logprobs", "score", "score_mode", "stop_token_ids", "repetition_penalty")
-# What batch's flags say by default, for commands that run a job and have not all of them.
+# Defaults of batch's flags, for commands that run a job but lack some of the flags.
 BATCH_DEFAULTS: dict[str, Any] = {
     "force": None, "max_errors": None, "window": None, "refill": True, "ray": None, "ray_actors": None,
     "share_prefix": "auto", "chat": None, "system": None,
@@ -62,8 +65,10 @@ def run_job(
     args: argparse.Namespace, source: Path, target: Path, policy: Policy, is_auto: bool, eviction: Eviction,
     defaults: SamplingParams,
 ) -> int:  # fmt: skip
-    """`run` for another command, from the requests in `source` to the output `target`; returns the exit code. With
-    --dry-run it ends with the plan."""
+    """Run the requests in `source` into the output `target` for another command.
+
+    Return the exit code. With --dry-run only the plan is printed.
+    """
     of_job = argparse.Namespace(**{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target})
     if vars(args).get("dry_run"):
         return plan_job(of_job, source, policy, is_auto, eviction, defaults)
@@ -75,8 +80,11 @@ def plan_job(
     args: argparse.Namespace, source: Path, policy: Policy, is_auto: bool, eviction: Eviction,
     defaults: SamplingParams,
 ) -> int:  # fmt: skip
-    """--dry-run: the plan for all requests in `source`, whatever an output has of them. Writes nothing."""
-    scan_input(source)  # refuses what the job would
+    """Print the plan for all requests in `source`, for --dry-run, whatever an output has of them.
+
+    Write nothing.
+    """
+    scan_input(source)  # refuses the inputs that the job would refuse
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.check_plan()
@@ -85,7 +93,10 @@ def plan_job(
 
 
 def reader_of(args: argparse.Namespace, llm: LLM, defaults: SamplingParams) -> RequestReader:
-    """Return the reader of a job's lines, with the flags for texts and chat. UsageError for a --system without use."""
+    """Return the reader of a job's lines, with the flags for texts and chat.
+
+    Raise UsageError for a --system that would not be used.
+    """
     if args.system is not None and not (llm.model.has_chat_template if args.chat is None else args.chat):
         why = "--no-chat sends texts as they are" if args.chat is False else f"{llm.model.name} has no chat template"
         raise UsageError(f"--system: is a message of a chat, and {why}; leave it out")
@@ -93,7 +104,10 @@ def reader_of(args: argparse.Namespace, llm: LLM, defaults: SamplingParams) -> R
 
 
 def plan_lines(llm: LLM, reader: RequestReader, lines: Iterable[Line], source: Path) -> None:
-    """Plan for these requests in an `llm` that is opened for a dry run. UsageError where none of them can be run."""
+    """Plan for these requests with an `llm` that is opened for a dry run.
+
+    Raise UsageError if none of them can be run.
+    """
     requests, errors = list[Request](), list[str]()
     for line in lines:
         try:
@@ -112,7 +126,10 @@ def run(
     args: argparse.Namespace, output: OutputFile, policy: Policy, is_auto: bool, eviction: Eviction,
     defaults: SamplingParams, tests_bits: bool = False,
 ) -> int:  # fmt: skip
-    """Do what the output lacks, here or on Ray; returns the exit code. tests_bits: as of `LLM`, if it runs here."""
+    """Do what the output lacks, here or on Ray. Return the exit code.
+
+    tests_bits: as in `LLM`, if the job runs here.
+    """
     with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.tests_bits = tests_bits
@@ -138,7 +155,8 @@ def run(
                 job.run(left)
         else:
             opening = Opening(args, policy, is_auto, eviction, digests)
-            # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and status are on disk.
+            # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and
+            # status are on disk.
             with ray_at(args.ray or None):
                 _say_rows(before)
                 writer = JobWriter(output, before, dict, args.max_errors)
@@ -150,7 +168,10 @@ def run(
 def settings_of(
     llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams, digests: dict[str, str | None]
 ) -> dict[str, Any]:
-    """What answers depend on, for the sidecar. Budgets and devices may change from run to run."""
+    """Return all settings that answers depend on, for the sidecar.
+
+    Budgets and devices are not among them: they may change between runs.
+    """
     model = llm.model
     shape = {"name": model.name, "config": shape_fingerprint(model.config), "random": model.random}
     return {
@@ -164,8 +185,10 @@ def settings_of(
 
 
 def _answering(policy: Policy) -> dict[str, Any]:
-    """Return a policy's fields; those that older versions did not have only if they mean something, so that jobs that
-    these versions began can be resumed."""
+    """Return a policy's fields, except newer ones that have no effect in it.
+
+    Older versions lack the newer fields, and jobs that they began can still be resumed.
+    """
     unused = set() if policy.compress_cache else {"cache_window"}
     if not (policy.compress_cache and policy.cache_rotation):
         unused.add("cache_rotation")
@@ -173,12 +196,14 @@ def _answering(policy: Policy) -> dict[str, Any]:
 
 
 def settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
-    """Read input and output, and refuse an output that was begun with other settings; then write the sidecar."""
+    """Read input and output, refuse an output that was begun with other settings, and write the
+    sidecar.
+    """
     return at_once(settle_steps(args, output, settings))
 
 
 class Begun(Protocol):
-    """An output, as far as what it has matters."""
+    """An output whose rows can be read: an OutputFile, or a batch's two files."""
 
     @property
     def is_empty(self) -> bool: ...
@@ -189,12 +214,15 @@ class Begun(Protocol):
 def settle_steps(
     args: argparse.Namespace, output: Begun, settings: dict[str, Any], most_rows: int | None = None
 ) -> Steps[Before]:
-    """`settle` in steps. most_rows: as of `scan_steps`."""
+    """Do what `settle` does, in steps.
+
+    most_rows: as in `scan_steps`.
+    """
     before = read_sidecar(args.output)
     scan = yield from scan_steps(args.input, before.input_bytes if before else 0, most_rows)
     check_requests(args.input, scan)
     earlier: list[dict[str, Any]] = []
-    or_force = "" if args.force is None else ", or --force"  # not every command has it
+    or_force = "" if args.force is None else ", or --force"  # not every command has --force
     if before is not None and not output.is_empty:
         found, earlier = differences(before, settings, scan), before.earlier
         if found and not args.force:
@@ -217,7 +245,7 @@ def settle_steps(
 
 
 def check_requests(source: Path, scan: Scan) -> None:
-    """UsageError for an input without any."""
+    """Raise UsageError if the input has no request."""
     if not len(scan.ids):
         raise UsageError(f"--input {source}: no request in it, only blank lines or nothing")
 
@@ -229,7 +257,9 @@ def _say_rows(before: Before) -> None:
 
 @contextlib.contextmanager
 def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> Iterator[None]:
-    """Around the run of a job: its end in the status file, and finished rows on disk before the engine is closed."""
+    """Wrap the run of a job: sync finished rows before the engine is closed, and write the final
+    status.
+    """
     state = DONE
     try:
         writer.check_errors()
@@ -250,8 +280,11 @@ def writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> 
 
 
 def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile) -> None:
-    """FlexgenError where input or output was changed under the job: the input is read again while it runs. And where
-    the sidecar was removed, and cannot be written again."""
+    """Raise FlexgenError if input or output was changed during the job, which reads the input
+    twice.
+
+    Raise it also if the sidecar was removed and cannot be written again.
+    """
     writer.restore_sidecar()
     status = writer.status
     begun, missing = read_sidecar(args.output), status.rows - status.done
@@ -264,7 +297,7 @@ def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile
 
 
 def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: str) -> int:
-    """The summary; returns the exit code."""
+    """Print the summary and return the exit code."""
     status, notes = writer.status, writer.notes
     did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} tokens/s)"
     if before.rows == status.rows:

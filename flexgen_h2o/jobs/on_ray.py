@@ -1,9 +1,11 @@
-"""A job as a Ray Data pipeline: windows of the input go to a pool of actors with an engine each, and rows come back one
-by one. Output, sidecar and status stay with the driver.
+"""Run a job as a Ray Data pipeline.
 
-When an actor dies, Ray runs its window again. Rows are known by their place in the input, so those that came back
-before are not written twice. When Ray gives up, new actors run what is missing, as long as some rows come back each
-time.
+Windows of the input go to a pool of actors, which have an engine each, and rows come back one by
+one. Output, sidecar and status stay with the driver.
+
+When an actor dies, Ray runs its window again. Rows are identified by their place in the input, so
+those that came back before are not written twice. When Ray gives up, new actors run what is
+missing, as long as some rows come back each time.
 """
 
 from __future__ import annotations
@@ -45,38 +47,35 @@ from flexgen_h2o.tiers.device import may_use_card
 
 Tell = Callable[[Any], None]
 LOCAL = "local"
-_STORE_BYTES = 256 * 2**20  # Ray's shared memory, on a Ray of our own: windows and rows are small
+_STORE_BYTES = 256 * 2**20  # shared memory of a Ray that the job starts: windows and rows are small
 _TICK_S = 1.0
 _KNOCK_S = 10.0
-_AHEAD = 2  # windows that an actor has, with the one that it runs
-_RETRIES = 3  # of a window, by Ray; rows that kill every actor would be retried for ever
+_AHEAD = 2  # windows per actor, including the one that it runs
+_RETRIES = 3  # retries of a window by Ray: a row that kills every actor would be retried forever
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The actors of a job. cpus: cores of each; host_bytes: what each may hold of RAM; cards: of each, 0 or 1."""
+    """The actors of a job, made by `find_pool`."""
 
-    actors: int
-    cpus: int
-    cards: int
-    host_bytes: int
+    actors: int  # number of actors
+    cpus: int  # cores per actor
+    cards: int  # GPUs per actor, 0 or 1
+    host_bytes: int  # RAM that each actor may hold
 
 
 @dataclass(frozen=True)
 class Opening:
-    """How an actor opens its engine. args: of the command line; actors get them with absolute paths and their own RAM.
+    """All that an actor needs to open its engine."""
 
-    digests: of the driver's weights and tokenizer (`LLM.digests`).
-    """
-
-    args: argparse.Namespace
-    policy: Policy
-    is_auto: bool
+    args: argparse.Namespace  # the command line's; actors get absolute paths and their own RAM
+    policy: Policy  # from `flags.policy_of`
+    is_auto: bool  # from `flags.policy_of`: a search chooses the placement
     eviction: Eviction
-    digests: dict[str, str | None]
+    digests: dict[str, str | None]  # digests of the driver's weights and tokenizer (`LLM.digests`)
 
     def open(self) -> LLM:
-        """FlexgenError where this node has another model under the name, or has it by now."""
+        """Return an open LLM. Raise FlexgenError if this node has another model under the name."""
         llm = open_llm(self.args, self.policy, self.is_auto, self.eviction)
         llm.share_prefix = self.args.share_prefix
         differing = [what for what, digest in llm.digests().items() if digest != self.digests[what]]
@@ -90,17 +89,20 @@ class Opening:
 
 @dataclass(frozen=True)
 class Raised:
-    """What the engine raised. trace: with its traceback, as text."""
+    """An error of the engine, sent from an actor to the driver."""
 
-    error: Exception
-    trace: str
+    error: Exception  # raised again in the driver
+    trace: str  # the error and its traceback, as text
 
 
 # ---- In the actors
 
 
 class AnswerSink(Silent):
-    """Hands the rows of a window on. write: what takes them."""
+    """A sink that passes the rows of a window on.
+
+    write: receives the rows.
+    """
 
     has_answers = False
 
@@ -108,14 +110,17 @@ class AnswerSink(Silent):
         self.write, self.notes = write, Notes()
 
     def asked(self, tokens: int) -> None:
-        """The job's writer goes by rows."""
+        """Do nothing: the job's writer counts rows."""
 
 
 def run_window(
     llm: LLM, reader: RequestReader, lines: Sequence[Line], window: int | None, refill: bool,
     has_run: bool = False,
 ) -> Iterator[Sequence[Answer] | Notes]:  # fmt: skip
-    """Run a window in a thread; its answers as they come, then its notes. Raises what the engine raises."""
+    """Run a window in a thread.
+
+    Yield its answers as they come, then its notes. Raise the engine's errors.
+    """
 
     def work(tell: Tell) -> None:
         sink = AnswerSink(tell)
@@ -127,7 +132,10 @@ def run_window(
 
 
 def from_thread(work: Callable[[Tell], None], tick_s: float | None = None) -> Iterator[Any]:
-    """What `work` tells, in a thread of its own; what it raises is raised here. None: it told nothing for tick_s."""
+    """Yield what `work`, which runs in a thread of its own, passes to its argument.
+
+    Raise its errors here. Yield None when nothing was passed for tick_s seconds.
+    """
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     over = object()
 
@@ -152,7 +160,10 @@ def from_thread(work: Callable[[Tell], None], tick_s: float | None = None) -> It
 
 
 class Engines:
-    """An actor: a window in, its rows out as they finish. What the engine raises goes to the driver as it is."""
+    """An actor: it takes a window and yields its rows as they finish.
+
+    Errors of the engine go to the driver.
+    """
 
     def __init__(self, opening: Opening, cpus: int) -> None:
         import torch
@@ -163,9 +174,11 @@ class Engines:
         self._has_run = False
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """batch: `lines`, a pickled window. Yields `found`: pickled answers, `Notes` or `Raised`.
+        """Yield `found`, which holds pickled answers, `Notes` or `Raised`.
 
-        Each becomes a block of its own (`ray_at`), which the driver gets at once.
+        batch: `lines` holds a pickled window.
+
+        Each result becomes a block of its own (`ray_at`), which the driver gets at once.
         """
         args = self._opening.args
         try:
@@ -188,11 +201,14 @@ def _packed(name: str, value: Any) -> dict[str, Any]:
 
 
 class _FlowError(Exception):
-    """Ray has given up, or an engine raised: its traceback."""
+    """Ray has given up, or an engine has raised an error, whose traceback it holds."""
 
 
 class RayJob:
-    """What is left of a job, run by a pool. done: (rows,) bool, rows of the input; kept up to date."""
+    """Rows of a job that are left, run by a pool.
+
+    done: (rows of the input,) bool, which is kept up to date.
+    """
 
     def __init__(
         self, source: Path, done: npt.NDArray[np.bool_], writer: JobWriter, pool: Pool, opening: Opening
@@ -200,7 +216,10 @@ class RayJob:
         self._source, self._done, self._writer, self._pool, self._opening = source, done, writer, pool, opening
 
     def run(self) -> None:
-        """What an engine and the writer raise goes through; FlexgenError if rows get lost."""
+        """Run all rows that are left. Errors of an engine and of the writer are not caught.
+
+        Raise FlexgenError if no row comes back.
+        """
         done, opening = self._done, self._opening
         block_size = 1 if opening.is_auto else opening.policy.block_size
         while left := int((~done).sum()):
@@ -223,13 +242,16 @@ class RayJob:
         if isinstance(found, Notes):
             self._writer.notes.add(found)
             return
-        new: list[Answer] = [one for one in found if not self._done[one.row]]  # a retried window answers some again
+        # A retried window answers some rows again.
+        new: list[Answer] = [one for one in found if not self._done[one.row]]
         self._done[[one.row for one in new]] = True
         self._writer.sweep(sum(one.tokens for one in new))
         self._writer.write(new)
 
     def _flow(self, cuts: list[Cut]) -> Iterator[Any]:
-        """What the actors answer to these parts of the input, as it comes; meanwhile the output is synced."""
+        """Yield the actors' answers to these parts of the input as they come, and sync the output
+        meanwhile.
+        """
         work = partial(_run_flow, self._source, cuts, self._opening, self._pool)
         for found in from_thread(work, _TICK_S):
             if found is not None:
@@ -240,20 +262,22 @@ class RayJob:
 
 
 def ray_job(done: npt.NDArray[np.bool_], writer: JobWriter, opening: Opening) -> RayJob:
-    """On the Ray that is open. DoesNotFitError as of `find_pool`."""
+    """Return a job on the Ray that is open. Raise DoesNotFitError as `find_pool` does."""
     args = opening.args
     pool = find_pool(args.ray_actors, budget_of(args).host, args.device)
     cores = f"{pool.cpus} core{'s' if pool.cpus != 1 else ''}"
     say("batch", f"{pool.actors} engines on Ray, each with {cores} and {format_bytes(pool.host_bytes)} of RAM")
     theirs = {**vars(args), "host_mem": pool.host_bytes}
-    for name in ("model", "path", "offload_dir", "hardware"):  # as another process understands them
+    for name in ("model", "path", "offload_dir", "hardware"):  # other processes need absolute paths
         if theirs[name] is not None and (path := Path(theirs[name]).expanduser().absolute()).exists():
             theirs[name] = str(path)
     return RayJob(args.input, done, writer, pool, replace(opening, args=argparse.Namespace(**theirs)))
 
 
 def window_size(left: int, actors: int, block_size: int, asked: int | None) -> int:
-    """Rows of a window, in whole blocks: as asked, else so that all actors get about as many."""
+    """Return the rows of a window, in whole blocks: as asked, or so that all actors get about as
+    many.
+    """
     if asked is None:
         windows = actors * -(-left // (actors * window_rows(block_size, None)))
         asked = -(-left // windows)
@@ -261,7 +285,10 @@ def window_size(left: int, actors: int, block_size: int, asked: int | None) -> i
 
 
 def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell: Tell) -> None:
-    """The pipeline, in a thread of its own: signals reach the driver's main thread. _FlowError where Ray gives up."""
+    """Run the pipeline in a thread of its own, so that signals reach the driver's main thread.
+
+    Raise _FlowError if Ray gives up.
+    """
     import pyarrow
     import ray
 
@@ -274,7 +301,8 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell:
         blocks = [pyarrow.table({"cut": [pickle.dumps(cut)]}) for cut in cuts]
         windows = ray.data.from_blocks(blocks).map_batches(
             lines_of, batch_size=1, batch_format="numpy", num_cpus=0, label_selector=here,
-            compute=ray.data.TaskPoolStrategy(size=1),  # tasks without a core would get a process each
+            # Ray starts a process per task for tasks without a core
+            compute=ray.data.TaskPoolStrategy(size=1),
         )  # fmt: skip
         answers = windows.map_batches(
             Engines, batch_size=1, batch_format="numpy", num_cpus=pool.cpus, num_gpus=pool.cards,
@@ -291,10 +319,11 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell:
 
 @contextlib.contextmanager
 def ray_at(address: str | None) -> Iterator[None]:
-    """Ray at an address; None: a Ray of our own on this machine, which ends with the job."""
+    """Connect to the Ray at an address. None: start a local Ray that ends with the job."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors come as exceptions
-    # The thread of a flow that was ended would start another Ray, whose signal handlers end the process at once.
+    # Without this, the thread of an ended flow would start another Ray, whose signal handlers end
+    # the process at once.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     import ray
 
@@ -306,12 +335,14 @@ def ray_at(address: str | None) -> Iterator[None]:
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         raise UsageError(f"--ray {address or ''}: no Ray there ({_last_line(error)})") from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)  # which Ray has taken
+        signal.signal(signal.SIGTERM, before)  # Ray has replaced the handler
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    context.target_max_block_size = 1  # bytes: what an actor yields is a block, and on its way at once
+    # In bytes: each result of an actor becomes a block, which is sent at once.
+    context.target_max_block_size = 1
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    # The only way to say max_task_retries, until 2.64 at least: setup.py asks for an older one.
+    # Until at least Ray 2.64 there is no other way to set max_task_retries. setup.py allows only
+    # older versions.
     warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
     try:
         yield
@@ -321,7 +352,7 @@ def ray_at(address: str | None) -> Iterator[None]:
 
 
 def _knock(address: str | None) -> None:
-    """OSError where nobody listens at HOST:PORT; Ray would try for more than a minute."""
+    """Raise OSError if nothing listens at HOST:PORT. Ray would try for more than a minute."""
     host, colon, port = (address or "").rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
         with socket.create_connection((host, int(port)), timeout=_KNOCK_S):
@@ -329,10 +360,14 @@ def _knock(address: str | None) -> None:
 
 
 def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:
-    """Actors for the nodes of the Ray that is open: by default one a card, or one a node without cards.
+    """Return the actors for the nodes of the open Ray.
 
-    Each gets as many cores as all can have. host_bytes: the RAM of each as it was asked for; None: an even share of its
-    node's. DoesNotFitError where the nodes do not have so much.
+    By default it is one per GPU, or one per node.
+
+    host_bytes: RAM of each actor. None: an even share of its node's RAM.
+
+    Each actor gets as many cores as all can have. Raise DoesNotFitError if the nodes lack the
+    resources.
     """
     import ray
 

@@ -1,4 +1,7 @@
-"""The output file of a job: whole lines only, one writer, safe on disk at most a second or so after a row is done."""
+"""Write the output file of a job.
+
+The file has only whole lines and one writer. A row is on disk about a second after it is done.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,27 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import is_still, json_line, open_patiently, open_regular, try_lock
 
 SYNC_EVERY_S = 1.0
-# fsync may take at most this share of the time: a slow disk gets rarer syncs, not a slower job.
+# fsync may take at most this share of the time. A slow disk gets fewer syncs, not a slower job.
 MOST_SYNC_SHARE = 0.05
 _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
-_TAIL_BYTES = 64  # at the end of the output, which are compared with what was written
-_PIECE_BYTES, _MOST_PIECES = 2**20, 128  # of a row: the most that is read of a line
+_TAIL_BYTES = 64  # bytes at the end of the output that are compared with what was written
+_PIECE_BYTES, _MOST_PIECES = 2**20, 128  # pieces in which a line is read; a row has at most as many
 
 
 class OutputFile:
-    """Open for appending, and locked until `close`. UsageError where it cannot be, or another job has it.
+    """A file that is open for appending, and locked until `close`.
 
-    A line is written in one piece; what a failed write or sync leaves of it is cut off again. Before each append and
-    sync the file must be as the job left it. Where somebody else has moved it, cut it or written to it: FlexgenError,
-    and nothing is written. At worst its last line is torn then, and the next run mends that.
+    Raise UsageError if it cannot be opened or locked, or if another job has it.
+
+    A line is written in one piece. If a write or sync fails, the incomplete part is cut off again.
+    Before each append and sync the file must be as the job left it. If somebody else has moved it,
+    cut it or written to it, raise FlexgenError and write nothing. At worst the last line is torn
+    then, and the next run mends it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.cut_bytes = 0  # of a torn end, by `rows`
+        self.cut_bytes = 0  # bytes of a torn end that `rows` cut off
         self._is_new = not path.exists()
         self._open_fd: int | None = _open_locked(path)
         self._tail = b""
@@ -51,24 +57,30 @@ class OutputFile:
 
     @property
     def _fd(self) -> int:
-        """Of the open file; one that rests is opened again. FlexgenError where it is gone."""
+        """The file's descriptor, which is opened again after `rest`.
+
+        Raise FlexgenError if the file is gone.
+        """
         if self._open_fd is None:
-            if not self.path.exists():  # opening it would make a new one
+            if not self.path.exists():  # opening it would create a new file
                 raise self._moved()
             self._open_fd = _open_locked(self.path)
         return self._open_fd
 
     def rest(self) -> None:
-        """Hold no descriptor, and no lock, until the file is used again. It must be as it was left then."""
+        """Release the descriptor and the lock until the file is used again.
+
+        It must be unchanged then.
+        """
         if self._open_fd is not None:
             os.close(self._open_fd)
             self._open_fd = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows in the file. When all are read, what a crash left at its end is cut off.
+        """Yield the rows in the file. When all are read, cut off what a crash left at its end.
 
-        That is a line without its newline, or a hole of NUL bytes. UsageError for any other line that is not a row: no
-        crash makes one.
+        That is a line without its newline, or a hole of NUL bytes. Raise UsageError for any other
+        line that is not a row, as no crash makes one.
         """
         good = bad = 0
         is_hole = False
@@ -91,7 +103,10 @@ class OutputFile:
             self._cut(good, self._end)
 
     def check_rows(self, rows: int) -> None:
-        """Count the rows in the file, when all are written; FlexgenError where somebody wrote over some of them."""
+        """Count the rows in the file when all are written.
+
+        Raise FlexgenError if somebody wrote over some.
+        """
         found, _ = count_rows(self.path)
         if found < rows:
             raise FlexgenError(
@@ -100,9 +115,9 @@ class OutputFile:
             )
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Write whole lines (without their newlines); synced when it is due.
+        """Write whole lines, given without their newlines, and sync if it is due.
 
-        FlexgenError where the disk fails, or the file is not as the job left it.
+        Raise FlexgenError if the disk fails, or if the file is not as the job left it.
         """
         data = b"".join(line + b"\n" for line in lines)
         if not data:
@@ -116,7 +131,7 @@ class OutputFile:
             except OSError as error:
                 self._take_back(written, data.rfind(b"\n", 0, written) + 1)
                 raise self._failed(error) from error
-            if os.lseek(self._fd, 0, os.SEEK_CUR) != self._end + written:  # changed since it was looked at
+            if os.lseek(self._fd, 0, os.SEEK_CUR) != self._end + written:  # changed since the check
                 self._take_back(written, 0)
                 raise self._changed()
             self._end += written
@@ -124,15 +139,15 @@ class OutputFile:
             self.sync_if_due()
 
     def sync_if_due(self) -> None:
-        """Look at the file, and put finished rows safely on disk, if that was long enough ago."""
+        """Check the file and sync finished rows to disk, if the last sync was long enough ago."""
         if time.monotonic() - self._last_sync >= max(SYNC_EVERY_S, self._sync_s / MOST_SYNC_SHARE):
             self.sync()
 
     def sync(self) -> None:
-        """Put finished rows safely on disk now.
+        """Sync finished rows to disk now.
 
-        FlexgenError where that fails, and rows since the last sync are cut off; and where the file is not as it was
-        left.
+        Raise FlexgenError if that fails; rows since the last sync are cut off then. Raise it also
+        if the file is not as the job left it.
         """
         self._check_unchanged()
         began = self._last_sync = time.monotonic()
@@ -141,14 +156,14 @@ class OutputFile:
         try:
             os.fsync(self._fd)
         except OSError as error:
-            # What did not reach the disk is unknown, and a second fsync would not say.
+            # It is unknown what did not reach the disk, and a second fsync would not tell.
             self._cut(self._synced, self._end)
             raise self._failed(error) from error
         self._synced, self._last_sync = self._end, time.monotonic()
         self._sync_s = self._last_sync - began
 
     def close(self) -> None:
-        """Sync and unlock. A file that this job made and never wrote to goes away again."""
+        """Sync and unlock. Remove a file that this job created and never wrote to."""
         with interrupts.held():
             try:
                 self.sync()
@@ -181,7 +196,7 @@ class OutputFile:
         )
 
     def _read_tail(self) -> bytes:
-        """The last bytes: a file that was cut and has grown again has others."""
+        """Return the last bytes, which differ if the file was cut and has grown again."""
         start = max(0, self._end - _TAIL_BYTES)
         try:
             return os.pread(self._fd, self._end - start, start)
@@ -189,21 +204,22 @@ class OutputFile:
             raise self._failed(error) from error
 
     def _set_end(self) -> None:
-        """The file is as the job leaves it."""
+        """Record the file's size and end as the state in which the job leaves it."""
         self._end = os.fstat(self._fd).st_size
         self._tail = self._read_tail()
         self._synced = min(self._synced, self._end)
 
     def _take_back(self, written: int, keep: int) -> None:
-        """Cut off what an append has written, but for its first `keep` bytes."""
+        """Cut off what an append has written, except its first `keep` bytes."""
         start = os.lseek(self._fd, 0, os.SEEK_CUR) - written if written else self._end
-        is_ours = start == self._end  # else somebody has moved the end of the file
+        is_ours = start == self._end  # false: somebody has moved the end of the file
         self._cut(start + (keep if is_ours else 0), start + written, is_ours)
 
     def _cut(self, size: int, end: int, is_ours: bool = True) -> None:
-        """Shorten the file where it still ends at `end`; it never gets longer, and no bytes of others are cut off.
+        """Shorten the file if it still ends at `end`.
 
-        Best effort on a disk that fails: a line that stays torn is cut off when the job goes on.
+        It never grows, and no bytes of others are cut off. On a disk that fails this is best
+        effort: a line that stays torn is cut off when the job resumes.
         """
         if end != os.fstat(self._fd).st_size:
             return
@@ -222,9 +238,11 @@ class OutputFile:
 
 
 def rows_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of an output that are whole rows, each with its row, also while a job writes to it.
+    """Yield the lines of an output that are whole rows, each with its row, even while a job writes
+    to it.
 
-    A line is in memory at a time. Nothing where there is no file; UsageError where it cannot be read.
+    One line is in memory at a time. Yield nothing if there is no file. Raise UsageError if it
+    cannot be read.
     """
     try:
         with open_regular(path) as file:
@@ -238,7 +256,9 @@ def rows_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def count_rows(path: Path) -> tuple[int, int]:
-    """Rows of an output, as of `rows_of`, and the error rows among them."""
+    """Return the number of rows of an output, as `rows_of` finds them, and of error rows among
+    them.
+    """
     rows = errors = 0
     for _, row in rows_of(path):
         rows, errors = rows + 1, errors + (row["error"] is not None)
@@ -246,7 +266,10 @@ def count_rows(path: Path) -> tuple[int, int]:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines with their newlines; what is longer than a row can be, or a hole, comes in pieces, none of which is one."""
+    """Yield lines with their newlines.
+
+    A line that is longer than any row, or a hole, comes in pieces, none of which is a row.
+    """
     while piece := file.readline(_PIECE_BYTES):
         parts = [piece]
         while not piece.endswith(b"\n") and b"\0" not in piece and len(parts) < _MOST_PIECES:
@@ -258,7 +281,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def whole_row(line: bytes) -> dict[str, Any] | None:
-    """The row that a line of an output holds; None where it is torn."""
+    """Return the row that a line of an output holds, or None if the line is torn."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -271,12 +294,12 @@ def whole_row(line: bytes) -> dict[str, Any] | None:
 
 
 def to_line(row: dict[str, Any]) -> bytes:
-    """A row as a line (json_line)."""
+    """Return a row as a line without its newline (json_line)."""
     return json_line(row).encode()
 
 
 def is_locked(path: Path) -> bool:
-    """Is a job writing to this file now? UsageError where it cannot be opened."""
+    """Return whether a job is writing to this file now. Raise UsageError if it cannot be opened."""
     try:
         with open_regular(path) as file:
             return not try_lock(file.fileno(), shared=True)
@@ -287,13 +310,13 @@ def is_locked(path: Path) -> bool:
 
 
 def _open_locked(path: Path) -> int:
-    """A descriptor of the file that has the name when the lock is ours."""
+    """Open and lock the file. Return a descriptor of the file that has the name when locked."""
     for attempt in range(_LOCK_TRIES):
         try:
             fd = open_patiently(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         except OSError as error:
             raise UsageError(f"--output {path}: {error.strerror or error}") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):  # of a pipe or a device the end would never come
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # the end of a pipe or a device would never come
             os.close(fd)
             raise UsageError(f"--output {path}: is no regular file, and a job reads its rows back; name one")
         try:
@@ -302,7 +325,8 @@ def _open_locked(path: Path) -> int:
         except OSError as error:
             os.close(fd)
             raise UsageError(f"--output {path}: cannot be locked here ({error.strerror or error})") from error
-        os.close(fd)  # held by another job, or for a moment by somebody's --status; or removed just now
+        # Locked by another job, or for a moment by a --status command; or just removed.
+        os.close(fd)
         if attempt < _LOCK_TRIES - 1:
             time.sleep(_LOCK_WAIT_S)
     raise UsageError(f"--output {path}: another job writes to it; wait for its end, or give another --output")

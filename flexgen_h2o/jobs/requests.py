@@ -1,6 +1,7 @@
-"""Lines of the input as requests. A bad line is a RowError. Finished requests as rows: responses.py.
+"""Read lines of the input as requests; a bad line raises RowError.
 
-Field names and meanings are those of OpenAI's completions and chat APIs and of vLLM's additions.
+responses.py makes rows of finished requests. Field names and meanings are those of OpenAI's
+completions and chat APIs and of vLLM's additions.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from flexgen_h2o.kvcache.eviction.policy import check_budgets
 from flexgen_h2o.models.load import Model
 
 FULL = Full()
-# Codes of rows that failed through no fault of theirs.
+# Codes of rows that failed through no fault of the request.
 NOT_FINITE = CODE_NOT_FINITE
 INTERNAL = CODE_INTERNAL
-MOST_MESSAGE_CHARACTERS = 500  # of an error: it may quote the request, which may have any length
-# Of a record that is sent back: bytes besides its prompt, since a window keeps thousands, and levels of nesting.
+MOST_MESSAGE_CHARACTERS = 500  # an error message may quote the request, which may have any length
+# Limits of a record that is sent back: bytes besides its prompt (a window keeps thousands of
+# records), and levels of nesting.
 MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
 
 Kind = Literal["completion", "chat", "helm"]
@@ -40,21 +42,21 @@ Does = Literal["prompt", "sampling", "length", "logprobs", "answers", "template"
 
 @dataclass(frozen=True)
 class Field:
-    """What a field of a request does, in a line of a batch and in a request to the server. Null is as good as absent.
+    """Effect of a request's field, in a batch line and in a request to the server.
 
-    does: what its value decides. only: the values that it may have, because any other would change the answer and
-    cannot; None: any, or those that its reader takes. only_in_chat: the same of chat requests, if it differs.
-    is_count: a whole number, which some clients write as 2.0.
-    Types and ranges of "sampling" and "length" are those of `SamplingParams`.
+    Null is the same as absent. Types and ranges of "sampling" and "length" fields are those of
+    `SamplingParams`.
     """
 
-    does: Does
+    does: Does  # what the value determines
+    # Allowed values: any other would change the answer, and is unsupported. None: any value, or
+    # those that the field's reader accepts.
     only: tuple[Any, ...] | None = None
-    only_in_chat: tuple[Any, ...] | None = None
-    is_count: bool = False
+    only_in_chat: tuple[Any, ...] | None = None  # allowed values in chat requests, if they differ
+    is_count: bool = False  # the value is a whole number, which some clients write as 2.0
 
     def values(self, is_chat: bool) -> tuple[Any, ...] | None:
-        """The only values that are taken; None for any."""
+        """Return the allowed values; None for any."""
         return self.only_in_chat if is_chat and self.only_in_chat is not None else self.only
 
 
@@ -81,7 +83,7 @@ FIELDS: dict[str, Field] = {
     "stream_options": Field("answers"),
     "reasoning_effort": Field("template"),
     "chat_template_kwargs": Field("template"),
-    "model": Field("nothing"),  # that of --model answers; the answer's body names it
+    "model": Field("nothing"),  # the model of --model answers, and the answer's body names it
     "user": Field("nothing"),
     "metadata": Field("nothing"),
     "store": Field("nothing"),
@@ -113,7 +115,8 @@ FIELDS: dict[str, Field] = {
     "skip_special_tokens": Field("nothing", only=(True,)),
     "spaces_between_special_tokens": Field("nothing", only=(True,)),
     "truncate_prompt_tokens": Field("nothing", only=()),
-    "add_special_tokens": Field("nothing", only=(True,), only_in_chat=(False,)),  # the template has them
+    # The template has them.
+    "add_special_tokens": Field("nothing", only=(True,), only_in_chat=(False,)),
     "add_generation_prompt": Field("nothing", only=(True,)),
     "continue_final_message": Field("nothing", only=(False,)),
     "response_format": Field("nothing", only=({"type": "text"},)),
@@ -148,16 +151,20 @@ def fields_that(does: Does) -> tuple[str, ...]:
 SAMPLING = fields_that("sampling")
 LENGTH = fields_that("length")
 OF_TEMPLATE = fields_that("template")  # what a chat template gets besides messages
-# Of these fields, what a choice of "none" leaves without effect.
+# Fields that have no effect if the other field's value is "none".
 NOT_CHOSEN = {"tools": "tool_choice", "functions": "function_call"}
-# Parts of a message's content that are text, in OpenAI's two APIs, each with the member that has it.
+# Types of text parts in a message's content, in OpenAI's two APIs, and the member that has the
+# text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-MESSAGE_TYPES = ("text", "message")  # of a message as a whole, as some clients write it
-REASONING = ("reasoning_content", "reasoning")  # names of an earlier answer's thoughts
+MESSAGE_TYPES = ("text", "message")  # the type of a whole message, as some clients write it
+REASONING = ("reasoning_content", "reasoning")  # names of the thoughts of an earlier answer
 
 
 class RowError(Exception):
-    """A request that cannot be run: its row says why, and the job goes on. code: one of docs/reference/jobs.md."""
+    """A request that cannot be run. Its output row has the reason, and the job continues.
+
+    code: one of the codes in docs/reference/jobs.md.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(shortened(message, MOST_MESSAGE_CHARACTERS))
@@ -165,16 +172,16 @@ class RowError(Exception):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the request is not at fault: HTTP's status is 500 then, not 400."""
+        """Whether the request is not at fault. The HTTP status is 500 then, and 400 otherwise."""
         return self.code in (INTERNAL, NOT_FINITE)
 
 
 @contextmanager
 def row_errors() -> Iterator[None]:
-    """Whatever is raised of one row in here becomes its RowError, so that others go on; a request to end goes through.
+    """Turn any error of one row into its RowError, so that other rows continue.
 
-    Tokenizers and templates are other people's code and raise anything, pyo3's PanicException too, which is no
-    `Exception`.
+    A request to end the process is not caught. Tokenizers and templates are other people's code and
+    raise anything, including pyo3's PanicException, which is not an `Exception`.
     """
     try:
         yield
@@ -192,58 +199,52 @@ def _invalid(message: str) -> RowError:
 
 @dataclass(frozen=True)
 class Request:
-    """A line to be run. kind: the format of its answer. prompt: its index is the line's number; without its text,
-    unless the answer begins with it (`echo`).
+    """A line to be run, made by `RequestReader`."""
 
-    asked_model: the model that it names. record: of a HELM request, what is sent back with the answer, as JSON: parsed
-    it takes some thirty times as much memory. row: of the input, as of `Line`.
-    """
-
-    kind: Kind
-    custom_id: str
-    prompt: Prompt
-    params: SamplingParams
-    asked_model: str | None = None
+    kind: Kind  # the format of the answer
+    custom_id: str  # the line's own id, or the one used in its place
+    prompt: Prompt  # its index is the line number; it has its text only if `echo`
+    params: SamplingParams  # sampling, with a seed of the request's own
+    asked_model: str | None = None  # the model that the request names
+    # JSON of a HELM request, to send back with the answer. Parsed it would take about thirty times
+    # the memory.
     record: bytes | None = None
-    row: int = 0
-    echo: bool = False
+    row: int = 0  # number of the row in the input, as in `Line`
+    echo: bool = False  # whether the answer begins with the prompt
 
 
 @dataclass(frozen=True)
 class Answers:
-    """How a request wants its answers.
+    """How a request wants its answers."""
 
-    n: how many to each prompt. stream: in pieces. usage: the last piece has the counts of tokens.
-    """
-
-    n: int = 1
-    stream: bool = False
-    usage: bool = False
+    n: int = 1  # answers per prompt
+    stream: bool = False  # whether answers are sent in pieces
+    usage: bool = False  # whether the last piece has the token counts
 
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes requests of lines.
+    """Makes requests of lines."""
 
-    defaults: of the fields that a line does not have. eviction: the run's. chat: whether texts are messages in the
-    model's chat template; None: lines of a .txt file and `{"text": ...}` are if it has one, `{"prompt": ...}` is not.
-    system: a message before each text that is one.
-    """
-
-    model: Model
-    defaults: SamplingParams
-    eviction: Eviction = FULL
+    model: Model  # encodes prompts and applies its chat template
+    defaults: SamplingParams  # values of fields that a line does not have
+    eviction: Eviction = FULL  # the eviction policy of the run
+    # Whether texts are messages in the model's chat template. None: lines of a .txt file and
+    # `{"text": ...}` are messages if the model has a template, and `{"prompt": ...}` is not.
     chat: bool | None = None
-    system: str | None = None
+    system: str | None = None  # a system message before each text that is a message
 
     def texts_settings(self) -> dict[str, Any]:
-        """Return what the answers to texts depend on besides, for a job's sidecar; nothing by default."""
+        """Return the settings that answers to texts also depend on, for a job's sidecar.
+
+        Empty by default.
+        """
         given = {"chat": self.chat, "system": self.system}
         given = {name: value for name, value in given.items() if value is not None}
         return {"texts": given} if given else {}
 
     def read(self, line: Line) -> Request:
-        """RowError for a line that cannot be run; its message names the field."""
+        """Return the request of a line. Raise RowError that names the field if it cannot be run."""
         with row_errors():
             try:
                 value = line.parse()
@@ -254,18 +255,28 @@ class RequestReader:
             return self.request(value, line.number, line.id_in(value), line.row)
 
     def request(self, value: Any, number: int, custom_id: str, row: int = 0) -> Request:
-        """`read` of a line's value. custom_id: its own, or what stands for it."""
+        """Return the request of a line's parsed value.
+
+        custom_id: the line's own id, or the one used in its place.
+        """
         _, [request] = self._requests(value, number, custom_id, row, None)
         return request
 
     def served(self, url: str, body: Mapping[str, Any], custom_id: str, most: int) -> tuple[Answers, list[Request]]:
-        """Read a request to the server, of at most so many answers: `n` to each prompt, one after another."""
+        """Read a request to the server with at most `most` answers.
+
+        The `n` answers of each prompt follow one another.
+        """
         return self._requests({"custom_id": custom_id, "url": url, "body": body}, 0, custom_id, 0, most)
 
     def _requests(
         self, value: Any, number: int, custom_id: str, row: int, most: int | None
     ) -> tuple[Answers, list[Request]]:
-        """most: answers. None: of a line of a file, which has one, and not in pieces."""
+        """Read the requests of a parsed value.
+
+        most: most answers. None: the value is a file's line, which has one answer and cannot be
+        streamed.
+        """
         with _request_errors():
             kind, fields, given, is_strict = _fields_of(self._with_texts_read(value))
             record = _kept_record(fields, given) if kind == "helm" else None
@@ -283,7 +294,10 @@ class RequestReader:
             return answers, found
 
     def _request(self, kind: Kind, fields: Mapping[str, Any], given: Any, number: int, custom_id: str) -> Request:
-        """given: the prompt, or messages."""
+        """Return one request.
+
+        given: the prompt or the messages.
+        """
         is_chat = kind == "chat"
         echo = _echo(fields, is_chat)
         params = _sampling_of(fields, is_chat, self.defaults, custom_id)
@@ -337,8 +351,11 @@ class RequestReader:
         return prompt
 
     def _template_options(self, fields: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
-        """What the chat template gets besides the messages, as in vLLM: `chat_template_kwargs`, and `reasoning_effort`
-        under its own name. RowError for names that say how the template is called."""
+        """Return what the chat template gets besides the messages, as in vLLM.
+
+        These are `chat_template_kwargs` and, under its own name, `reasoning_effort`. Raise RowError
+        for names that control how the template is called.
+        """
         given = {name: fields[name] for name in OF_TEMPLATE if name in fields}
         if given and not is_chat:
             raise RowError("unsupported", f"{next(iter(given))}: works in chat requests only; leave it out")
@@ -371,7 +388,8 @@ class RequestReader:
 
 
 def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
-    """(kind, fields of the request, its prompt or messages, is a field that nobody knows an error?) of a line's value.
+    """Return (kind, fields, prompt or messages, whether an unknown field is an error) of a line's
+    value.
 
     Formats: OpenAI's batch lines, HELM's requests, H2O's articles, plain messages and prompts.
     """
@@ -398,9 +416,10 @@ def _fields_of(value: Any) -> tuple[Kind, dict[str, Any], Any, bool]:
 
 
 def _checked_fields(fields: Mapping[str, Any], is_chat: bool, is_strict: bool) -> dict[str, Any]:
-    """Return the fields that are not null, counts as whole numbers.
+    """Return the fields that are not null, with counts as whole numbers.
 
-    RowError names the first one that would change the answer and cannot. is_strict: unknown ones are errors.
+    Raise RowError naming the first field that would change the answer and is unsupported.
+    is_strict: unknown fields are errors.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
@@ -434,7 +453,10 @@ def _answers_of(fields: Mapping[str, Any], may_stream: bool) -> Answers:
 
 
 def _prompts_of(fields: Mapping[str, Any], given: Any, is_chat: bool) -> list[Any]:
-    """Return the prompts of a request: OpenAI's `prompt` may be a list of texts or of lists of token ids."""
+    """Return the prompts of a request.
+
+    OpenAI's `prompt` may be a list of texts or of lists of token ids.
+    """
     is_list = not is_chat and isinstance(given, list) and given is fields.get("prompt")
     if is_list and given and isinstance(given[0], str | list):
         return list(given)
@@ -442,7 +464,10 @@ def _prompts_of(fields: Mapping[str, Any], given: Any, is_chat: bool) -> list[An
 
 
 def _check_count(n: int, prompts: list[Any], most: int | None) -> None:
-    """most: as of `RequestReader._requests`."""
+    """Raise RowError if there are more answers than allowed.
+
+    most: as in `RequestReader._requests`.
+    """
     count = n * len(prompts)
     if count <= (1 if most is None else most):
         return
@@ -457,17 +482,24 @@ def _check_count(n: int, prompts: list[Any], most: int | None) -> None:
 
 @contextmanager
 def _request_errors() -> Iterator[None]:
-    """As `row_errors`. A value that is nested too deeply to be read is the client's error."""
+    """Do what `row_errors` does.
+
+    A value that is nested too deeply to be read is the client's error.
+    """
     with row_errors():
         try:
             yield
-        except RecursionError as error:  # an error quotes the value: fewer levels are too many than to parse
+        except RecursionError as error:
+            # Quoting the value in an error fails at fewer levels than parsing it.
             raise RowError("invalid_json", "not valid JSON (nested too deeply)") from error
 
 
 @contextmanager
 def _errors_of_prompt(i: int, count: int) -> Iterator[None]:
-    """As `_request_errors`. An error of one of several prompts says of which."""
+    """Do what `_request_errors` does.
+
+    If there are several prompts, the error names the one it is about.
+    """
     try:
         with _request_errors():
             yield
@@ -478,7 +510,7 @@ def _errors_of_prompt(i: int, count: int) -> Iterator[None]:
 
 
 def _variant(request: Request, choice: int) -> Request:
-    """The same with a seed of its own for every choice but the first."""
+    """Return the request for answer number `choice`: all but the first get a seed of their own."""
     if not choice:
         return request
     text = f"{request.params.seed}:{choice}".encode()
@@ -500,17 +532,18 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingParams, custom_id: str) -> SamplingParams:
-    """What the fields ask for; what they do not say comes from `defaults`. RowError naming a bad one.
+    """Return the sampling that the fields ask for; absent fields come from `defaults`.
 
-    A row without a seed gets one made of the default seed and its id, so that its answer depends on no other row.
+    Raise RowError naming a bad field. A row without a seed gets one made of the default seed and
+    its id, so that its answer depends on no other row.
     """
     given = {name: fields[name] for name in SAMPLING if name in fields}
-    if given.get("top_k") == -1:  # off, in vLLM
+    if given.get("top_k") == -1:  # vLLM: off
         given["top_k"] = 0
     seed = given.get("seed")
-    if seed == -1:  # none, in vLLM
+    if seed == -1:  # vLLM: no seed
         del given["seed"]
-    elif type(seed) is int and -(2**63) <= seed < 0:  # vLLM takes them too
+    elif type(seed) is int and -(2**63) <= seed < 0:  # vLLM accepts these seeds too
         given["seed"] = seed + 2**63
     if "seed" not in given:
         name = f"{defaults.seed}:{custom_id}".encode("utf-8", "surrogatepass")
@@ -530,7 +563,7 @@ def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingPar
 
 
 def _echo(fields: Mapping[str, Any], is_chat: bool) -> bool:
-    """Is the prompt a part of the answer, with log-probabilities of its own?"""
+    """Return whether the prompt is a part of the answer, with log-probabilities of its own."""
     echo = _flag("echo", fields.get("echo"))
     if echo and is_chat:
         raise RowError("unsupported", "echo: works in text completions only; leave it out")
@@ -538,7 +571,10 @@ def _echo(fields: Mapping[str, Any], is_chat: bool) -> bool:
 
 
 def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
-    """How many of the likeliest tokens; None for no log-probabilities. A number, in chat true with `top_logprobs`."""
+    """Return how many of the likeliest tokens get log-probabilities; None for no log-probabilities.
+
+    In completions `logprobs` is the number; in chat it is true, and `top_logprobs` is the number.
+    """
     wanted, top = fields.get("logprobs"), fields.get("top_logprobs")
     if not is_chat:
         if top is not None:
@@ -552,7 +588,7 @@ def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    """Equal, and true and 1 are not: a count of true is a mistake."""
+    """Return whether the values are equal. True and 1 are not: a count of true is a mistake."""
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
@@ -561,7 +597,10 @@ def _quoted(value: Any) -> str:
 
 
 def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
-    """The record as JSON. RowError where it nests too deeply, or has too much besides its prompt."""
+    """Return the record as JSON.
+
+    Raise RowError if it nests too deeply or is too large besides its prompt.
+    """
     level: Iterable[Any] = [record]
     for _ in range(MOST_RECORD_LEVELS):
         level = [
@@ -593,14 +632,20 @@ def _plain_prompt(fields: dict[str, Any]) -> Any:
 
 
 def _checked_messages(messages: Any, least_parts: int | None) -> list[dict[str, Any]]:
-    """Messages of text as a chat template gets them. least_parts: as of `_content`."""
+    """Return text messages in the form that a chat template gets.
+
+    least_parts: as in `_content`.
+    """
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages: a list of at least one message is expected")
     return [_checked_message(f"messages[{i}]", message, least_parts) for i, message in enumerate(messages)]
 
 
 def _checked_message(where: str, message: Any, least_parts: int | None) -> dict[str, Any]:
-    """Its role and content, and what templates read besides: a name, and the thoughts of an earlier answer."""
+    """Return a message's role and content, and what else templates read.
+
+    These are a name, and the thoughts of an earlier answer.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _invalid(f"{where}: an object with role and content is expected")
     found: dict[str, Any] = {"role": _check_text(f"{where}.role", message["role"])}
@@ -622,8 +667,11 @@ def _checked_message(where: str, message: Any, least_parts: int | None) -> dict[
 
 
 def _content(where: str, content: Any, least_parts: int | None) -> str | list[dict[str, str]]:
-    """A text. Several parts stay parts if the chat template reads them (`Model.least_parts`), and are lines otherwise:
-    both as in vLLM."""
+    """Return the content as text, or as parts if the chat template reads several
+    (`Model.least_parts`).
+
+    Otherwise several parts become lines of one text. Both are as in vLLM.
+    """
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise _invalid(f"{where}.content: a string is expected")
@@ -664,7 +712,7 @@ def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _short_text(fields: Mapping[str, Any], name: str, least: int = 0) -> str | None:
-    """A string of at most MOST_ID_CHARACTERS; None where it is absent."""
+    """Return a string of at most MOST_ID_CHARACTERS characters, or None if the field is absent."""
     value = fields.get(name)
     if value is not None and (not isinstance(value, str) or len(value) < least):
         raise _invalid(f"{name}: {value!r} is not a string" + (" with at least one character" if least else ""))

@@ -1,4 +1,7 @@
-"""Finished requests as rows of the output, in the shape of OpenAI's answers. Requests: requests.py."""
+"""Make rows of the output of finished requests, in the shape of OpenAI's answers.
+
+requests.py reads the requests.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.jobs.requests import Request, RowError
 from flexgen_h2o.models.load import Model
 
-LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not; as in vLLM
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks; as in vLLM
 
 
 def success_row(request: Request, done: Completion, model: Model) -> dict[str, Any]:
-    """OpenAI's batch line with the answer; a HELM request also has `request` and `result`, as h2o_hf writes them."""
+    """Return OpenAI's batch line with the answer.
+
+    A HELM request's line also has `request` and `result`, as h2o_hf writes them.
+    """
     digest = _id_digest(request.custom_id)
     is_chat = request.kind == "chat"
     choice = _chat_choice(request, done, model) if is_chat else _text_choice(request, done, model)
@@ -47,7 +53,10 @@ def success_row(request: Request, done: Completion, model: Model) -> dict[str, A
 
 
 def error_row(custom_id: str, number: int, error: RowError) -> dict[str, Any]:
-    """number: of the line."""
+    """Return an error row.
+
+    number: of the line.
+    """
     return {
         "id": f"batch_req_{_id_digest(custom_id)}",
         "custom_id": custom_id,
@@ -57,7 +66,10 @@ def error_row(custom_id: str, number: int, error: RowError) -> dict[str, Any]:
 
 
 def helm_result(choice: dict[str, Any]) -> dict[str, Any]:
-    """As h2o_hf writes it and HELM reads it. choice: of a text completion. Times are constants in h2o_hf too."""
+    """Return a result as h2o_hf writes it and HELM reads it. Its times are constants, as in h2o_hf.
+
+    choice: of a text completion.
+    """
     nothing: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     logprobs = choice["logprobs"] or nothing
     answer = {
@@ -69,7 +81,10 @@ def helm_result(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_choice(request: Request, done: Completion, model: Model) -> dict[str, Any]:
-    """content: null without a tokenizer. reasoning_content: only of models that write channels."""
+    """Return the choice of a chat completion.
+
+    Its content is null without a tokenizer. Only models that write channels have reasoning_content.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": done.text}
     if marks_of(model.tokenizer) is not None:
         text = ChatText(model.tokenizer, request.params, request.prompt.token_ids)
@@ -80,7 +95,11 @@ def _chat_choice(request: Request, done: Completion, model: Model) -> dict[str, 
 
 
 def _text_choice(request: Request, done: Completion, model: Model) -> dict[str, Any]:
-    """text: null without a tokenizer; it begins with the prompt where the request asks for its echo."""
+    """Return the choice of a text completion.
+
+    Its text is null without a tokenizer. It begins with the prompt if the request asks for its
+    echo.
+    """
     ids = [*request.prompt.token_ids, *done.token_ids] if request.echo else done.token_ids
     text: str | None = None
     starts: list[int] | None = None
@@ -98,7 +117,10 @@ def _text_choice(request: Request, done: Completion, model: Model) -> dict[str, 
 
 
 def _starts(request: Request, done: Completion, detokenizer: Detokenizer, prompt: int, whole: int) -> list[int]:
-    """Where the tokens begin in a text of `whole` characters, the first `prompt` of which are the echoed prompt's."""
+    """Return where the tokens begin in a text of `whole` characters.
+
+    prompt: characters of the echoed prompt at the beginning of the text.
+    """
     ids = request.prompt.token_ids
     starts = [min(prompt + start, whole) for start in detokenizer.starts(ids, done.token_ids)]
     if not request.echo:
@@ -107,7 +129,10 @@ def _starts(request: Request, done: Completion, detokenizer: Detokenizer, prompt
 
 
 def _echoed_prompt(request: Request, done: Completion, detokenizer: Detokenizer) -> str:
-    """The prompt as it was given, or as its tokens read. A character that it only begins belongs to the answer."""
+    """Return the prompt as it was given, or decoded from its tokens.
+
+    A character that the prompt only begins belongs to the answer.
+    """
     if request.prompt.text is not None:
         return request.prompt.text
     ids = request.prompt.token_ids
@@ -118,10 +143,14 @@ def text_logprobs(
     token_ids: Sequence[int], found: Sequence[TokenLogprobs | None], starts: Sequence[int] | None,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Log-probabilities as text completions have them. The first token of a prompt has none.
+    """Return log-probabilities in the form of text completions.
 
-    starts: places of the tokens in the text; None without a tokenizer. As OpenAI promises, `top_logprobs` has the
-    token that was taken too, which need not be among the likeliest. Different tokens have different keys.
+    The first token of a prompt has none.
+
+    starts: places of the tokens in the text; None without a tokenizer.
+
+    As OpenAI promises, `top_logprobs` also has the chosen token, which may not be among the
+    likeliest. Different tokens have different keys.
     """
     tokens: list[str] = []
     top: list[dict[str, float] | None] = []
@@ -146,8 +175,12 @@ def text_logprobs(
 
 
 def _likeliest(token: int, found: TokenLogprobs) -> list[tuple[int, float]]:
-    """The likeliest tokens. If the token that was taken is as likely as the last of several, it is the last: otherwise
-    there would be one more than were asked for. The first stays, since clients take it as the greedy choice."""
+    """Return the likeliest tokens.
+
+    If the chosen token is as likely as the last of several, it replaces that one. Otherwise there
+    would be one more than were asked for. The first stays, because clients take it as the greedy
+    choice.
+    """
     top = list(found.top)
     if len(top) > 1 and found.logprob == top[-1][1] and token not in (other for other, _ in top):
         top[-1] = (token, found.logprob)
@@ -157,7 +190,10 @@ def _likeliest(token: int, found: TokenLogprobs) -> list[tuple[int, float]]:
 def chat_logprobs(
     token_ids: Sequence[int], found: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:  # fmt: skip
-    """Log-probabilities as chat completions have them. bytes: of the token, also where it is a part of a character."""
+    """Return log-probabilities in the form of chat completions.
+
+    The `bytes` of a token are its own, even if it is a part of a character.
+    """
     entries = []
     for token, one in zip(token_ids, found, strict=True):
         others = [other for other, _ in one.top]
@@ -173,7 +209,7 @@ def chat_logprobs(
 
 
 def _names(token_ids: list[int], tokenizer: Tokenizer | None) -> dict[int, str]:
-    """Different texts of different tokens; `token_id:N` without a tokenizer."""
+    """Return a different text for each token; `token_id:N` without a tokenizer."""
     if tokenizer is None:
         return {token: f"token_id:{token}" for token in token_ids}
     return dict(zip(token_ids, detokenizer_of(tokenizer).names(token_ids), strict=True))
@@ -184,5 +220,5 @@ def _finite(value: float) -> float:
 
 
 def _id_digest(custom_id: str) -> str:
-    """The same for a row whenever it is done."""
+    """Return a digest of the id, which is the same for a row in every run."""
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()

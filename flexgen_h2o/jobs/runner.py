@@ -1,4 +1,4 @@
-"""A job: windows of requests through the engine, and a row in the output for each as it is done."""
+"""Run a job: windows of requests pass through the engine, and each finished row is written."""
 
 from __future__ import annotations
 
@@ -33,45 +33,46 @@ from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
-NO_MODEL = "x"  # in requests of h2o_hf and of `evaluate lm-eval generate`, which name no model
-MOST_SAID = 100  # internal errors of a job that stderr gets: it may have a million rows
-# Lines that cannot be run, at a time: some 60 ms, in which a server does nothing else. Long ones take more time each.
+# The model's name in requests of h2o_hf and of `evaluate lm-eval generate`, which name none.
+NO_MODEL = "x"
+# Internal errors of a job that are printed on stderr: a job may have a million rows.
+MOST_SAID = 100
+# Bad lines that are handled before other work is done: about 60 ms, in which a server does nothing
+# else. Long lines take longer, so time is limited too.
 MOST_BAD_LINES, MOST_BAD_S = 1000, 0.05
 WRITE_EVERY_S = 1.0
 
 PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
-Need = tuple[int, ...]  # of a row: what its memory grows with
+Need = tuple[int, ...]  # what the memory of a row grows with (`_need`)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A row that is done. row: of the input. line: for the output, without its newline. tokens: new ones.
+    """A finished row, made by `JobRows` for the sink."""
 
-    error: the code of an error row.
-    """
-
-    row: int
-    line: bytes
-    tokens: int = 0
-    error: str | None = None
+    row: int  # number of the row in the input
+    line: bytes  # the row for the output, without its newline
+    tokens: int = 0  # number of new tokens
+    error: str | None = None  # code of an error row; None if the row succeeded
 
 
 @dataclass(frozen=True)
 class Before:
-    """What an output had when the job began. done: for each row of the input, is it there? errors: error rows by code.
+    """State of an output when the job began."""
 
-    others: rows that answer no line of this input, and error rows among them. sidecar: of the job, once it is settled.
-    """
-
-    done: npt.NDArray[np.bool_]
-    rows: int
-    errors: Counter[str]
+    done: npt.NDArray[np.bool_]  # (rows of the input,): whether the output has this row
+    rows: int  # number of the input's rows that the output has
+    errors: Counter[str]  # number of error rows by code
+    # (rows that answer no line of this input, error rows among them)
     others: tuple[int, int] = (0, 0)
-    sidecar: Sidecar | None = None
+    sidecar: Sidecar | None = None  # the job's sidecar, once it is settled
 
 
 def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Before]:
-    """What there is of these rows, in steps. ids: of the input."""
+    """Return what the output's rows hold of the input, in steps.
+
+    ids: digests of the input's ids.
+    """
     digests, failed = bytearray(), dict[str, bytearray]()
     for number, row in enumerate(rows):
         if number % STEP_LINES == 0:
@@ -91,20 +92,16 @@ def rows_before_steps(rows: Iterable[dict[str, Any]], ids: Digests) -> Steps[Bef
 
 @dataclass
 class Notes:
-    """What is counted besides rows, by each engine of a job. prompt_tokens, spared_tokens: as of `Status`.
+    """Counts besides rows, kept by each engine of a job."""
 
-    other_models: requests that name another model than this one, the first as `first_other` says. peak_bytes: of the
-    engine, by tier.
-    """
-
-    other_models: int = 0
-    first_other: str = ""
-    prompt_tokens: int = 0
-    spared_tokens: int = 0
-    peak_bytes: dict[str, int] = field(default_factory=dict)
+    other_models: int = 0  # requests that name another model than the one that runs
+    first_other: str = ""  # the first of these requests: its model and line
+    prompt_tokens: int = 0  # as in `Status`
+    spared_tokens: int = 0  # as in `Status`
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # peak of the engine by tier
 
     def add(self, other: Notes) -> None:
-        """Those of another engine."""
+        """Add the counts of another engine."""
         self.other_models += other.other_models
         self.first_other = self.first_other or other.first_other
         self.prompt_tokens += other.prompt_tokens
@@ -113,22 +110,26 @@ class Notes:
 
 
 class Sink(Listener, Protocol):
-    """Takes the rows of a job. has_answers: had it rows that are no errors before the job began?"""
+    """A receiver of a job's rows."""
 
-    has_answers: bool
+    has_answers: bool  # whether it had rows without errors before the job began
     notes: Notes
 
     def asked(self, tokens: int) -> None:
-        """A row that was read may have so many new tokens; one that cannot be run: none."""
+        """Count a row that was read, and the most new tokens that it may have.
+
+        tokens: 0 for a row that cannot be run.
+        """
 
     def write(self, answers: Sequence[Answer]) -> None: ...
 
 
 class JobWriter(Silent):
-    """Writes the rows of a job, counts them, and keeps its status file and its bar on a terminal.
+    """Writes the rows of a job, counts them, and updates the status file and the bar on a terminal.
 
-    peak_bytes: what the open engine holds, by tier. max_errors: error rows that the output may have; None: any number.
-    shown: on a terminal.
+    peak_bytes: returns the bytes by tier that the open engine holds.
+    max_errors: most error rows that the output may have; None is no limit.
+    shown: whether the bar is shown on a terminal.
     """
 
     def __init__(
@@ -145,8 +146,10 @@ class JobWriter(Silent):
         self._output, self._peak_bytes, self._max_errors = output, peak_bytes, max_errors
         self._done_before, self._began, self._written = before.rows, time.monotonic(), 0.0
         self._sidecar = before.sidecar
-        self._asking, self._new = 0, 0  # rows that were read, and new tokens: theirs, or those that they may have
-        with interrupts.held():  # it starts a thread
+        # Rows that were read, and their new tokens. A row that is not done counts the most that it
+        # may have.
+        self._asking, self._new = 0, 0
+        with interrupts.held():  # tqdm starts a thread
             self._bar = tqdm(
                 total=rows, initial=before.rows, unit="row", desc="batch", file=sys.stderr,
                 disable=not (shown and Progress.on_terminal()),
@@ -154,7 +157,11 @@ class JobWriter(Silent):
         self._write_status()
 
     def write(self, answers: Sequence[Answer]) -> None:
-        """UsageError with more than max_errors error rows; FlexgenError as of `OutputFile.append`."""
+        """Append rows and update the counts.
+
+        Raise UsageError if there are more than max_errors error rows, and FlexgenError as
+        `OutputFile.append` does.
+        """
         self._append(answers)
         self.errors.update(one.error for one in answers if one.error is not None)
         self.status.done += len(answers)
@@ -183,18 +190,23 @@ class JobWriter(Silent):
         self._asking, self._new = self._asking + 1, self._new + tokens
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
+        """Subtract tokens that are not new.
+
+        These are tokens of a prompt that decode steps took, and tokens that nobody asked for.
+        """
         self.status.tokens -= sum(len(row.token_ids) - row.answered for row in rows)
         self._new -= sum(row.asked - row.answered for row in rows)
 
     def restore_sidecar(self) -> None:
-        """Write the sidecar again if somebody has removed it: without it the job could not go on after a kill.
-        FlexgenError where it cannot be written."""
+        """Write the sidecar again if somebody has removed it.
+
+        Without it a killed job could not resume. Raise FlexgenError if it cannot be written.
+        """
         if self._sidecar is not None:
             self._sidecar.restore(self._output.path)
 
     def end(self, state: str) -> None:
-        """state: of the status file, for good."""
+        """Write the final state to the status file."""
         self.status.state = state
         self._bar.close()
         self._write_status()
@@ -214,12 +226,15 @@ class JobWriter(Silent):
         self._written = now
         self._bar.set_postfix_str(f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False)
         status.write(self._output.path)
-        with suppress(FlexgenError):  # at the end of the job it is said
+        with suppress(FlexgenError):  # the end of the job reports it
             self.restore_sidecar()
 
     def _left_s(self) -> float | None:
-        """By tokens, as if all rows were like those that were read, and these as long as they may be; where none are
-        counted, by rows. None: nothing is done yet."""
+        """Return the seconds left, or None if nothing is done yet.
+
+        The estimate is by tokens: it assumes that all rows are like those that were read, and that
+        these are as long as they may be. If no tokens are counted, it is by rows.
+        """
         status, here = self.status, self.status.rows - self._done_before
         if status.tokens and self._new:
             return status.seconds * max(0.0, here * self._new / self._asking / status.tokens - 1)
@@ -228,11 +243,13 @@ class JobWriter(Silent):
 
 
 class JobRows:
-    """The rows of a job: requests of its lines, and a row in the sink for each that is done.
+    """The rows of a job: make requests of its lines, and send each finished row to the sink.
 
-    requests: of the lines; those that cannot be run become error rows on the way, and None stands for each
-    MOST_BAD_LINES of them, or fewer that took MOST_BAD_S, so that whoever asks can do something else. tell: shows a
-    person an internal error.
+    tell: shows a person an internal error.
+
+    `requests` yields the requests of the lines. Lines that cannot be run become error rows on the
+    way. It yields None after each MOST_BAD_LINES of them, or after fewer if they took MOST_BAD_S.
+    The caller can then do something else.
     """
 
     def __init__(
@@ -284,7 +301,10 @@ class JobRows:
         return Answer(request.row, line, len(done.token_ids))
 
     def _failed(self, row: int, custom_id: str, number: int, error: RowError) -> Answer:
-        """An error row. number: of the line, which is said on stderr too if nobody foresaw the error."""
+        """Return an error row.
+
+        number: of the line. An internal error is also printed on stderr with it.
+        """
         if error.code == CODE_INTERNAL:
             self._say_internal(f"line {number}: {error}")
         return Answer(row, to_line(error_row(custom_id, number, error)), error=error.code)
@@ -300,9 +320,11 @@ class JobRows:
 class Job:
     """Runs lines through an engine, in windows.
 
-    window: rows that are read ahead; None: at least MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS rows. refill: rows of
-    the next window enter the running block, which is full from its start. has_run: the engine has run rows of another
-    job. on_open: called once with the first window, when the engine is open for it.
+    window: rows that are read ahead. None: at least MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS
+    rows.
+    refill: rows of the next window enter the running block, which is full from its start.
+    has_run: the engine has run rows of another job.
+    on_open: called once, with the first window, when the engine is open for it.
     """
 
     def __init__(
@@ -319,20 +341,25 @@ class Job:
         self._llm, self._sink, self._asked_window, self._refill = llm, sink, window, refill
         self._rows = JobRows(reader, lines, sink)
         self._requests = filter(None, self._rows.requests)
-        self._ahead: list[Request] = []  # read, and not yet run
+        self._ahead: list[Request] = []  # requests that were read and have not run
         self._window_rows = window_rows(1, window)
-        self._running: dict[int, Request] = {}  # by number of the line
+        self._running: dict[int, Request] = {}  # by line number
         self._has_run = has_run
         self._on_open = on_open
 
     def run(self, rows: int) -> None:
-        """Run all lines, which are `rows` or fewer. What the engine and the sink raise goes through."""
+        """Run all lines, which are at most `rows`.
+
+        Errors of the engine and of the sink are not caught.
+        """
         self._llm.expect(rows)
         while requests := self._take(self._window_rows):
             self._run_window(requests, self._next_window if self._refill else None)
 
     def _fill(self, rows: int) -> list[Request]:
-        """Read on until `rows` requests are ahead, or the lines end; the first `rows` of those ahead."""
+        """Read until `rows` requests are ahead or the lines end, and return the first `rows` of
+        them.
+        """
         while len(self._ahead) < rows and (request := next(self._requests, None)) is not None:
             self._ahead.append(request)
         return self._ahead[:rows]
@@ -345,16 +372,19 @@ class Job:
     def _run_window(
         self, requests: Sequence[Request], more: Callable[[], PromptsAndParams | None] | None = None
     ) -> None:
-        """Run them all, and what `more` gives. DoesNotFitError where no single row is too large for the budgets.
+        """Run these requests, and those that `more` returns.
 
-        A row that does not fit alone becomes an error row. Rows that do not fit together once others have run, now or
-        before a restart, are run in parts.
+        A row that does not fit alone becomes an error row. If all rows fit alone and others have
+        run, now or before a restart, the rows are run in two parts. Raise DoesNotFitError for a
+        single row that fits by now. Raise it also if nothing has run yet, and either all rows fit
+        alone or none does.
         """
         try:
             requests, block_size = self._prepare(requests, fills=more is not None)
         except DoesNotFitError:
             fitting, others = self._fitting_alone(requests)
-            fits_by_now = not others and len(requests) == 1  # somebody else held memory in between
+            # Another program held memory in between.
+            fits_by_now = not others and len(requests) == 1
             some_ran = self._has_run or (fitting and self._sink.has_answers)
             if fits_by_now or (not some_ran and not (fitting and others)):
                 raise
@@ -379,8 +409,11 @@ class Job:
         self._sink.notes.spared_tokens += report.spared_tokens
 
     def _prepare(self, requests: Sequence[Request], fills: bool) -> tuple[Sequence[Request], int]:
-        """Open the engine; the rows that it is open for, and those of a block. fills: rows of later windows enter the
-        block, so that it begins with a row in each place, where that fits: it never gets places that it lacks now."""
+        """Open the engine. Return the rows that it is open for, and the rows of a block.
+
+        fills: rows of later windows will enter the block. It then begins with a row in each place,
+        if these fit, because the block gets no further places later.
+        """
         if fills and not self._has_run and self._fill(1):
             size = self._llm.check_fit(*prompts_and_params(requests)).block_size
             further = self._take(max(0, size - len(requests)))
@@ -391,7 +424,10 @@ class Job:
         return requests, self._llm.prepare(*prompts_and_params(requests)).block_size
 
     def _next_window(self) -> PromptsAndParams | None:
-        """The rows that enter the running block next; None at the end, and where the open engine has no room."""
+        """Return the rows that enter the running block next.
+
+        Return None at the end, and if the open engine has no room for them.
+        """
         requests = self._fill(self._window_rows)
         if not requests or not self._llm.has_room(*prompts_and_params(requests)):
             return None
@@ -399,10 +435,12 @@ class Job:
         return prompts_and_params(requests)
 
     def _fitting_alone(self, requests: Sequence[Request]) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Those that fit the budgets in a block of their own, and those that do not, each with why; the smallest first.
+        """Return the rows that fit the budgets in a block of their own, and the others with the
+        reason.
 
-        Few are asked for, the middle one of those that are left each time: what needs no more than a row that fits does
-        too, and what needs no less than one that does not does not either.
+        Both lists begin with the smallest. Few rows are tested: each time the middle one of those
+        left. A row that needs no more than one that fits also fits. A row that needs no less than
+        one that does not fit does not fit either.
         """
         eviction, spec = self._llm.eviction, self._llm.model.spec
         ordered = sorted(requests, key=lambda r: len(r.prompt.token_ids) + r.params.max_tokens)
@@ -421,7 +459,7 @@ class Job:
         return [one for one, need in pairs if need not in why], [(one, why[need]) for one, need in pairs if need in why]
 
     def _why_not(self, request: Request) -> DoesNotFitError | None:
-        """Why it does not fit the budgets in a block of its own; None where it does."""
+        """Return why the row does not fit the budgets in a block of its own. None if it fits."""
         try:
             self._llm.check_fit(*prompts_and_params([request]))
         except DoesNotFitError as error:
@@ -429,12 +467,15 @@ class Job:
         return None
 
     def _finish(self, done: Sequence[Completion]) -> None:
-        """Called by the engine."""
+        """Hand out finished rows. The engine calls this."""
         self._rows.finish((self._running.pop(one.index), one) for one in done)
 
 
 def window_rows(block_size: int, asked: int | None) -> int:
-    """Rows of a window, in whole blocks. asked: as --window."""
+    """Return the rows of a window, in whole blocks.
+
+    asked: the value of --window.
+    """
     rows = max(MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS * block_size) if asked is None else asked
     return -(-rows // block_size) * block_size
 
@@ -444,16 +485,27 @@ def prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
 
 
 def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
+<<<<<<< HEAD
     """Tokens that are fed, and slots of each transformer block: all that tells apart what rows of one kind take of
     memory. Rows with log-probabilities of their prompts are another kind: of the first two numbers neither kind has
     no less than the other."""
     prompt = len(request.prompt.token_ids)
     echo = request.params.prompt_logprobs is not None
+=======
+    """Return the numbers that a row's memory grows with: prompt tokens, and slots per transformer
+    block.
+
+    Nothing else distinguishes the memory of rows of one kind. Rows with log-probabilities of their
+    prompts are a kind of their own. Because of the first two numbers, no row covers a row of the
+    other kind.
+    """
+    prompt, echo, blocks = len(request.prompt.token_ids), request.params.prompt_logprobs is not None, spec.num_blocks
+>>>>>>> wt-doc-jobs
     new = most_new_tokens(eviction, spec, prompt, max(1, request.params.max_tokens))
     slots = (eviction.slots(prompt, new, block) for block in range(spec.num_blocks))
     return echo, not echo, prompt, *slots
 
 
 def _covers(need: Need, other: Need) -> bool:
-    """Is it no less of everything?"""
+    """Return whether `need` is no less than `other` in everything."""
     return all(map(ge, need, other))

@@ -1,7 +1,10 @@
-"""The files beside an output: its settings, so that no restart mixes answers of two settings, and how the job stands.
+"""Keep two files beside an output: the settings of the job, and its status.
 
-`OUT.jsonl.job.json`: schema, settings, input {path, bytes, digest}, earlier (settings before a --force).
-`OUT.jsonl.status.json`: the fields of `Status`; other processes may read it.
+The settings ensure that no restart mixes answers of two settings.
+
+    OUT.jsonl.job.json      schema, settings, input {path, bytes, digest},
+                            earlier (settings before a --force)
+    OUT.jsonl.status.json   the fields of `Status`; other processes may read it
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from flexgen_h2o.jobs.output import count_rows, is_locked
 
 SCHEMA = 1
 RUNNING, DONE = "running", "done"
-_MOST = 2**63  # of any number; a year of seconds is 2**25
-# Of settings whose name is not the flag's; those of models and policies without a flag keep their names.
+_MOST = 2**63  # limit of any number; a year of seconds is 2**25
+# Flags of settings that have another name. Settings of models and policies without a flag keep
+# their names.
 _FLAGS = {
     "model.name": "--model",
     "sampling.max_tokens": "--gen-len",
@@ -43,17 +47,18 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Sidecar:
-    """settings: nested, JSON values. earlier: those of rows that are in the output since before a --force."""
+    """The settings and the input of a job, as stored beside its output."""
 
-    settings: dict[str, Any]
-    input_path: str
-    input_bytes: int
-    input_digest: str
+    settings: dict[str, Any]  # nested, JSON values (job.settings_of)
+    input_path: str  # as the command line has it
+    input_bytes: int  # size of the input when the job last began
+    input_digest: str  # digest of these bytes, as in `Scan`
+    # Settings of rows that the output had before a --force.
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_sound(self) -> bool:
-        """Has each field the type that a job writes?"""
+        """Whether each field has the type that a job writes."""
         return (
             isinstance(self.earlier, list)
             and all(isinstance(one, dict) for one in (self.settings, *self.earlier))
@@ -64,7 +69,7 @@ class Sidecar:
         )
 
     def write(self, output: Path) -> None:
-        """FlexgenError where it cannot be written."""
+        """Write the file. Raise FlexgenError if it cannot be written."""
         source = {"path": self.input_path, "bytes": self.input_bytes, "digest": self.input_digest}
         body = {"schema": SCHEMA, "settings": self.settings, "input": source, "earlier": self.earlier}
         try:
@@ -73,7 +78,10 @@ class Sidecar:
             raise FlexgenError(f"{sidecar_path(output)}: {error.strerror or error}") from error
 
     def restore(self, output: Path) -> None:
-        """Write it again if somebody has removed it. FlexgenError where it cannot be written."""
+        """Write the file again if somebody has removed it.
+
+        Raise FlexgenError if it cannot be written.
+        """
         if not sidecar_path(output).is_file():
             self.write(output)
 
@@ -83,7 +91,7 @@ def sidecar_path(output: Path) -> Path:
 
 
 def read_sidecar(output: Path) -> Sidecar | None:
-    """None where there is none; UsageError for a file that is not one."""
+    """Return the sidecar, or None if there is none. Raise UsageError for any other file."""
     path = sidecar_path(output)
 
     def made(body: Any) -> Sidecar:
@@ -98,10 +106,18 @@ def read_sidecar(output: Path) -> Sidecar | None:
 
 
 def differences(before: Sidecar, settings: dict[str, Any], scan: Scan) -> list[str]:
+<<<<<<< HEAD
     """What a restart would mix, in words, by flag where there is one; empty where it goes on as the output was begun.
     An input may have grown."""
     old = {name: value for name, value in _flat(before.settings) if _GONE.get(name) != value}
     new = dict(_flat(settings))
+=======
+    """Return in words, by flag if there is one, what a restart would mix. Empty if nothing differs.
+
+    An input may have grown.
+    """
+    old, new = (dict(_flat(values)) for values in (before.settings, settings))
+>>>>>>> wt-doc-jobs
     found = [
         f"{_flag(name)} was {_short(old.get(name))} and is {_short(new.get(name))}"
         for name in dict.fromkeys([*old, *new])
@@ -131,34 +147,34 @@ def _short(value: Any) -> str:
 
 @dataclass
 class Status:
-    """Counts of rows are of the whole output, tokens and seconds of this run. tokens: new ones. pid: of the job.
+    """Progress of a job.
 
-    prompt_tokens: of rows that the engine is done with, known as a window ends, with refill as the job ends.
-    spared_tokens: those of them that were not computed, because rows that begin alike share them.
-    other_rows, other_errors: rows in the output that answer no line of this input, as after --force with another one.
-    state: running, done, or what ended it. eta_s: None until a row has a token or is done. peak_bytes: of the budgets,
-    by tier.
+    Counts of rows are those of the whole output; tokens and seconds are of this run.
     """
 
-    state: str = RUNNING
-    pid: int = field(default_factory=os.getpid)
-    rows: int = 0
-    done: int = 0
-    errors: int = 0
+    state: str = RUNNING  # running, done, or what ended the job
+    pid: int = field(default_factory=os.getpid)  # process of the job
+    rows: int = 0  # rows of the input
+    done: int = 0  # rows of the input that are in the output
+    errors: int = 0  # error rows among them
+    # Rows in the output that answer no line of this input, as after --force with another input.
     other_rows: int = 0
-    other_errors: int = 0
-    tokens: int = 0
+    other_errors: int = 0  # error rows among them
+    tokens: int = 0  # new tokens
+    # Prompt tokens of rows that the engine has finished. They are counted at the end of a window,
+    # or with refill at the end of the job.
     prompt_tokens: int = 0
+    # Prompt tokens that were not computed, because rows that begin alike share them.
     spared_tokens: int = 0
-    seconds: float = 0.0
-    tokens_per_s: float = 0.0
-    eta_s: float | None = None
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    updated: float = 0.0
+    seconds: float = 0.0  # since this run began
+    tokens_per_s: float = 0.0  # new tokens per second of this run
+    eta_s: float | None = None  # None until a row has a token or is done
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # charged to the budgets, by tier
+    updated: float = 0.0  # time.time() of the last write
 
     @property
     def is_sound(self) -> bool:
-        """Has each field the type that a job writes, and is each number one that can be?"""
+        """Whether each field has the type that a job writes, and each number is possible."""
         if not isinstance(self.state, str) or not isinstance(self.peak_bytes, dict):
             return False
         numbers = [(getattr(self, f.name), f.type) for f in fields(self) if f.name not in ("state", "peak_bytes")]
@@ -170,7 +186,7 @@ class Status:
         )
 
     def write(self, output: Path) -> None:
-        """Best effort: a job must not end because nobody can be told of it."""
+        """Write the file if possible. A job must not end because its status cannot be written."""
         self.updated = time.time()
         with contextlib.suppress(OSError):
             write_whole(status_path(output), json.dumps(asdict(self), indent=1) + "\n", follow=False, sync=False)
@@ -181,10 +197,11 @@ def status_path(output: Path) -> Path:
 
 
 def read_status(output: Path) -> Status:
-    """The status of the job that writes `output`, or did last. UsageError where there is none.
+    """Return the status of the job that writes `output`, or wrote it last.
 
-    Rows are counted in the output itself, which has more than the file says where the job was killed, and fewer where
-    somebody has cut it. A job that says that it runs and does not hold the output's lock was killed.
+    Raise UsageError if there is none. Rows are counted in the output itself. It has more than the
+    file says if the job was killed, and fewer if somebody has cut it. A job whose state is running
+    but which does not hold the output's lock was killed.
     """
     path = status_path(output)
     status = _read(
@@ -203,7 +220,10 @@ def read_status(output: Path) -> Status:
 
 
 def _read(path: Path, made: Callable[[Any], Made], name: str, advice: str) -> Made | None:
-    """What is made of a JSON file; None where there is no file, UsageError where it is not sound."""
+    """Return what `made` makes of a JSON file, or None if there is no file.
+
+    Raise UsageError if the result is not sound.
+    """
     try:
         found = made(read_json(path))
         if not found.is_sound:  # type: ignore[attr-defined]
@@ -220,7 +240,7 @@ def _read(path: Path, made: Callable[[Any], Made], name: str, advice: str) -> Ma
 
 
 def status_lines(status: Status) -> list[str]:
-    """The status for people."""
+    """Return the status as text for people."""
     left = max(0, status.rows - status.done)
     lines = [
         f"state: {status.state}" + (f" (process {status.pid})" if status.state == RUNNING else ""),

@@ -1,1 +1,1 @@
-"""A server with OpenAI's completions, chat completions, files and batches, over one running block."""
+"""A server with OpenAI's completions, chat completions, files and batches, over one block."""

@@ -1,6 +1,7 @@
-"""Requests of clients as rows, and finished rows as OpenAI's bodies, whole or in pieces.
+"""Read clients' requests, and write finished sequences as OpenAI's bodies, whole or in pieces.
 
-A client's body is a line's body of `batch` (jobs/requests.py) that may also have several prompts, `n` and `stream`.
+A client's body is a line's body of `batch` (jobs/requests.py) that may also have several prompts,
+`n` and `stream`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
 from flexgen_h2o.jobs.responses import chat_logprobs, success_row, text_logprobs
 from flexgen_h2o.models.load import Model
 
-MOST_NUMBERS = 2_000_000  # in an answer, which is held until its last row is done
-MOST_SAID = 500  # characters of an error in the log
+MOST_NUMBERS = 2_000_000  # most numbers in an answer, which is held until its last sequence is done
+MOST_SAID = 500  # most characters of an error in the log
 
 
 class Refused(Exception):
-    """A request that gets an error in OpenAI's shape. retry_after: seconds, of status 429 and 503."""
+    """A request that gets an error in OpenAI's shape.
+
+    retry_after: seconds, for status 429 and 503.
+    """
 
     def __init__(self, status: int, message: str, code: str | None = None, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -48,36 +52,43 @@ class Refused(Exception):
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether something went wrong and nobody asked for the end, in code that asyncio may cancel."""
+    """Return whether an error is a real fault.
+
+    It is not if somebody asked for the end, or if asyncio cancelled the task.
+    """
     return not interrupts.asks_to_end(error) and not isinstance(error, asyncio.CancelledError)
 
 
 def say_fault(where: str, error: BaseException) -> None:
-    """Say in the log what nobody foresaw. where: what it happened to."""
+    """Write an unforeseen error to the log.
+
+    where: what it happened to.
+    """
     say_line(f"{where}: {internal_reason(error)}")
 
 
 def say_line(line: str) -> None:
     line = shortened(line, MOST_SAID)
-    say("serve", line.encode(errors="backslashreplace").decode())  # half surrogates cannot be printed
+    # Half surrogates cannot be printed.
+    say("serve", line.encode(errors="backslashreplace").decode())
 
 
 def internal_error(where: str, error: BaseException) -> Refused:
-    """What a client is told of a bug of ours, once the log has it."""
+    """Write an internal error to the log, and return what the client is told."""
     say_fault(where, error)
     return Refused(500, "internal error", CODE_INTERNAL)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A client's request. requests: `n` of each prompt, one after another. usage: a last piece has it."""
+    """A client's request, made by `read_asked`."""
 
-    id: str
-    requests: tuple[Request, ...]
-    n: int = 1
-    stream: bool = False
-    usage: bool = False
-    created: int = 0
+    id: str  # 24 hex digits, made for this request
+    requests: tuple[Request, ...]  # `n` requests per prompt; those of one prompt follow one another
+    n: int = 1  # answers per prompt
+    stream: bool = False  # whether the answer is sent in pieces
+    usage: bool = False  # whether the last piece of a stream has the usage
+    created: int = 0  # time.time() when it was read
 
     @property
     def is_chat(self) -> bool:
@@ -85,7 +96,7 @@ class Asked:
 
 
 def json_of(data: bytes) -> dict[str, Any]:
-    """The object of a body. Refused where it is none."""
+    """Return the JSON object of a body. Raise Refused if it is none."""
     try:
         value = STRICT_JSON.decode(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -100,8 +111,11 @@ def json_of(data: bytes) -> dict[str, Any]:
 
 
 def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: int, length: int) -> Asked:
-    """The rows that a body asks for, at most `rows` of at most `length` tokens, prompt and answer. Refused, naming the
-    field, where they cannot be run."""
+    """Return the request of a body. Raise Refused, naming the field, if it cannot be run.
+
+    rows: most sequences.
+    length: most tokens of a sequence, prompt and answer.
+    """
     name, positions = secrets.token_hex(12), reader.model.spec.max_positions
     try:
         answers, found = reader.served(url, body, name, rows)
@@ -118,10 +132,15 @@ def read_asked(reader: RequestReader, url: str, body: Mapping[str, Any], rows: i
 
 
 def _check_length(request: Request, most: int, positions: int, where: str) -> None:
-    """positions: of the model, up to which a row may ask for more tokens than there is room for. where: which prompt
-    of several it is, for the error."""
+    """Raise RowError if a sequence needs more tokens than the server takes.
+
+    positions: of the model. A server that takes this many lets max_tokens exceed the room that is
+    left.
+    where: which of several prompts it is, for the error.
+    """
     length, new = len(request.prompt.token_ids), request.params.max_tokens
-    asked = length + (max(0, new - 1) if most < positions else 0)  # the newest needs no position
+    # The newest token needs no position.
+    asked = length + (max(0, new - 1) if most < positions else 0)
     if asked > most:
         raise RowError(
             "context_length_exceeded",
@@ -130,13 +149,16 @@ def _check_length(request: Request, most: int, positions: int, where: str) -> No
 
 
 def _numbers(request: Request, positions: int) -> int:
-    """Of tokens and log-probabilities in the answer to a row, at most: it ends at the model's positions."""
+    """Return the most tokens and log-probabilities that the answer to a request can have.
+
+    An answer ends at the model's positions.
+    """
     params, echoed = request.params, len(request.prompt.token_ids) if request.echo else 0
     return (min(params.max_tokens, positions) + echoed) * (1 if params.logprobs is None else 2 + params.logprobs)
 
 
 def body_of(asked: Asked, done: Sequence[Completion], model: Model) -> dict[str, Any]:
-    """The answer to a request whose rows are done."""
+    """Return the answer to a request whose sequences are done."""
     choices = [
         {**_answer(request, one, model)["choices"][0], "index": i}
         for i, (request, one) in enumerate(zip(asked.requests, done, strict=True))
@@ -150,14 +172,17 @@ def _answer(request: Request, done: Completion, model: Model) -> dict[str, Any]:
 
 
 def usage_of(asked: Asked, done: Sequence[Completion]) -> dict[str, int]:
-    """A prompt counts once, however many choices it has."""
+    """Return the token counts. A prompt counts once, however many choices it has."""
     prompt = sum(len(request.prompt.token_ids) for request in asked.requests[:: asked.n])
     new = sum(len(one.token_ids) for one in done)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def _head(asked: Asked, model: Model, piece: str) -> dict[str, Any]:
-    """piece: what is added to the name of a chat answer's kind."""
+    """Return the fields that all answers and pieces begin with.
+
+    piece: suffix of a chat answer's `object`.
+    """
     chat = asked.is_chat
     kind = f"chat.completion{piece}" if chat else "text_completion"
     name = f"{'chatcmpl' if chat else 'cmpl'}-{asked.id}"
@@ -165,7 +190,7 @@ def _head(asked: Asked, model: Model, piece: str) -> dict[str, Any]:
 
 
 class Pieces:
-    """The events of a streamed answer, each as the bytes that go out."""
+    """Makes the events of a streamed answer, as the bytes to be sent."""
 
     def __init__(self, asked: Asked, model: Model) -> None:
         self._asked, self._model = asked, model
@@ -177,13 +202,13 @@ class Pieces:
                 yield self._event(i, {"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def token(self, i: int, token: int, logprobs: TokenLogprobs | None) -> Iterator[bytes]:
-        """Choice `i` has another token."""
+        """Yield the event for another token of choice `i`, if there is text to show."""
         found = self._choices[i].more(token, logprobs)
         if found is not None:
             yield self._event(i, found)
 
     def end(self, i: int, done: Completion) -> bytes:
-        """What is left of choice `i`, and why it ends."""
+        """Return the last piece of choice `i`, with the reason why it ends."""
         return self._event(i, self._choices[i].rest(done))
 
     def last(self, done: Sequence[Completion]) -> Iterator[bytes]:
@@ -197,7 +222,7 @@ class Pieces:
 
 
 class _Choice:
-    """The pieces of one choice. An answer that begins with its prompt (`echo`) comes as one."""
+    """The pieces of one choice. An answer that begins with its prompt (`echo`) is one piece."""
 
     def __init__(self, request: Request, model: Model) -> None:
         self._request = request
@@ -207,9 +232,9 @@ class _Choice:
         self._chat_text = ChatText(model.tokenizer, request.params, prompt)
         self._text = AnswerText(model.tokenizer, request.params.stop, prompt, request.params.stop_token_ids)
         self._ids: list[int] = []
-        self._new: list[int] = []  # no piece has had them
-        self._logprobs: list[TokenLogprobs] = []  # of these
-        # Where tokens begin in the text; as long as nobody asks for log-probabilities, nobody asks for that either.
+        self._new: list[int] = []  # tokens that no piece has had
+        self._logprobs: list[TokenLogprobs] = []  # log-probabilities of these tokens
+        # Places of tokens in the text are used only with log-probabilities.
         has_places = not self._is_chat and model.tokenizer is not None and request.params.logprobs is not None
         self._places = Places(detokenizer_of(model.tokenizer), prompt) if has_places else None
 
@@ -238,7 +263,10 @@ class _Choice:
                 self._places.add(token)
 
     def _piece(self, reason: str | None) -> dict[str, Any] | None:
-        """What may be shown now; None if that is nothing, and the answer goes on. reason: why it ends."""
+        """Return what may be shown now, or None if that is nothing and the answer continues.
+
+        reason: why the answer ends; None if it continues.
+        """
         is_over = reason is not None
         if self._is_chat:
             content, reasoning = self._chat_text.more(self._ids, is_over)
@@ -260,7 +288,7 @@ class _Choice:
             found = None if logprobs is None else text_logprobs(ids, logprobs, starts, tokenizer)
             return {"text": content, "logprobs": found, **rest}
         delta = {"content": content}
-        if self._chat_text.has_reasoning:  # each piece has what it is of
+        if self._chat_text.has_reasoning:  # each piece names the part that it belongs to
             parts = {"reasoning_content": reasoning, "content": content}
             delta = {name: part for name, part in parts.items() if part} or {"content": ""}
         return {
@@ -270,8 +298,11 @@ class _Choice:
         }
 
     def _starts(self, is_over: bool) -> list[int] | None:
-        """Places of the tokens that go out now: those that begin in the text that is shown. Others wait for the rest,
-        which a stop string may cut off."""
+        """Return the places of the tokens that are sent now: those that begin in the text that is
+        shown.
+
+        Other tokens wait for more text, because a stop string may cut them off.
+        """
         if self._places is None:
             return None
         if is_over:
@@ -286,5 +317,5 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 def error_event(error: Refused) -> bytes:
-    """What ends a stream that has begun."""
+    """Return the event that ends a stream after an error."""
     return _event(error.body)

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, and `/health`, `/metrics` and `/status`."""
+"""Define the routes: OpenAI's, and `/health`, `/metrics` and `/status`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from flexgen_h2o.serving.block import Service, Ticket
 from flexgen_h2o.serving.guard import Answer, refusal
 from flexgen_h2o.serving.state import memory_of, metrics_text, status_of
 
-MOST_LISTED = 10_000  # entries of a page
-LISTED = {"files": 10_000, "batches": 20}  # by default, as OpenAI has it
+MOST_LISTED = 10_000  # most entries of a page
+LISTED = {"files": 10_000, "batches": 20}  # entries by default, as OpenAI has it
 EXPIRY_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")  # as OpenAI's clients write them in a form
 FORM_FIELDS = ("file", "purpose", *EXPIRY_FIELDS)
 LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 2_592_000  # as OpenAI has it
@@ -48,13 +48,14 @@ Reply = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
-    """What the routes share. created: of the model, for OpenAI's clients."""
+    """State that the routes share."""
 
     def __init__(self, service: Service, batches: Batches, reader: RequestReader) -> None:
         self.service, self.batches, self.reader = service, batches, reader
         self.created = int(time.time())
-        self.other: Server | None = None  # with another eviction policy, for comparisons
-        # Prompts are encoded beside the engine, one short request and one long one at a time.
+        self.other: Server | None = None  # a server with another eviction policy, for comparisons
+        # Prompts are tokenised beside the engine. One short request and one long one are read at a
+        # time.
         self._reading_short = asyncio.Semaphore(1)
         self._reading_long = asyncio.Semaphore(1)
 
@@ -127,7 +128,7 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        # Places in the request, since a job's numbers are of lines.
+        # The index is the place in the request; in a job it is the line number.
         rows = deque(replace(r, prompt=replace(r.prompt, index=i)) for i, r in enumerate(asked.requests))
         ticket = Ticket(rows, tell, asked.stream)
         self.service.submit(ticket)
@@ -177,7 +178,7 @@ class Server:
         except (MultiPartException, HTTPException) as error:
             what = getattr(error, "detail", None) or getattr(error, "message", "")
             raise Refused(400, f"file: not a form of fields and one file ({what})", "invalid_request") from error
-        except OSError as error:  # of the temporary file that a large one goes to
+        except OSError as error:  # error of the temporary file that a large upload is written to
             raise Refused(500, f"file: {error.strerror or error}", "storage_failed") from error
         try:
             _check_form([name for name, _ in form.multi_items()])
@@ -237,7 +238,7 @@ async def json_body(request: Request) -> bytes:
 
 
 async def _gather(asked: Asked, events: asyncio.Queue[tuple[Any, ...]]) -> list[Completion]:
-    """The completions of all rows. Refused where one cannot be run."""
+    """Return the completions of all sequences. Raise Refused if one cannot be run."""
     done = dict[int, Completion]()
     while len(done) < len(asked.requests):
         kind, *event = await events.get()
@@ -248,7 +249,7 @@ async def _gather(asked: Asked, events: asyncio.Queue[tuple[Any, ...]]) -> list[
 
 
 async def _unless_gone(request: Request, coroutine: Any) -> Any:
-    """What the coroutine returns; ClientDisconnect where the client goes away before."""
+    """Return the result of the coroutine. Raise ClientDisconnect if the client leaves before."""
     work = asyncio.ensure_future(coroutine)
     gone = asyncio.ensure_future(request.receive())
     try:
@@ -263,7 +264,10 @@ async def _unless_gone(request: Request, coroutine: Any) -> Any:
 
 
 def _route(path: str, reply: Reply, method: str = "GET", *names: str) -> Route:
-    """A route of OpenAI's. names: of its query fields; others are refused, since they would change nothing."""
+    """Return one of OpenAI's routes.
+
+    names: query fields that it accepts. Others are refused, because they would change nothing.
+    """
 
     async def checked(request: Request) -> Response:
         given = [name for name, _ in request.query_params.multi_items()]
@@ -278,7 +282,7 @@ def _route(path: str, reply: Reply, method: str = "GET", *names: str) -> Route:
 
 
 def _check_form(names: Sequence[str]) -> None:
-    """Refused where an upload has a field that would change nothing."""
+    """Raise Refused if an upload has a field that would change nothing."""
     for name in names:
         if name not in FORM_FIELDS:
             raise Refused(400, f"{name[:60]}: is not supported in a form with a file", "unsupported")
@@ -287,7 +291,7 @@ def _check_form(names: Sequence[str]) -> None:
 
 
 def _expiry_of(form: FormData) -> int | None:
-    """Seconds that a file is to be kept; None where the form does not say."""
+    """Return the seconds that a file is to be kept, or None if the form does not say."""
     anchor, seconds = (form.get(name) for name in EXPIRY_FIELDS)
     if anchor is None and seconds is None:
         return None
@@ -304,7 +308,10 @@ def _page(
     request: Request, found: list[dict[str, Any]], listed: int,
     shown: Callable[[dict[str, Any]], dict[str, Any]] = lambda one: one,
 ) -> Response:  # fmt: skip
-    """A page of a list as OpenAI has it. listed: entries by default. after: the id that a page begins behind."""
+    """Return a page of a list in OpenAI's form. The query's `after` is the id before the page.
+
+    listed: entries by default.
+    """
     limit, after = request.query_params.get("limit", str(listed)), request.query_params.get("after")
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST_LISTED:
         raise Refused(400, f"limit: {limit[:60]!r} is not a whole number from 1 to {MOST_LISTED}", "invalid_request")
@@ -342,7 +349,8 @@ async def _failed(request: Request, error: FlexgenError) -> Response:
 
 
 async def _internal(request: Request, error: Exception) -> Response:
-    return refusal(Refused(500, "internal error", CODE_INTERNAL))  # the guard gets the error too, and says it
+    # The guard gets the error too, and logs it.
+    return refusal(Refused(500, "internal error", CODE_INTERNAL))
 
 
 HANDLERS: Any = {

@@ -1,4 +1,4 @@
-"""A batch in hand: a durable job (jobs/) as an owner of rows of the running block (block.py).
+"""Run an open batch: a durable job (jobs/) that owns sequences of the running block (block.py).
 
 It holds descriptors only while it reads or writes.
 """
@@ -31,21 +31,22 @@ from flexgen_h2o.serving.store import Store
 if TYPE_CHECKING:
     from flexgen_h2o.serving.batches import Batches
 
-TURN_S = 5.0  # after which a batch makes room for others that wait, if it has also given a block's rows
+# Seconds after which a batch makes room for waiting ones, if it has also given a block's rows.
+TURN_S = 5.0
 
 
 @dataclass(frozen=True)
 class EndpointReader(RequestReader):
-    """Reads the lines of a batch. endpoint: the batch's."""
+    """Reads the lines of a batch."""
 
-    endpoint: str = next(iter(URLS))
+    endpoint: str = next(iter(URLS))  # endpoint of the batch
 
     @classmethod
     def of(cls, reader: RequestReader, endpoint: str) -> EndpointReader:
         return cls(**{one.name: getattr(reader, one.name) for one in fields(reader)}, endpoint=endpoint)
 
     def read(self, line: Line) -> Request:
-        """RowError also for a line of another endpoint."""
+        """Return the request of a line. Raise RowError also for a line of another endpoint."""
         request = super().read(line)
         kind = "completion" if request.kind == "helm" else request.kind
         if kind != URLS[self.endpoint]:
@@ -54,8 +55,10 @@ class EndpointReader(RequestReader):
 
 
 class BatchOutput:
-    """What a batch's job has written: answers and error rows, each in a file of its own. No descriptor is held from one
-    call to the next."""
+    """The answers and the error rows of a batch's job, in two files.
+
+    No descriptor is held between two calls.
+    """
 
     def __init__(self, store: Store, record: dict[str, Any]) -> None:
         self._store, self._record = store, record
@@ -73,7 +76,7 @@ class BatchOutput:
         return self.answers.is_empty and self._errors.is_empty
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """As of `OutputFile`."""
+        """Yield the rows of both files, as `OutputFile.rows` does."""
         try:
             yield from self.answers.rows()
             yield from self._errors.rows()
@@ -81,7 +84,10 @@ class BatchOutput:
             self._rest()
 
     def write(self, answers: Sequence[Answer]) -> None:
-        """FlexgenError as of `OutputFile.append`, and where there is no room for error rows."""
+        """Write answers and error rows.
+
+        Raise FlexgenError as `OutputFile.append` does, and if there is no room for error rows.
+        """
         errors = [one.line for one in answers if one.error is not None]
         try:
             if errors:
@@ -126,23 +132,23 @@ class BatchWriter(JobWriter):
 
 
 class Batch:
-    """A batch in hand: an `Owner` of the running block (block.py)."""
+    """An open batch: an `Owner` of sequences in the running block (block.py)."""
 
     def __init__(self, record: dict[str, Any], batches: Batches) -> None:
         self.record, self._batches = record, batches
-        self.is_gone = False  # cancelled, or failed
-        self.is_read = False  # no line is left
+        self.is_gone = False  # it was cancelled, or it failed
+        self.is_read = False  # all its lines were read
         self.asks_again = False
         self.has_ended = False
         self._error: BaseException | None = None
         self._output: BatchOutput | None = None
-        self._rows_before = 0  # done when it was taken in hand
+        self._rows_before = 0  # rows that were done when it was opened
         self._running = 0  # rows that were given and have not ended
         self._turn_ends, self._turn_rows = float("inf"), 0
         self.writer: BatchWriter
 
     def open(self, source: Path, reader: RequestReader) -> Steps[None]:
-        """Find what is left to do. FlexgenError as `batch` has it."""
+        """Find what is left to do. Raise FlexgenError as the command `batch` does."""
         batches = self._batches
         batches.store.part(self.record)
         output = self._output = BatchOutput(batches.store, self.record)
@@ -153,7 +159,7 @@ class Batch:
         self._rows_before = before.rows
 
     def _before(self, source: Path, output: BatchOutput, settings: dict[str, Any]) -> Steps[Before]:
-        """What is done. Of a batch that this server has validated, nothing has to be read again."""
+        """Return what is done. A batch that this server has validated need not be read again."""
         begun = self._batches.validated.pop(self.record["id"], None)
         if output.is_empty and begun is not None:
             begun.write(output.path)
@@ -162,7 +168,7 @@ class Batch:
         return (yield from settle_steps(args, output, settings))
 
     def close(self, state: str) -> None:
-        """Its end in the status file, and its rows on disk. FlexgenError where that fails."""
+        """Write its final status, and sync its rows. Raise FlexgenError if that fails."""
         output, self._output = self._output, None
         if output is None:
             return
@@ -170,7 +176,7 @@ class Batch:
             self.writer.end(state)
         output.close()
 
-    # What a batch says of itself
+    # State of the batch
 
     @property
     def name(self) -> str:
@@ -183,7 +189,7 @@ class Batch:
 
     @property
     def is_over(self) -> bool:
-        """No further row will come of it."""
+        """Whether it will give no further row."""
         return self.is_read or self.is_gone
 
     @property
@@ -195,10 +201,13 @@ class Batch:
     def has_new_rows(self) -> bool:
         return self.writer.status.done > self._rows_before
 
-    # The engine's thread
+    # Methods on the engine's thread
 
     def begin_turn(self, rows: int) -> None:
-        """rows: that it may give in any case."""
+        """Begin a turn of at least TURN_S seconds.
+
+        rows: number of rows that it may give in any case.
+        """
         self._turn_ends, self._turn_rows = time.monotonic() + TURN_S, rows
 
     def next(self) -> Request | None:
@@ -217,7 +226,7 @@ class Batch:
         return None
 
     def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Nobody looks at tokens before the row is done; what is written is put on disk in time."""
+        """Sync what is written if it is due. Nobody reads the tokens before the row is done."""
         with self._failing():
             self.writer.sweep(0)
 
@@ -239,7 +248,7 @@ class Batch:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What ends this batch, a full disk or a line that breaks its reader, does not end the others."""
+        """End only this batch on an error, such as a full disk or a line that breaks its reader."""
         try:
             yield
         except BaseException as error:

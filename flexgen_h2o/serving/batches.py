@@ -1,9 +1,10 @@
-"""Batches run as durable jobs (jobs/) whose rows the running block takes, some batches at a time.
+"""Run batches as durable jobs (jobs/), whose rows join the running block, some batches at a time.
 
-validating: the file is read once, with bounded memory. Then the batch waits for its turn, as a record and nothing
-more. In hand it gives rows to the block; it holds descriptors only while it reads or writes. When it has had a turn and
-others wait, it rests until it is its turn again. A batch is in its file before its rows run, and its output is a job's:
-after a kill the next start goes on with it.
+A batch is validated first: its file is read once, with bounded memory. Then it waits for its turn,
+as a record and nothing more. An open batch gives rows to the block, and holds descriptors only
+while it reads or writes. When it has had a turn and others wait, it rests until its next turn. A
+batch is saved before its rows run, and its output is a job's. After a kill the next start resumes
+it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from flexgen_h2o.serving.block import Service
 from flexgen_h2o.serving.clerk import Clerk
 from flexgen_h2o.serving.store import ACTIVE, MOST_DEATHS, Store
 
-MOST_ROWS = 50_000  # of a batch, as OpenAI has it
-MOST_FEEDING = 8  # batches that give rows in turn, where these have enough rows for the block
-TRIAL_S = 30.0  # in which a batch that was in hand as the server died is joined by no other
+MOST_ROWS = 50_000  # most rows of a batch, as in OpenAI's API
+MOST_FEEDING = 8  # batches that give rows in turn, if these have enough rows for the block
+TRIAL_S = 30.0  # seconds in which no other batch joins one that was open when the server died
 
 
 class BatchError(FlexgenError):
-    """Why a batch failed. code: in its record."""
+    """An error that made a batch fail.
+
+    code: as in the batch's record.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -45,11 +49,15 @@ class BatchError(FlexgenError):
 
 
 class _Cancelled(Exception):
-    """Somebody has cancelled the batch that is worked at."""
+    """The batch that is being worked on was cancelled."""
 
 
 class Batches:
-    """Runs the batches of a store in a service. settings: as of jobs/job.settings_of. most_rows: of a batch."""
+    """Runs the batches of a store in a service.
+
+    settings: as in jobs/job.settings_of.
+    most_rows: most rows of a batch.
+    """
 
     def __init__(
         self, store: Store, service: Service, reader: RequestReader, settings: dict[str, Any],
@@ -60,21 +68,24 @@ class Batches:
         self.settings = settings
         self._reader = reader
         self._most_rows = most_rows
-        self.running: dict[str, Batch] = {}  # in hand
+        self.running: dict[str, Batch] = {}  # open batches, by id
         self._clerk = Clerk(self._tick)
-        self._lock = threading.Lock()  # of what a batch is doing: held while its record is written
-        self._turns = threading.Lock()  # of the rest, which is held for moments
-        self._ready: deque[dict[str, Any]] = deque()  # validated, and not in hand
-        self.validated: dict[str, Sidecar] = {}  # of these, by this server: what their jobs begin with, by id
-        self._opening: dict[str, int] = {}  # on the way from there; rows by id
-        self._feeding: set[Batch] = set()  # which the block takes rows of
-        self._resting: deque[Batch] = deque()  # which have had a turn
-        self._is_newcomers_turn = True  # rather than of those that rest
-        self._at_work: set[str] = set()  # whose files the clerk reads
-        self._trial: tuple[str, float] | None = None  # the batch that is joined by no other, and until when
+        # Protects the state of batches: held while a record is written.
+        self._lock = threading.Lock()
+        self._turns = threading.Lock()  # protects the fields below: held for moments
+        self._ready: deque[dict[str, Any]] = deque()  # validated, not open yet
+        # Sidecars that this server made when it validated them, by id: the jobs begin with them.
+        self.validated: dict[str, Sidecar] = {}
+        self._opening: dict[str, int] = {}  # batches that are being opened: rows by id
+        self._feeding: set[Batch] = set()  # batches that the block takes rows of
+        self._resting: deque[Batch] = deque()  # batches that have had a turn
+        self._is_newcomers_turn = True  # new batches have the next turn, rather than resting ones
+        self._at_work: set[str] = set()  # batches whose files the clerk reads
+        # The batch that no other joins, and until when.
+        self._trial: tuple[str, float] | None = None
 
     def go_on(self) -> None:
-        """With batches that an earlier server has left."""
+        """Resume the batches that an earlier server has left."""
         with_jobs = set(self.store.with_jobs())
         for batch in list(self.store.batches.values()):
             has_job = batch["id"] in with_jobs
@@ -101,7 +112,7 @@ class Batches:
         return batch
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Rows that run are given up, rows that are done are kept."""
+        """Cancel a batch. Rows that run are dropped, and rows that are done are kept."""
         batch = self.store.batch(batch_id)
         with self._lock:
             if batch["status"] not in ("validating", "in_progress"):
@@ -119,22 +130,23 @@ class Batches:
             if rests:
                 self._resting.remove(run)
         if rests:
-            self.service.add_batch(run)  # which ends it
+            self.service.add_batch(run)  # ends the batch
         self.service.wake()
         return batch
 
     def shown(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch, with counts of this moment."""
+        """Return the record of a batch with current counts."""
         running = self.running.get(batch["id"])
         return batch if running is None else batch | {"request_counts": running.counts}
 
     def close(self, signal: BaseException) -> None:
-        """End what runs, as a signal ends a job; the next start goes on."""
+        """End what runs, as a signal ends a job. The next start resumes it."""
         self._clerk.close()
         for run in self.running.values():
             with contextlib.suppress(FlexgenError):
                 run.close(f"ended by {signal}")
-        if isinstance(signal, interrupts.Interrupted):  # else a batch in hand may have ended the server
+        # After any other error an open batch may have ended the server.
+        if isinstance(signal, interrupts.Interrupted):
             self.store.release_all()
 
     def _input_bytes(self, batch: dict[str, Any]) -> int:
@@ -145,11 +157,11 @@ class Batches:
 
     @property
     def others_wait(self) -> bool:
-        """Does any batch wait for its turn?"""
+        """Whether any batch waits for its turn."""
         return bool(self._ready or self._resting)
 
     def left(self, run: Batch) -> None:
-        """Called by the engine's thread: the block takes no more rows of it now."""
+        """Record that the block takes no rows of a batch now. The engine's thread calls this."""
         with self._turns:
             self._feeding.discard(run)
             if not run.is_over:
@@ -157,7 +169,10 @@ class Batches:
         self._clerk.add(self._fill)
 
     def ended(self, run: Batch, error: BaseException | None) -> None:
-        """Called by the engine's thread; a clerk that is closed has left the rest to the next start."""
+        """Record that a batch has ended. The engine's thread calls this.
+
+        If the clerk is closed, the next start does the rest.
+        """
         with self._turns:
             self._feeding.discard(run)
             if run in self._resting:
@@ -165,12 +180,12 @@ class Batches:
         self._clerk.add(partial(self._end, run, error))
 
     def _tick(self) -> None:
-        """Called now and then."""
+        """Delete expired files and open batches. The clerk calls this every TICK_S seconds."""
         self.store.expire(time.time())
         self._fill()
 
     def _fill(self) -> None:
-        """Take batches in hand as long as the block may want their rows."""
+        """Open batches, or give resting ones a turn, as long as the block may want their rows."""
         while (found := self._next_in_turn()) is not None:
             if isinstance(found, Batch):
                 self._give_turn(found)
@@ -179,7 +194,10 @@ class Batches:
                 self._clerk.add(partial(self._open, found), self._input_bytes(found) if is_begun else 0)
 
     def _next_in_turn(self) -> Batch | dict[str, Any] | None:
-        """New batches in their order, and those that rest, one of each at a time."""
+        """Return the next batch: a new one (a record) and a resting one alternate.
+
+        None if none is wanted.
+        """
         with self._turns:
             if not self._wants_more():
                 return None
@@ -214,18 +232,22 @@ class Batches:
                 self._feeding.discard(run)
         self.service.add_batch(run)
 
-    # The clerk's thread
+    # Methods on the clerk's thread
 
     def _clear(self, batch: dict[str, Any]) -> None:
-        """Remove the job of a batch that is over. Rows of a failed one may be in no file yet: the disk was full."""
-        with contextlib.suppress(OSError, FlexgenError):  # it still is, and the next start tries again
+        """Remove the job of a batch that is over.
+
+        Rows of a failed batch may not be in a result file yet, because the disk was full.
+        """
+        # If the disk is still full, the next start tries again.
+        with contextlib.suppress(OSError, FlexgenError):
             has_files = batch["output_file_id"] or batch["error_file_id"]
             if batch["status"] == "failed" and not has_files:
                 self.store.save(batch, **self.store.keep_results(batch))
             self.store.remove_job(batch)
 
     def _working(self, batch: dict[str, Any], steps: Steps[Made]) -> Steps[Made]:
-        """The steps, unless the batch is cancelled meanwhile."""
+        """Run the steps, unless the batch is cancelled meanwhile."""
         self._at_work.add(batch["id"])
         try:
             while batch["status"] != "cancelling":
@@ -241,7 +263,7 @@ class Batches:
             self._at_work.discard(batch["id"])
 
     def _validate(self, batch: dict[str, Any]) -> Iterator[None]:
-        """Read the file once; then the batch waits for its turn."""
+        """Read the file once. Then the batch waits for its turn."""
         try:
             if batch["status"] != "validating":
                 return
@@ -269,7 +291,7 @@ class Batches:
         self._fill()
 
     def _open(self, batch: dict[str, Any]) -> Iterator[None]:
-        """Take a batch in hand."""
+        """Open a batch and give it a turn."""
         run = Batch(batch, self)
         try:
             if batch["status"] not in ("in_progress", "finalizing"):
@@ -299,7 +321,7 @@ class Batches:
         self._fill()
 
     def _cancelled(self, batch: dict[str, Any]) -> Iterator[None]:
-        """A batch that is not in hand ends as cancelled."""
+        """End a batch that is not open as cancelled."""
         self.validated.pop(batch["id"], None)
         while batch["id"] in self._at_work:
             yield
@@ -310,7 +332,7 @@ class Batches:
             yield from self._failed(batch, error)
 
     def _count(self, batch: dict[str, Any]) -> Steps[dict[str, int]]:
-        """Rows of a batch that is not in hand, as far as its job's output can be read."""
+        """Return the counts of a batch that is not open, as far as its job's output can be read."""
         counts = self.store.kept_counts(batch)
         try:
             answers = yield from _count_rows(self.store.output(batch))
@@ -320,7 +342,7 @@ class Batches:
         return {"total": max(answers + errors, counts["total"]), "completed": answers, "failed": errors}
 
     def _end(self, run: Batch, error: BaseException | None) -> Iterator[None]:
-        """No row of the batch runs any more."""
+        """Finish a batch of which no row runs any more."""
         batch = run.record
         try:
             with self._lock:  # from here on it cannot be cancelled
@@ -341,7 +363,7 @@ class Batches:
                 return
             with contextlib.suppress(FlexgenError):
                 run.close(f"failed: {found}")
-            if is_scarce(found):  # no descriptor was left: what it lacks is done in another turn
+            if is_scarce(found):  # no descriptor was left: the rest is done in another turn
                 self._ready.appendleft(batch)
             else:
                 yield from self._failed(batch, found, run.counts)
@@ -356,7 +378,7 @@ class Batches:
     def _failed(
         self, batch: dict[str, Any], error: BaseException, counts: dict[str, int] | None = None
     ) -> Iterator[None]:
-        """`_fail`, but for an end that somebody asked for."""
+        """Do what `_fail` does, or raise the error again if it asks for the end."""
         if interrupts.asks_to_end(error):
             raise error
         yield from self._fail(batch, error, counts)
@@ -364,9 +386,12 @@ class Batches:
     def _fail(
         self, batch: dict[str, Any], error: BaseException, counts: dict[str, int] | None = None
     ) -> Iterator[None]:
-        """What is done becomes the batch's files, now or at a start with room for them; nothing goes on with it."""
+        """End a batch as failed, and keep the rows that are done as its files.
+
+        If there is no room for them, the next start does it. The batch is not resumed.
+        """
         message = getattr(error, "strerror", None) or self.store.for_clients(str(error))
-        if not isinstance(error, FlexgenError | Refused | OSError):  # our own bug
+        if not isinstance(error, FlexgenError | Refused | OSError):  # an internal error
             say_fault(batch["id"], error)
             message = "internal error"
         code = getattr(error, "code", None) or "failed"
@@ -378,7 +403,7 @@ class Batches:
             found = self.store.keep_results(batch)
         batch |= {**found, "request_counts": counts, "errors": {"object": "list", "data": [one]}}
         batch |= {"status": "failed", "failed_at": int(time.time())}
-        with contextlib.suppress(FlexgenError, OSError):  # the next start goes on with it
+        with contextlib.suppress(FlexgenError, OSError):  # the next start does it again
             self.store.save(batch)
             if found:
                 self.store.remove_job(batch)

@@ -1,7 +1,8 @@
-"""Who is in the running block: rows of clients first, a share of the places for batches, and the engine's thread.
+"""Choose which sequences enter the running block, and run the engine.
 
-The engine runs in the main thread, where a signal ends it. Other threads call `Service`. Methods that take the lock on
-the engine's thread hold signals, so that none is raised while it is held.
+Clients come first, and batches get a share of the places. The engine runs in the main thread, where
+a signal ends it. Other threads call `Service`. Methods that take the lock on the engine's thread
+hold signals back, so that no signal raises while the lock is held.
 """
 
 from __future__ import annotations
@@ -25,55 +26,63 @@ from flexgen_h2o.jobs.runner import MOST_BAD_LINES
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.serving.answers import Refused, say_fault, say_line
 
-TEMPLATE_PROMPT = 128  # tokens of a usual prompt, which the engine is opened for
-LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)  # seconds: upper ends of the histogram
-RECENT_S = 10.0  # over which speeds are measured
-PLAIN_ROW_S = 1.0  # what a row is taken to need before one has been timed
+TEMPLATE_PROMPT = 128  # tokens of a usual prompt; the engine is opened for such prompts
+# Upper ends of the histogram, in seconds.
+LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+RECENT_S = 10.0  # seconds over which speeds are measured
+PLAIN_ROW_S = 1.0  # seconds that a sequence is assumed to need before one has been timed
 MOST_RETRY_S = 120
 MOST_ENDS = 64
-MOST_SPANS, WATCHED_S = 1000, 15.0  # of the timeline, and for how long after somebody has asked
+# Spans of the timeline, and seconds that they are kept after a request for them.
+MOST_SPANS, WATCHED_S = 1000, 15.0
 NO_ROOM = "prompt: it and max_tokens need more of the KV cache than this server was opened for; raise --max-len"
 
 
 class Owner(Protocol):
-    """Whose rows they are. All is called by the engine's thread.
+    """The owner of some sequences: a client's request or a batch.
 
-    is_gone: nobody waits for the rows any more. is_over: `next` gives none any more; a batch that is
-    not over and gives none rests, and is added again. asks_again: it gave none for now, of a batch that has read many
-    bad lines.
+    The engine's thread calls all methods. `is_over` is true once `next` will return no more
+    requests. A batch that is not over but has none for now rests, and is added again later.
     """
 
     @property
     def is_over(self) -> bool: ...
 
-    is_gone: bool
-    asks_again: bool
+    is_gone: bool  # nobody waits for the sequences any more
+    asks_again: bool  # `next` returned None for now, because the batch has read many bad lines
 
     def next(self) -> Request | None:
-        """The next row to be run; None where there is none."""
+        """Return the next request to be run, or None if there is none."""
 
     def token(self, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
-        """A row has another token. place: of the request, its `prompt.index`."""
+        """Report that a sequence has another token.
+
+        place: the `prompt.index` of its request.
+        """
 
     def finish(self, request: Request, done: Completion) -> None:
-        """A row is done."""
+        """Report that a sequence is done."""
 
     def fail(self, request: Request, error: RowError) -> None:
-        """A row cannot be run."""
+        """Report that a sequence cannot be run."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """No row of it runs or waits any more. error: of the engine, which ended all of them."""
+        """Report that none of the owner's sequences runs or waits any more.
+
+        error: an error of the engine that ended all of them.
+        """
 
 
 @dataclass(eq=False)
 class Ticket:
-    """The rows of one client's request. tell: called with each event, from the engine's thread."""
+    """The sequences of one client's request."""
 
-    waiting: deque[Request]
-    tell: Callable[[tuple[object, ...]], None]
-    streams: bool = False
-    is_gone: bool = False
-    asks_again: bool = False
+    waiting: deque[Request]  # requests that have not entered the block
+    tell: Callable[[tuple[object, ...]], None]  # called with each event, from the engine's thread
+    streams: bool = False  # whether the client gets each token as it is made
+    is_gone: bool = False  # whether the client has gone
+    asks_again: bool = False  # always false: a request is read before it is queued
+    # When the request arrived, by time.monotonic().
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -104,19 +113,21 @@ class Ticket:
 
 @dataclass
 class Counts:
-    """What `/metrics` and `/status` show besides what runs now. tokens: of rows that are over; computed: of all."""
+    """Counts that `/metrics` and `/status` show besides what runs now."""
 
-    rows: int = 0
-    tokens: int = 0
-    computed: int = 0
-    prompt_tokens: int = 0
-    given_up: int = 0
-    failed: int = 0
-    refused: int = 0
+    rows: int = 0  # sequences that were answered
+    tokens: int = 0  # new tokens of sequences that have ended
+    computed: int = 0  # new tokens of all sequences
+    prompt_tokens: int = 0  # prompt tokens of sequences that entered
+    given_up: int = 0  # sequences whose owner was gone
+    failed: int = 0  # sequences that ended with an error
+    refused: int = 0  # requests refused because the queue is full
     sweeps: int = 0
-    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES) + 1))  # of clients' rows
-    latency_sum: float = 0.0
-    recent: deque[tuple[float, int]] = field(default_factory=deque)  # (when, computed then)
+    # Clients' sequences per bin of LATENCIES.
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES) + 1))
+    latency_sum: float = 0.0  # seconds
+    # (time, `computed` at that time), over the last RECENT_S
+    recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add_latency(self, seconds: float) -> None:
         self.latencies[bisect_left(LATENCIES, seconds)] += 1
@@ -132,7 +143,7 @@ class Counts:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the last seconds."""
+        """Tokens per second over the last RECENT_S seconds."""
         recent, now = list(self.recent), time.monotonic()
         if not recent or now - recent[-1][0] > RECENT_S:
             return 0.0
@@ -141,51 +152,62 @@ class Counts:
 
 @dataclass
 class _Running:
-    """A row that runs, or that is to run again because a run with it has failed."""
+    """A sequence that runs, or that is to run again because a run with it has failed."""
 
-    owner: Owner
-    request: Request
+    owner: Owner  # the client's request or the batch
+    request: Request  # its `prompt.index` is the owner's; the engine gets a number of its own
 
     @property
     def can_run_again(self) -> bool:
-        """Tokens that a client has seen are not taken back."""
+        """Whether it can run again: no client has seen its tokens, which cannot be taken back."""
         return not (isinstance(self.owner, Ticket) and self.owner.streams)
 
 
 class Service:
-    """One running block for all. rows: places that the engine is opened for; length: tokens of a row at most.
+    """One running block for all clients and batches. It is the listener of its own runs.
 
-    most_queued: rows of clients that wait at most. batch_share: of the places, for batches where some wait. It is the
-    listener of its own runs.
+    rows: places that the engine is opened for.
+    length: most tokens of a sequence, prompt and answer.
+    most_queued: most sequences of clients that wait.
+    batch_share: share of the places that batches get while some wait.
     """
 
     def __init__(self, llm: LLM, rows: int, length: int, most_queued: int, batch_share: float) -> None:
         self.llm, self.length, self.most_queued, self.batch_share = llm, length, most_queued, batch_share
         self.counts = Counts()
         self.is_open = True
-        self._tickets: deque[Ticket] = deque()  # with rows that wait
+        self._tickets: deque[Ticket] = deque()  # tickets with sequences that wait
         self._batches: deque[Owner] = deque()
         self._running: dict[int, _Running] = {}
-        self._of_owner: dict[int, int] = {}  # rows that run, now or again, by id() of their owner
-        # Rows of a run that failed. Groups of them run by themselves: the row that fails it is found, and others go on.
+        self._of_owner: dict[int, int] = {}  # by id(owner): sequences that run, or are to run again
+        # Sequences of a run that failed. Groups of them run by themselves, until the one that fails
+        # is found and the others continue.
         self._is_trying = False
         self._suspects: deque[list[_Running]] = deque()  # groups that are to run
-        self._group: deque[_Running] = deque()  # of the group that runs, rows that have not entered yet
-        self._failed_runs = 0  # since a row was done
+        # Sequences of the running group that have not entered yet.
+        self._group: deque[_Running] = deque()
+        self._failed_runs = 0  # failed runs since a sequence was done
         self._serial = self._batch_rows = 0
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._template = self._make_template(rows)
         self.capacity = rows
-        self.predicted: float | None = None  # tokens/s of a full block, as the planner has it
-        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)  # the newest, while somebody looks at them
+        self.predicted: float | None = None  # tokens/s of a full block, predicted by the planner
+        # The newest spans, while somebody looks at them.
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._watched = 0.0
-        self._ends = deque[float](maxlen=MOST_ENDS)  # of the newest micro-batches, as spans have it
+        # Ends of the newest micro-batches, in the time of spans.
+        self._ends = deque[float](maxlen=MOST_ENDS)
 
     def _make_template(self, rows: int) -> tuple[list[Prompt], list[SamplingParams]]:
-        """Rows that the engine is opened for: one whose prompt is as long as may be, and usual ones. Each has a
-        beginning of its own, so that room for whole rows is planned. Where columns are dropped, the log-probabilities
-        of a long prompt are taken in decode steps, and another one without them is fed whole; where new ones are not,
-        a row with the shortest prompt takes most slots. These are there also where they are more than `rows`."""
+        """Return the prompts and sampling that the engine is opened for.
+
+        Special prompts come first, then usual ones. The first has the greatest length. Each has a
+        beginning of its own, so that room for whole sequences is planned. If KV entries are
+        dropped, the log-probabilities of a long prompt are computed in decode steps. Another long
+        prompt without them is therefore added, which is prefilled whole. If new KV entries are not
+        dropped, the shortest prompt needs the most slots and is added. The special ones are
+        included even if they are more than `rows`.
+        """
         vocab, usual = self.llm.model.spec.vocab_size, min(TEMPLATE_PROMPT, self.length)
         eviction = self.llm.eviction
         special = [self.length] * (2 if eviction.needs.record else 1)
@@ -200,17 +222,17 @@ class Service:
         return prompts, params
 
     def open(self) -> None:
-        """Open the engine, if it is not. DoesNotFitError where the budgets are too small."""
+        """Open the engine if it is not open. Raise DoesNotFitError if the budgets are too small."""
         if not self.llm.peak_bytes:
             policy = self.llm.prepare(*self._template)
             self.capacity = min(self.capacity, policy.block_size)
             predicted = self.llm.foresee(*self._template)
             self.predicted = None if predicted is None else predicted.tokens_per_s
 
-    # For other threads
+    # Methods for other threads
 
     def submit(self, ticket: Ticket) -> None:
-        """Let its rows run. Refused where too many wait already."""
+        """Queue the ticket's sequences. Raise Refused if too many wait already."""
         with self._lock:
             queued = sum(len(one.waiting) for one in self._tickets)
             if not self.is_open:
@@ -225,7 +247,7 @@ class Service:
         self._wake.set()
 
     def give_up(self, ticket: Ticket) -> None:
-        """Its client has gone: what waits is dropped, and what runs ends with its next token."""
+        """Drop what waits of a client that has gone. What runs ends with its next token."""
         ticket.is_gone = True
         with self._lock:
             if ticket in self._tickets:
@@ -239,19 +261,19 @@ class Service:
         self._wake.set()
 
     def watch(self) -> list[Span]:
-        """The newest spans of the timeline; they are kept for a while from now on."""
+        """Return the newest spans of the timeline, and keep spans for WATCHED_S more seconds."""
         self._watched = time.monotonic() + WATCHED_S
         return list(self.spans)
 
     @property
     def last_sweep(self) -> dict[str, float] | None:
-        """When the micro-batches of a block, the newest ones, went through all layers; seconds as in spans."""
+        """The time in which the newest micro-batches of a block passed all layers, as in spans."""
         policy, ends = self.llm.policy, list(self._ends)
         count = 0 if policy is None else min(len(ends) - 1, policy.num_gpu_batches)
         return {"start": ends[-1 - count], "end": ends[-1]} if count > 0 else None
 
     def wake(self) -> None:
-        """A batch has been cancelled."""
+        """Wake the engine's thread, because a batch was cancelled."""
         self._wake.set()
 
     @property
@@ -261,7 +283,7 @@ class Service:
 
     @property
     def running(self) -> tuple[int, int]:
-        """Rows that run, of clients and of batches."""
+        """Numbers of running sequences, of clients and of batches."""
         return len(self._running) - self._batch_rows, self._batch_rows
 
     def _retry_after(self, queued: int) -> int:
@@ -269,16 +291,17 @@ class Service:
         each = seconds / count if count else PLAIN_ROW_S
         return max(1, min(MOST_RETRY_S, round(each * queued / max(1, self.capacity))))
 
-    # The engine's thread
+    # Methods on the engine's thread
 
     def run(self) -> None:
-        """Serve until a signal arrives, whose Interrupted goes through."""
+        """Serve until a signal arrives. Its Interrupted is not caught."""
         while self.is_open:
             with interrupts.held():
                 self._wake.clear()
                 first = self._next_row()
             if first is None:
-                interrupts.check()  # where it is to ask again there is no wait, which would do it
+                # `run` may loop without waiting, and only a wait checks for signals
+                interrupts.check()
                 interrupts.wait_for(self._wake)
                 continue
             self._ends.clear()
@@ -292,13 +315,13 @@ class Service:
                 is_of_rows = not interrupts.asks_to_end(error) and (self._running or isinstance(error, FlexgenError))
                 if not is_of_rows:
                     raise
-                interrupts.check()  # the error may be its consequence
+                interrupts.check()  # the error may be a consequence of the signal
                 with interrupts.held():
                     self._after(error)
             self.open()
 
     def close(self) -> None:
-        """Refuse what comes from now on, and end what runs and waits."""
+        """Refuse new requests, and end those that run or wait."""
         with self._lock:
             self.is_open = False
             tickets = {id(one): one for one in self._tickets}
@@ -316,8 +339,11 @@ class Service:
         return None if row is None else ([row[0]], [row[1]])
 
     def _next_row(self) -> tuple[Prompt, SamplingParams] | None:
-        """The row that enters next; None also where many have been refused, and `run` has to ask again. A single place
-        has no share for batches: it is theirs where no client waits."""
+        """Return the sequence that enters next, or None.
+
+        None also means that many were refused, and `run` must ask again. A block of one place has
+        no share for batches: they get it if no client waits.
+        """
         if self._is_trying:
             return self._next_suspect()
         is_their_turn = self.capacity > 1 and self._batch_rows < self.batch_share * self.capacity
@@ -335,11 +361,14 @@ class Service:
                 self.counts.failed += 1
                 one.owner.fail(one.request, error)
             else:
-                self._wake.set()  # others first, and signals
+                self._wake.set()  # others have their turn first, and signals
         return None
 
     def _why_not(self, one: _Running) -> RowError | None:
-        """Why the row cannot join the block; that is of this row alone, and others run."""
+        """Return why the sequence cannot join the block, or None.
+
+        The error concerns this sequence only, and others run.
+        """
         try:
             if self.llm.has_room([one.request.prompt], [one.request.params]):
                 return None
@@ -352,7 +381,10 @@ class Service:
             return RowError(CODE_INTERNAL, internal_reason(error))
 
     def _next_suspect(self) -> tuple[Prompt, SamplingParams] | None:
-        """The next row of the group that runs by itself; of the next group when all rows of this one have ended."""
+        """Return the next sequence of the group that runs by itself.
+
+        It is one of the next group once all sequences of this group have ended.
+        """
         while True:
             if not self._group:
                 if self._running:
@@ -373,7 +405,7 @@ class Service:
         return Prompt(self._serial, one.request.prompt.token_ids, None), one.request.params
 
     def _of_tickets(self) -> tuple[Owner, Request] | None:
-        """A row of each request in turn."""
+        """Return a sequence of the next ticket; tickets take turns."""
         with self._lock:
             while self._tickets:
                 ticket = self._tickets.popleft()
@@ -385,8 +417,11 @@ class Service:
         return None
 
     def _of_batches(self) -> tuple[Owner, Request] | None:
-        """A row of each batch in turn. A batch without further rows ends when its last row has; of one that asks again
-        there is none now."""
+        """Return a sequence of the next batch; batches take turns.
+
+        A batch without further sequences ends when its last sequence has ended. A batch that asks
+        again has none now.
+        """
         while True:
             with self._lock:
                 batch = self._batches.popleft() if self._batches else None
@@ -404,10 +439,10 @@ class Service:
                 batch.end()
 
     def _forget(self, one: _Running) -> None:
-        """The row has ended, and so does a batch whose last one it is."""
+        """Count a sequence as ended, and end its batch if it was the last one."""
         owner = one.owner
         key = id(owner)
-        if key not in self._of_owner:  # it has failed as a whole
+        if key not in self._of_owner:  # the owner has failed as a whole
             return
         self._of_owner[key] -= 1
         if self._of_owner[key]:
@@ -417,7 +452,10 @@ class Service:
             owner.end()
 
     def _finish(self, done: list[Completion]) -> None:
-        """Called by the engine with rows that have ended. They are handed out as they entered."""
+        """Hand out sequences that have ended, in the order in which they entered.
+
+        The engine calls this.
+        """
         with interrupts.held():
             for completion in sorted(done, key=lambda one: one.index):
                 one = self._running.pop(completion.index)
@@ -444,14 +482,18 @@ class Service:
         return not one.owner.is_gone
 
     def _after(self, error: BaseException) -> None:
-        """A run has failed. An error that the package raises itself is of all its rows. Anything else may be the fault
-        of one row: halves of the rows run by themselves, and a row that fails alone is that one. Runs that fail one
-        after another are not the fault of a row."""
+        """Handle a run that has failed.
+
+        An error that the package raises itself concerns all sequences of the run. Any other error
+        may be the fault of one sequence. Halves of the sequences then run by themselves, and one
+        that fails alone is at fault. Runs that fail one after another are not the fault of one
+        sequence.
+        """
         rows = list(self._running.values())
         self._running.clear()
         self._batch_rows = 0
         self._failed_runs += 1
-        most_failed = self.capacity.bit_length() + 2  # halves down to one row, and some more
+        most_failed = self.capacity.bit_length() + 2  # halves down to one sequence, and some more
         if isinstance(error, FlexgenError):
             self._end_owners(rows, error)
             return
@@ -485,7 +527,7 @@ class Service:
             owner.is_gone = True
             owner.end(error)
 
-    # Listener of a run
+    # Methods of a run's listener
 
     def sweep(self, tokens: int) -> None:
         timeline = self.llm.timeline
@@ -496,7 +538,10 @@ class Service:
         self.spans.extend(timeline.take())
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
+        """Count finished sequences' tokens, and subtract tokens that are not new.
+
+        These are tokens of a prompt that decode steps took, and tokens that nobody asked for.
+        """
         answered = sum(row.answered for row in rows)
         self.counts.tokens += answered
         self.counts.computed -= sum(len(row.token_ids) for row in rows) - answered

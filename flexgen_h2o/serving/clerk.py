@@ -1,4 +1,7 @@
-"""Work with files of batches, in a thread of its own, in slices: what takes long delays nothing that is short."""
+"""Work on the files of batches in a thread of its own.
+
+The work is done in slices, so that long work delays no short work.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,21 @@ from functools import partial
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.serving.answers import say_fault
 
-SLICE_S = 0.05  # of a lane, before the next one's
+SLICE_S = 0.05  # seconds that a lane gets before the next one
 TICK_S = 0.5
-SHORT_BITS, LANE_BITS = 20, 4  # work on files of up to a MiB is in the first lane, of up to 16 in the second, ...
+# The first lane has work on files of up to 1 MiB, the second of up to 16 MiB, and so on.
+SHORT_BITS, LANE_BITS = 20, 4
 
 Work = Callable[[], Iterator[None] | None]
 
 
 class Clerk:
-    """Does work that is added, in the order in which it comes, in lanes by the size of its files.
+    """Does the work that is added, in the order of arrival, in lanes by the size of its files.
 
-    A lane has one piece of work under way: no more descriptors and no more memory than that are used, however much
-    waits. Lanes take turns, so that work waits only for what is about as large. tick: called now and then.
+    tick: called about every TICK_S seconds.
+
+    A lane has one piece of work under way. No further descriptors and memory are used, however much
+    work waits. Lanes take turns, so that work waits only for work of about its size.
     """
 
     def __init__(self, tick: Callable[[], None] = lambda: None) -> None:
@@ -37,14 +43,18 @@ class Clerk:
         interrupts.start(self._thread)
 
     def add(self, work: Work, nbytes: int = 0) -> None:
-        """work: called when its turn comes; it may return its steps. nbytes: of the files that it reads."""
+        """Add work to its lane.
+
+        work: called when its turn comes; it may return its steps.
+        nbytes: size of the files that it reads.
+        """
         lane = max(0, -(-(max(0, nbytes - 1).bit_length() - SHORT_BITS) // LANE_BITS))
         with interrupts.held(), self._changed:
             self._lanes.setdefault(lane, deque()).append(work)
             self._changed.notify()
 
     def close(self) -> None:
-        """End between two steps. What is under way and what waits is given up."""
+        """End between two steps. Drop what is under way and what waits."""
         with interrupts.held():
             with self._changed:
                 self._is_open = False
@@ -56,7 +66,7 @@ class Clerk:
             self._under_way.clear()
 
     def turn(self) -> bool:
-        """A slice of each lane; False where there is nothing to do."""
+        """Give each lane a slice. Return False if there is nothing to do."""
         with self._changed:
             lanes = [lane for lane, queue in self._lanes.items() if queue or lane in self._under_way]
         for lane in lanes:
@@ -82,7 +92,7 @@ class Clerk:
                 if interrupts.asks_to_end(error):
                     raise
                 self._under_way.pop(lane, None)
-                say_fault("batches", error)  # all that is expected has been seen to by the work itself
+                say_fault("batches", error)  # the work itself has handled all expected errors
 
     def _run(self) -> None:
         while self._is_open:

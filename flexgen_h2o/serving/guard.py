@@ -1,4 +1,5 @@
-"""What stands before the routes: connections that are slow or too many, bodies that are too large, keys, origins.
+"""Protect the routes from slow or too many connections, large bodies, missing keys and wrong
+origins.
 
 Nothing that a client sends is kept beyond these bounds.
 """
@@ -22,10 +23,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flexgen_h2o.serving.answers import Refused, internal_error, is_fault
 
-LEAST_RATE = 2**14  # bytes a second that a body must come with, after the patience
+LEAST_RATE = 2**14  # bytes per second at which a body must arrive, once the patience is over
 KEEP_ALIVE_S = 30  # for a client's next request
-MOST_AT_ONCE = {"body": 16, "file": 4}  # of the largest: what all requests together may have on their way
-OPEN_TO_ALL = ("/health", "/", "/plan")  # without a key, and what is below STATIC
+# Bytes under way in all requests together, as a multiple of the largest.
+MOST_AT_ONCE = {"body": 16, "file": 4}
+OPEN_TO_ALL = ("/health", "/", "/plan")  # open without a key, as is all below STATIC
 STATIC = "/static/"
 PORT = re.compile(r":\d*$")
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -38,19 +40,18 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """body, file: most bytes of a request and of an upload. connections: open at a time. patience: seconds for a
-    client's next bytes, and for it to take ours. key: None for no key. local_only: names of other hosts are refused."""
+    """Limits of the server, made of the flags of `serve`."""
 
-    body: int
-    file: int
-    connections: int
-    patience: float
-    key: str | None
-    local_only: bool
+    body: int  # most bytes of a request
+    file: int  # most bytes of an upload
+    connections: int  # most connections that are open at a time
+    patience: float  # seconds for a client to send its next bytes, and to take the server's
+    key: str | None  # API key; None for no key
+    local_only: bool  # whether other host names than this machine's are refused
 
 
 class Answer(JSONResponse):
-    """JSON in ASCII: half of a surrogate pair, which a client's JSON may hold, has no UTF-8."""
+    """JSON in ASCII: a client's JSON may hold half a surrogate pair, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()
@@ -62,11 +63,11 @@ def refusal(error: Refused) -> Answer:
 
 
 class Guard:
-    """An application around another one."""
+    """An application that wraps another one and checks its requests."""
 
     def __init__(self, app: App, bounds: Bounds) -> None:
         self._app, self._bounds = app, bounds
-        self._coming = dict.fromkeys(MOST_AT_ONCE, 0)  # bytes of requests that are not answered
+        self._coming = dict.fromkeys(MOST_AT_ONCE, 0)  # bytes of requests that are not answered yet
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,7 +99,8 @@ class Guard:
         except Refused as error:
             if not has_begun:
                 await refusal(error)(scope, receive, send)
-        except BaseException as error:  # our own bug: the client gets a status, and the log a line
+        except BaseException as error:
+            # An internal error: the client gets a status, and the log a line.
             if not is_fault(error):
                 raise
             told = internal_error(repr(scope["path"][:80]), error)
@@ -108,7 +110,8 @@ class Guard:
             self._coming[kind] -= size
 
     def _check(self, headers: Headers, path: str, most: int) -> None:
-        bounds, host = self._bounds, headers.get("host", "").lower()  # names of hosts have no case
+        # Host names are case-insensitive.
+        bounds, host = self._bounds, headers.get("host", "").lower()
         if bounds.local_only and PORT.sub("", host) not in LOCAL:
             raise Refused(403, f"host: {host[:60]!r} is not this machine", "wrong_host")
         origin = headers.get("origin")
@@ -128,7 +131,7 @@ def _too_large(most: int) -> Refused:
 
 
 class BoundedProtocol(H11Protocol):
-    """Uvicorn's protocol with a limit of connections, and without patience for slow clients."""
+    """Uvicorn's protocol with a limit of connections and deadlines for slow clients."""
 
     bounds: ClassVar[Bounds]
     _watch: asyncio.TimerHandle | None = None
@@ -153,7 +156,7 @@ class BoundedProtocol(H11Protocol):
                 self._expect(self.bounds.patience)
             self._deadline += len(data) / LEAST_RATE
         elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
-            if self._watch is None:  # a header that has begun
+            if self._watch is None:  # a header has begun
                 self._expect(self.bounds.patience)
         elif not self.flow.write_paused:
             self._forget()
@@ -178,7 +181,7 @@ class BoundedProtocol(H11Protocol):
 
     def _look(self) -> None:
         left = self._deadline - self.loop.time()
-        if left > 0:  # a body that comes fast enough
+        if left > 0:  # a body that arrives fast enough
             self._watch = self.loop.call_later(left, self._look)
             return
         self._watch = None
@@ -195,7 +198,10 @@ class BoundedProtocol(H11Protocol):
 
 
 def uvicorn_config(app: App, bounds: Bounds) -> Config:
-    """Quiet: what goes wrong is said by the guard; libraries would print a line for each client that has gone."""
+    """Return Uvicorn's configuration, which logs nothing.
+
+    The guard logs errors. The libraries would print a line for each client that has gone.
+    """
     for name in ("asyncio", "python_multipart"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     protocol = type("Protocol", (BoundedProtocol,), {"bounds": bounds})

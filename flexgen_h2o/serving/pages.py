@@ -1,6 +1,8 @@
-"""Pages for people: the server's at `/`, the planner's at `/plan`, and the questions that the latter asks.
+"""Serve pages for people: the server's at `/`, the planner's at `/plan`, and the planner's
+requests.
 
-The files are in static/, each read once. They need no key; what they show comes from routes that do.
+The files are in static/, and each is read once. They need no key; what they show comes from routes
+that do.
 """
 
 from __future__ import annotations
@@ -30,27 +32,33 @@ from flexgen_h2o.serving.guard import Answer
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Nothing of other servers, nothing inline, and in no frame.
+# Nothing is loaded from other servers, nothing is inline, and no frame may hold a page.
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
 }  # fmt: skip
-MOST_SEARCHES, MOST_SEARCH_S = 2, 120.0  # at a time, and of each
+MOST_SEARCHES, MOST_SEARCH_S = 2, 120.0  # searches at a time, and seconds per search
 SWITCHES = ("compress_weight", "compress_cache")
 VALUES = (
     "num_prompts", "prompt_len", "gen_len", *(f"{tier}_mem" for tier in TIERS), "eviction", "hh_ratio", "kv_budget",
     "kv_loss",
 )  # fmt: skip
-MOST_CHARACTERS = 100  # of a value
+MOST_CHARACTERS = 100  # most characters of a value
 
 
 class Pages:
-    """Their routes. has_engine: without it `/` leads to the planner's page.
+    """Routes of the pages.
 
-    Of flexgen_h2o.policy_search: machines: profiles by name; read: a profile from an object; ask: an answer's object
-    from words of its command line, a profile, what is called between candidates, and a model's shape. model: the one
-    that the page begins with, and the words that say where it is. Of other models only shapes that come with the
-    package are known: no folder is read that a client names. machine: the name of the one that is chosen at first.
+    machines: profiles by name.
+    read: makes a profile of an object.
+    ask: returns the answer as an object. Its arguments are words of the command line, a profile, a
+    function called between candidates, and a model's shape.
+    model: the model that the page begins with, and the words that say where it is. Of other models
+    only shapes that come with the package are known: no folder that a client names is read.
+    has_engine: without an engine `/` leads to the planner's page.
+    machine: name of the machine that is chosen at first.
+
+    `read` and `ask` are functions of flexgen_h2o.policy_search.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class Pages:
         ]
 
     def app(self) -> Starlette:
-        """Without an engine."""
+        """Return the application of a server without an engine."""
         routes = [*self.routes(), Route("/health", _health)]
         return Starlette(routes=routes, exception_handlers=HANDLERS)
 
@@ -99,7 +107,7 @@ class Pages:
         return Response(self._files[name], media_type=kind, headers=HEADERS)
 
     async def choices(self, request: Request) -> Response:
-        """What the planner's page offers."""
+        """Return what the planner's page offers."""
         machines = [
             {
                 "name": name, "description": one.description, "date": one.date[:10],
@@ -114,7 +122,9 @@ class Pages:
         )
 
     async def plan(self, request: Request) -> Response:
-        """The answer to {model, machine or profile, SWITCHES, VALUES}, as of policy_search.ask."""
+        """Return the answer to {model, machine or profile, SWITCHES, VALUES}, as policy_search.ask
+        does.
+        """
         question = self._question(json_of(await json_body(request)))
         with self._lock:
             if not self._is_open or self._running == MOST_SEARCHES:
@@ -146,8 +156,11 @@ class Pages:
                 self._running -= 1
 
     def _question(self, body: Mapping[str, Any]) -> tuple[list[str], Any, Any]:
-        """Words of the command line, the profile, and the model's shape, None where the words say where it is. Refused,
-        naming the field, where it is wrong."""
+        """Return words of the command line, the profile, and the model's shape.
+
+        The shape is None if the words say where the model is. Raise Refused, naming the field, if
+        one is wrong.
+        """
         words = list[str]()
         for name, value in body.items():
             if name in SWITCHES and isinstance(value, bool):
@@ -161,7 +174,8 @@ class Pages:
         if model == self._model[0]:
             return [f"--model={model}", *self._model[1:], *words], self._profile(body), None
         shape = built_in_spec(model) if isinstance(model, str) and len(model) <= MOST_CHARACTERS else None
-        if shape is None:  # a folder, or the hub's cache: only who has a terminal here may have it read
+        # A folder or the hub's cache may be read only by a person with a terminal on this machine.
+        if shape is None:
             known = "GET /api/plan lists those that come with this package"
             raise _wrong(f"model: {str(model)[:60]!r} is not a hub id whose shape is known here; {known}")
         return [f"--model={shape[0].name}", *words], self._profile(body), shape[0]

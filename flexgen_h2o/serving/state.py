@@ -1,4 +1,4 @@
-"""How the server stands: `/status` for pages and people, `/metrics` for Prometheus."""
+"""Report the server's state: `/status` for pages and people, `/metrics` for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flexgen_h2o.serving.block import LATENCIES, Service
 from flexgen_h2o.serving.store import ACTIVE
 
 STARTED = time.time()
-MOST_JOBS = 100  # that are shown
+MOST_JOBS = 100  # most jobs that are shown
 
 
 def status_of(service: Service, batches: Batches) -> dict[str, Any]:
-    """JSON values; docs/reference/server.md has the fields."""
+    """Return the fields of `/status` as JSON values; docs/reference/server.md describes them."""
     llm, counts, (clients, of_batches) = service.llm, service.counts, service.running
     policy = llm.policy
     return {
@@ -45,7 +45,7 @@ def status_of(service: Service, batches: Batches) -> dict[str, Any]:
 
 
 def memory_of(service: Service) -> dict[str, dict[str, int | None]]:
-    """Bytes by tier: what the engine holds of its budget."""
+    """Return bytes by tier: what the engine has used of its budget."""
     used, budgets = service.llm.peak_bytes, service.llm.budgets
     return {tier: {"used": used.get(tier, 0), "budget": budgets.get(tier)} for tier in TIERS}
 
@@ -62,7 +62,7 @@ def _job(batches: Batches, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_text(service: Service, batches: Batches) -> str:
-    """Prometheus' text format 0.0.4."""
+    """Return the metrics in Prometheus' text format 0.0.4."""
     counts, (clients, of_batches) = service.counts, service.running
     lines: list[str] = []
 

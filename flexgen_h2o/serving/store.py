@@ -1,12 +1,14 @@
-"""Files and batches on disk, as OpenAI names them.
+"""Keep files and batches on disk, with OpenAI's names.
 
-    STATE/files/ID            a file's content      STATE/files/ID.json      what is said of it
-    STATE/batches/ID.json     a batch as its object
-    STATE/batches/ID.jsonl, ID.errors.jsonl         answers and error rows of its job, with the job's files beside them
-    STATE/batches/ID.taken    while it is in hand: how often the server died meanwhile
+    STATE/files/ID            a file's content
+    STATE/files/ID.json       its record
+    STATE/batches/ID.json     a batch's record
+    STATE/batches/ID.jsonl    answers of its job, with the job's files beside them
+    STATE/batches/ID.errors.jsonl   error rows of its job
+    STATE/batches/ID.taken    while it is open: how often the server died meanwhile
 
-When a batch ends, its answers and its error rows become files as they are: they get a second name, and nothing is
-copied.
+When a batch ends, its answers and its error rows become files without a copy: they get a second
+name.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW = "24h"
 MOST_METADATA, MOST_METADATA_CHARACTERS = 16, 512
 MOST_NAME_CHARACTERS = 255
-MOST_RECORDS = 100_000  # files, and batches
+MOST_RECORDS = 100_000  # most files, and most batches
 PIECE = 2**20
-EXPIRY_WAIT_S = 60  # before a file whose time is over is asked about again
-MOST_DEATHS = 2  # of the server with a batch in hand that gets no row done: it is not taken a third time
-# What os.link says where the file system, or its rules, have no second names.
+EXPIRY_WAIT_S = 60  # seconds until an expired file that is in use is checked again
+# The server dies this often with a batch open, and none of its rows done: then it is not opened
+# again.
+MOST_DEATHS = 2
+# Errors of os.link if the file system, or its rules, have no second names.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 MOMENTS = (
     "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at",
@@ -50,15 +54,18 @@ MOMENTS = (
 
 
 class Store:
-    """Files and batches of a folder, which one server at a time has. UsageError naming --state-dir otherwise.
+    """Files and batches of a folder, which one server at a time may use.
 
-    most_bytes: of all files that clients have sent, and of error rows, which cost a client next to nothing.
+    most_bytes: limit for all files that clients have sent, and for error rows, which cost a client
+    next to nothing.
+
+    Raise UsageError naming --state-dir if another server uses the folder or it cannot be used.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self._files, self._batches, self._most_bytes = folder / "files", folder / "batches", most_bytes
         self._lock = threading.Lock()  # held while a record is written
-        self._counting = threading.Lock()  # of what is held for moments
+        self._counting = threading.Lock()  # protects the counts, held for moments
         self._last_id = 0
         try:
             for path in (folder, self._files, self._batches):
@@ -76,15 +83,18 @@ class Store:
         self._stored = sum(one["bytes"] for one in self.files.values() if _is_counted(one))
         self._stored += sum(self._job_errors.values())
         self._next_expiry = min((one.get("expires_at") or math.inf for one in self.files.values()), default=math.inf)
-        self._deaths: dict[str, int] = {}  # of the server, by batch
-        self._held: set[str] = set()  # batches in hand
+        self._deaths: dict[str, int] = {}  # deaths of the server, by batch
+        self._held: set[str] = set()  # ids of open batches
 
     def close(self) -> None:
         os.close(self._fd)
 
     @staticmethod
     def _read(folder: Path, name: re.Pattern[str]) -> dict[str, dict[str, Any]]:
-        """The records of a folder, the oldest first; what a kill has left of a file without a record goes away."""
+        """Return the records of a folder, oldest first.
+
+        Remove files without a record that a kill has left.
+        """
         found = {}
         for path in folder.glob("*.json"):
             if name.fullmatch(path.stem):
@@ -94,18 +104,22 @@ class Store:
                         found[path.stem] = record
         for path in list(folder.iterdir()):
             if path.suffix == ".part" or (name.fullmatch(path.name) and not Path(f"{path}.json").exists()):
-                with contextlib.suppress(OSError):  # a folder of that name is none of ours
+                # A folder of that name does not belong to the store.
+                with contextlib.suppress(OSError):
                     path.unlink()
         return dict(sorted(found.items(), key=lambda one: (one[1]["created_at"], one[0])))
 
     def _new_id(self) -> str:
-        """24 digits, which sort as they were given out: a record's time of creation is in seconds."""
+        """Return 24 hex digits that sort in the order of creation.
+
+        The time in a record has only seconds.
+        """
         with self._counting:
             self._last_id = max(self._last_id + 1, time.time_ns() // 1000)
             return f"{self._last_id:014x}{secrets.token_hex(5)}"
 
     def _charge(self, nbytes: int) -> bool:
-        """Count bytes as stored, if there is room for them."""
+        """Count bytes as stored if there is room for them. Return whether there is."""
         with self._counting:
             if self._stored + nbytes > self._most_bytes:
                 return False
@@ -119,7 +133,7 @@ class Store:
     # Files
 
     def path(self, file_id: str) -> Path:
-        """Of a file's content. Refused where there is no such file."""
+        """Return the path of a file's content. Raise Refused if there is no such file."""
         self.file(file_id)
         return self._files / file_id
 
@@ -130,7 +144,10 @@ class Store:
         return found
 
     def add_file(self, source: BinaryIO, name: str, expires_in: int | None = None) -> dict[str, Any]:
-        """Keep a file that a client has sent. expires_in: seconds; None: it is kept until it is deleted."""
+        """Keep a file that a client has sent.
+
+        expires_in: seconds. None: the file is kept until it is deleted.
+        """
         file_id = f"file-{self._new_id()}"
         part = self._files / f"{file_id}.part"
         charged = 0
@@ -156,7 +173,7 @@ class Store:
                 self._give_back(charged)
 
     def _keep(self, file_id: str, name: str, purpose: str, expires_in: int | None = None) -> dict[str, Any]:
-        """The record of a file whose content is there."""
+        """Write and return the record of a file whose content is in place."""
         path = self._files / file_id
         now = int(time.time())
         record = {
@@ -175,7 +192,7 @@ class Store:
         try:
             files.write_whole(self._files / f"{file_id}.json", json.dumps(record) + "\n", follow=False)
         except OSError:
-            path.unlink()  # nobody could ask for it, or delete it
+            path.unlink()  # nobody could read or delete it
             raise
         self.files[file_id] = record
         return record
@@ -193,7 +210,7 @@ class Store:
             (self._files / name).unlink(missing_ok=True)
 
     def expire(self, now: float) -> None:
-        """Delete the files whose time is over. One that a batch reads is asked about again."""
+        """Delete the files that have expired. Files that a batch reads are checked again later."""
         if now < self._next_expiry:
             return
         self._next_expiry = math.inf
@@ -216,18 +233,18 @@ class Store:
         return found
 
     def output(self, batch: dict[str, Any]) -> Path:
-        """The job's output: its answers."""
+        """Return the path of the job's output, which has its answers."""
         return self._batches / f"{batch['id']}.jsonl"
 
     def errors(self, batch: dict[str, Any]) -> Path:
-        """The job's error rows."""
+        """Return the path of the job's error rows."""
         return self._batches / f"{batch['id']}.errors.jsonl"
 
     def _taken(self, batch: dict[str, Any]) -> Path:
         return self._batches / f"{batch['id']}.taken"
 
     def add_batch(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Refused where a field is wrong."""
+        """Add a batch. Raise Refused if a field is wrong."""
         for name in body:
             if name not in ("input_file_id", "endpoint", "completion_window", "metadata"):
                 raise Refused(400, f"{name[:60]}: is not supported", "unsupported")
@@ -258,7 +275,10 @@ class Store:
         return batch
 
     def save(self, batch: dict[str, Any], **changes: Any) -> None:
-        """FlexgenError where it cannot be written: then nothing has changed."""
+        """Write a batch's record with changes.
+
+        If that fails, change nothing and raise FlexgenError.
+        """
         try:
             text = json.dumps(batch | changes) + "\n"
             files.write_whole(self._batches / f"{batch['id']}.json", text, follow=False)
@@ -268,19 +288,21 @@ class Store:
         self.batches[batch["id"]] = batch
 
     def for_clients(self, message: str) -> str:
-        """With ids in the place of paths and their flags, which clients do not know."""
+        """Return a message with ids instead of paths and their flags, which clients do not know."""
         path = rf"(?:--\w+ )?{re.escape(str(self._files.parent))}/(?:files|batches)/([\w-]+)(?:\.errors)?(?:\.jsonl)?"
         return re.sub(path, r"\1", message).replace("another --output", "another batch")
 
     # Jobs of batches
 
     def with_jobs(self) -> list[str]:
-        """The batches that have files of a job."""
+        """Return the ids of the batches that have files of a job."""
         names = {path.name.partition(".")[0] for path in self._batches.iterdir() if not _is_record(path)}
         return [name for name in self.batches if name in names]
 
     def kept_counts(self, batch: dict[str, Any]) -> dict[str, int]:
-        """Rows of a batch that is not in hand, as its job's status has them, or else as its record has."""
+        """Return the counts of a batch that is not open, from its job's status or else from its
+        record.
+        """
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             status = files.read_json(status_path(self.output(batch)))
             done, failed = int(status["done"]), int(status["errors"])
@@ -289,14 +311,16 @@ class Store:
         return counts
 
     def charge_errors(self, batch: dict[str, Any], nbytes: int) -> None:
-        """Count error rows that are to be written. FlexgenError where there is no room for them."""
+        """Count error rows that are to be written. Raise FlexgenError if they have no room."""
         if not self._charge(nbytes):
             raise FlexgenError(f"{batch['id']}: there is no room for more error rows; delete files, and send it again")
         self._job_errors[batch["id"]] = self._job_errors.get(batch["id"], 0) + nbytes
 
     def keep_results(self, batch: dict[str, Any]) -> dict[str, str | None]:
-        """A job's answers and error rows as files; their ids by field, None for an empty one. The same again after a
-        kill."""
+        """Keep a job's answers and error rows as files.
+
+        Return their ids by field, or None for an empty file. After a kill the result is the same.
+        """
         self.part(batch)
         found: dict[str, str | None] = {}
         plain = f"file-{batch['id'].removeprefix('batch_')}"
@@ -309,10 +333,11 @@ class Store:
             if not _size(source):
                 continue
             _give_name(source, self._files / file_id)
-            before = self.files.get(file_id)  # of a server that was killed behind this
+            # A record of a server that was killed after this point.
+            before = self.files.get(file_id)
             self._keep(file_id, f"{batch['id']}_{kind.removesuffix('s')}.jsonl", "batch_output")
             if kind == "errors":
-                self._job_errors.pop(batch["id"], None)  # it is counted as the file's
+                self._job_errors.pop(batch["id"], None)  # its bytes are counted as the file's
                 if before is not None:
                     self._give_back(before["bytes"])
             found[field] = file_id
@@ -323,7 +348,7 @@ class Store:
         output, errors = self.output(batch), self.errors(batch)
         if errors.exists() or not self.kept_counts(batch)["failed"] or not output.exists():
             return
-        # The error rows are in place first: a kill in between doubles them, and loses none.
+        # The error rows are in place first: a kill in between duplicates them, and loses none.
         with files.replacing(output, follow=False) as answered, files.replacing(errors, follow=False) as failed:
             for line, row in rows_of(output):
                 target = failed if row["error"] is not None else answered
@@ -332,23 +357,28 @@ class Store:
         self._give_back(-_size(errors))
 
     def remove_job(self, batch: dict[str, Any]) -> None:
-        """The job's own files, when the batch has its results."""
+        """Remove the job's own files, once the batch has its results."""
         output = self.output(batch)
         for path in (output, self.errors(batch), sidecar_path(output), status_path(output), self._taken(batch)):
             path.unlink(missing_ok=True)
         self._held.discard(batch["id"])
         self._give_back(self._job_errors.pop(batch["id"], 0))
 
-    # Batches in hand
+    # Open batches
 
     def take(self, batch: dict[str, Any]) -> None:
-        """Write down that the batch is in hand, before it is: a process that dies leaves that. FlexgenError where it
-        cannot be written."""
+        """Write down that a batch is about to be opened, so that the death of the process is
+        noticed.
+
+        Raise FlexgenError if that cannot be written.
+        """
         self._write_taken(batch, is_held=True)
         self._held.add(batch["id"])
 
     def release(self, batch: dict[str, Any]) -> None:
-        """It is in hand no more, and the server lives, or ends as it was told to."""
+        """Write down that a batch is not open any more: the server lives, or ends as it was told
+        to.
+        """
         self._held.discard(batch["id"])
         with contextlib.suppress(FlexgenError, OSError):
             if self.deaths(batch):
@@ -361,18 +391,24 @@ class Store:
             self.release(self.batches[batch_id])
 
     def deaths(self, batch: dict[str, Any]) -> int:
-        """How often the server has died with the batch in hand; once where rows of it were done meanwhile."""
+        """Return how often the server has died with the batch open, counted since rows of it were
+        last done.
+        """
         return self._deaths.get(batch["id"], 0)
 
     def count_death(self, batch: dict[str, Any]) -> None:
-        """Read what an earlier server has written down of a batch: if that had it in hand as it ended, it has died."""
+        """Read what an earlier server wrote down of a batch.
+
+        If the batch was open when that server ended, the server died.
+        """
         with contextlib.suppress(FileNotFoundError):
             try:
                 taken = files.read_json(self._taken(batch))
                 deaths, nbytes, is_held = int(taken["deaths"]), int(taken["bytes"]), bool(taken["is_held"])
             except FileNotFoundError:
                 raise
-            except (OSError, ValueError, KeyError, TypeError):  # a machine that lost its power while it was written
+            except (OSError, ValueError, KeyError, TypeError):
+                # The machine lost its power while the file was written.
                 deaths, nbytes, is_held = 0, 0, True
             if is_held and self._job_bytes(batch) > nbytes:
                 deaths = 0
@@ -383,7 +419,8 @@ class Store:
 
     def _write_taken(self, batch: dict[str, Any], is_held: bool) -> None:
         taken = {"deaths": self.deaths(batch), "bytes": self._job_bytes(batch), "is_held": is_held}
-        try:  # it outlives the process; a machine that loses its power is no fault of the batch
+        # It outlives the process. A machine that loses its power is not the fault of the batch.
+        try:
             files.write_whole(self._taken(batch), json.dumps(taken) + "\n", follow=False, sync=False)
         except OSError as error:
             raise FlexgenError(f"{batch['id']}: {error.strerror or error}") from error
@@ -405,7 +442,7 @@ def _size(path: Path) -> int:
 
 
 def _give_name(source: Path, target: Path) -> None:
-    """A second name for a file; where there are none, a copy."""
+    """Give a file a second name, or copy it if second names do not exist."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)
