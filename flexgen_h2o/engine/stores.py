@@ -157,7 +157,7 @@ class WeightStore:
                 home: Memory = "host" if held.part.tier == "host" else "device"
                 reads.append(self._read(piece, piece.resident, home, ()))
         wait_all(reads)
-        # Each tensor once, with its last unit.
+        # A tensor that two units share occurs once.
         tensors = {t.key: number for number, unit in enumerate(self.plan.units) for t in unit.tensors}
         for key, number in tensors.items():
             layout, blocks = self._layouts[key], self._blocks(number)
@@ -224,7 +224,7 @@ class WeightStore:
             if not layout.decoded_row_bytes:
                 continue
             nbytes = layout.shape[0] * layout.decoded_row_bytes
-            if (start, layout) not in self._filled:  # the rows to decode into are made once and then refilled
+            if (start, layout) not in self._filled:  # made once, then refilled
                 assert self._decoded is not None
                 memory = self._decoded[start : start + nbytes]
                 self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)

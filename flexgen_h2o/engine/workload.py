@@ -125,7 +125,7 @@ class WorkloadShape:
         """
         share = min(prompt_len + self.gen_len, self.sequence) / self.sequence
         kept, slots = self.kept[block], self.slots[block]
-        if slots < kept + self.gen_len - 1:  # entries leave while decoding; one slot is for the new entry
+        if slots < kept + self.gen_len - 1:  # entries leave; one slot is for the new one
             budget = max(1, round((slots - 1) * share))
             return min(min(budget, round(prompt_len)) + sweep, budget + 1)
         left = prompt_len if kept == self.prompt_len else min(prompt_len, kept * share)
