@@ -1,5 +1,6 @@
-"""Attention of one micro-batch in one layer: sequences that decode, and behind them sequences that
-enter with prompts.
+"""Attention of one micro-batch in one layer: those that decode, and behind them those that enter.
+
+Sequences that decode feed their newest tokens. Sequences that enter feed their prompts.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ class UnitAttention:
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
 
     def inputs(self, table: SlotTable, fed: SweepInput) -> list[torch.Tensor]:
-        """Return the tensors that tell a GPU about a decode step of these sequences. All blocks
-        read them.
+        """Return the tensors that tell a GPU about a decode step of these sequences.
+
+        All blocks read them.
         """
         self._step_numbers(0, table, fed)
         states = [numbers.state(self._device) for numbers in self._numbers[table][1].values()]

@@ -1,5 +1,6 @@
-"""Channels of an answer as gpt-oss writes them ("harmony"): reasoning apart from what is meant for
-the user.
+"""Channels of an answer as gpt-oss writes them ("harmony").
+
+Reasoning is in another channel than what is meant for the user.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 """
@@ -46,9 +47,9 @@ def marks_of(tokenizer: Tokenizer | None) -> Marks | None:
 class Channels:
     """Sorts the tokens of an answer into messages.
 
-    A header names the channel of its message. A header that no message follows counts as a final
-    message if a mark did not begin it in the answer. The reason is that a model may leave out the
-    marks.
+    A header names the channel of its message. A model may leave out the marks. So text in a header
+    that no message follows counts as a final message. When the answer is over, it does so only if
+    no mark began the header.
 
     messages: (is it final?, its tokens) of each message, in order.
     """
@@ -123,8 +124,9 @@ class Channels:
 
 
 class ChatText:
-    """The text of a chat answer as it comes: its content, and its reasoning apart if the model
-    writes channels.
+    """The text of a chat answer as it comes: content and reasoning.
+
+    They are kept apart if the model writes channels. Otherwise everything is content.
 
     prompt: the tokens in front of the answer.
 
@@ -143,8 +145,7 @@ class ChatText:
         self._texts: list[AnswerText] = []  # one for each message
 
     def more(self, token_ids: Sequence[int], is_over: bool) -> tuple[str, str]:
-        """Return the new part of the content and of the reasoning, now that the answer has these
-        tokens.
+        """Return the new content and the new reasoning of an answer that has these tokens.
 
         See `AnswerText.more`.
         """
@@ -174,8 +175,9 @@ class ChatText:
 def with_content(
     done: Completion, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]
 ) -> Completion:
-    """Return a chat answer with its content as its text. Reasoning is left out if the model writes
-    channels.
+    """Return a chat answer with its content as its text.
+
+    Reasoning is left out if the model writes channels.
     """
     if marks_of(tokenizer) is None or done.error is not None:
         return done
@@ -184,8 +186,9 @@ def with_content(
 
 
 class TerminalText:
-    """The text of an answer as a terminal shows it: reasoning, if the model writes channels, in
-    front of the content.
+    """The text of an answer as a terminal shows it.
+
+    Reasoning, if the model writes channels, is in front of the content.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> None:

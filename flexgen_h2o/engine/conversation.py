@@ -1,5 +1,6 @@
-"""A sequence that lives through a whole conversation and keeps its KV cache: turns come one after
-another and are answered.
+"""A sequence that lives through a whole conversation and keeps its KV cache.
+
+Turns come one after another and are answered.
 
 The first turn is the sequence's prompt. Every later token, of a turn or an answer, is a decode
 step. Its KV entry joins the cache. If the sequence's slots are full, it takes the slot of the
@@ -45,9 +46,7 @@ class Ends(Protocol):
     """Decides when an answer is over."""
 
     def __call__(self, row: Row, /) -> str | None:
-        """Return why the answer in this sequence ends with its newest token; None if it
-        continues.
-        """
+        """Return why the answer ends with its newest token; None if it continues."""
 
     def is_eos(self, token: int) -> bool:
         """Return whether the token ends an answer."""

@@ -1,5 +1,6 @@
-"""How sequences get their tokens and log-probabilities, and when they are done. It sees sequences
-and logits, no layers.
+"""How sequences get their tokens and log-probabilities, and when they are done.
+
+It sees sequences and logits, no layers.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class StopCriteria:
         return token in self._ends
 
     def __call__(self, row: Row) -> str | None:
-        """Return why a sequence is done with its newest token, or None if it is not. Call this
-        after each new token.
+        """Return why a sequence is done with its newest token, or None if it is not.
+
+        Call this after each new token.
         """
         is_given = len(row.token_ids) <= len(row.given)
         own = row.own_ids if row.given else row.token_ids
@@ -107,10 +109,10 @@ class StopCriteria:
         return any(s in spelt for s in self._spelt)
 
     def text(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str | None:
-        """Return the text of a sequence's tokens up to the earliest stop string; None without a
-        tokenizer.
+        """Return the text of a sequence's tokens up to the earliest stop string.
 
-        A token that ends the sequence is never part of the text, whether it is special or not.
+        Return None without a tokenizer. A token that ends the sequence is never part of the text,
+        whether it is special or not.
         """
         return None if self._detokenizer is None else self.shown(token_ids, before, is_over=True)
 
@@ -156,8 +158,8 @@ class StopCriteria:
         return len(text)
 
     def _spell(self, text: str, token_ids: Sequence[int], context: Sequence[int]) -> list[str]:
-        """Return the text of tokens in pieces. A special token follows each piece
-        except the last.
+        """Return the text of tokens in pieces, with a special token behind each piece
+        but the last.
         """
         assert self._detokenizer is not None
         specials = self._detokenizer.specials
@@ -221,8 +223,9 @@ def given_tokens(row: Row) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The next token of each sequence of a micro-batch, on its way to the host. Decoding.sample
-    makes it.
+    """The next token of each sequence of a micro-batch, on its way to the host.
+
+    Decoding.sample makes it.
     """
 
     # Done once the tokens are on the host.
@@ -245,8 +248,7 @@ class Decoding:
     known_tokens: KnownTokens = given_tokens
 
     def sample(self, micro_batch: MicroBatch, logits: torch.Tensor, read_back: ReadBack) -> Chosen:
-        """Choose the next token of each sequence, and keep log-probabilities for those that ask for
-        them.
+        """Choose the next token of each sequence, and keep the log-probabilities that are wanted.
 
         The call waits for the tokens if log-probabilities are asked for or the sampler is a
         TokenSource.
@@ -303,8 +305,10 @@ class Decoding:
         return chosen
 
     def _taken(self, rows: Sequence[Row], tokens: list[int], steps: Sequence[int]) -> list[int]:
-        """Return the tokens that sequences take in place of the chosen ones; `tokens` is changed in
-        place.
+        """Replace chosen tokens by those that sequences take, in place, and return the list.
+
+        Given tokens replace chosen ones. A sequence whose logits are not finite gets an error and
+        token 0.
         """
         try:
             check_finite(tokens, [r.prompt.index for r in rows], steps)
@@ -322,8 +326,9 @@ class Decoding:
 
 
 def _add_logprobs(rows: Sequence[Row], tokens: Sequence[int], logits: torch.Tensor) -> None:
-    """Add the log-probabilities of the taken tokens to the sequences that ask for them. A sequence
-    with an error gets none.
+    """Add the log-probabilities of the taken tokens to the sequences that ask for them.
+
+    A sequence with an error gets none.
     """
     asking = [(i, top) for i, r in enumerate(rows) if (top := r.top_logprobs) is not None and r.error is None]
     if asking:
@@ -344,8 +349,9 @@ class ScoredToken:
 
 
 def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]:
-    """Return the scored tokens of the sequences that enter with a sweep, sorted by place. Several
-    may have the same place.
+    """Return the scored tokens of the sequences that enter with a sweep, sorted by place.
+
+    Several may have the same place.
     """
     entering = zip(micro_batch.rows[fed.decoding :], row_places(fed.groups), strict=True)
     first = fed.decoding

@@ -57,8 +57,7 @@ class Detokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_specials))
 
     def behind(self, before: Sequence[int], token_ids: Sequence[int], with_specials: bool = False) -> str:
-        """Return the text that tokens add behind others: the text of all, without that of the
-        others.
+        """Return the text that tokens add behind others: the text of all minus that of the others.
 
         A character that begins before and ends here belongs to this text.
 
@@ -82,16 +81,17 @@ class Detokenizer:
         return found[::-1]
 
     def has_text(self, token: int) -> bool:
-        """Return whether a token adds to a text. It must not be special, and it must be in the
-        tokenizer's table.
+        """Return whether a token adds to a text.
+
+        It must not be special, and it must be in the tokenizer's table.
         """
         return token not in self.specials and self._piece(token) is not None
 
     def bytes_at_end(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens at the end are single bytes (SentencePiece), including special
-        tokens between them.
+        """Return how many tokens at the end are single bytes, as SentencePiece has them.
 
-        Such bytes are decoded together: the next one may change the text of all of them.
+        Special tokens between them count too. Such bytes are decoded together: the next one may
+        change the text of all of them.
         """
         size = 0
         for i, token in enumerate(reversed(token_ids), start=1):
@@ -115,8 +115,9 @@ class Detokenizer:
     # Single tokens
 
     def token(self, token: int) -> str:
-        """Return a token's text behind a letter, with its space in front. For a special token
-        return its content.
+        """Return a token's text behind a letter, with its space in front.
+
+        For a special token return its content.
         """
         if token not in self._texts:
             self._texts[token] = self.specials.get(token) or self.behind(self._neighbour, [token])
@@ -220,8 +221,9 @@ class Places:
             self._shorten()
 
     def settle(self) -> None:
-        """Note that no text follows: incomplete characters in front of the newest tokens stay
-        incomplete.
+        """Note that no text follows.
+
+        Incomplete characters in front of the newest tokens stay incomplete.
         """
         for i, text in self._open:
             self._settle_one(i, text)

@@ -1,8 +1,8 @@
-"""Run blocks of sequences: fill the steps of the walk (engine/loop.py) with real transfers and
-compute.
+"""Run blocks of sequences.
 
-This module knows tiers and sequences. It knows only one thing of the model: a family computes a
-layer from named tensors.
+The executor fills the steps of the walk (engine/loop.py) with real transfers and compute. This
+module knows tiers and sequences. It knows only one thing of the model: a family computes a layer
+from named tensors.
 """
 
 from __future__ import annotations
@@ -166,8 +166,9 @@ class Executor:
         self._sweep = Sweep()
 
     def _layout(self, block: int, k: int) -> UnitLayout:
-        """Return the layout of a KV unit. If sequences may enter, it has room for the engine's
-        largest ones.
+        """Return the layout of a KV unit.
+
+        If sequences may enter, it has room for the engine's largest ones.
         """
         engine = self._engine
         if self._waiting is not None:
@@ -219,8 +220,7 @@ class Executor:
         return phases.pop() if len(phases) == 1 else "mixed"
 
     def _opened(self, layer: Layer, k: int) -> tuple[int, ...]:
-        """Return the micro-batches whose hidden states the layer opens together, of which `k` is
-        the first.
+        """Return the micro-batches whose hidden states the layer opens together. `k` is the first.
 
         Return () if the step of an earlier micro-batch has opened those of `k`.
         """
@@ -348,8 +348,7 @@ class Executor:
         return not any(batch.rows for batch in self._batches) and (self._wire is None or self._wire.is_over)
 
     def _begin_graphs(self, graphs: StepGraphs) -> None:
-        """Tell the graphs whether this sweep's steps launch the same kernels as those of the last
-        sweep.
+        """Tell the graphs what this sweep's steps launch.
 
         Two sweeps of a block launch the same if every sequence decodes one token, the micro-batches
         have as many sequences, and the same transformer blocks have common budgets.
@@ -478,7 +477,5 @@ class Executor:
 
 
 def _sizes(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
-    """Return (prompt tokens, new tokens of the budget, own prompt tokens) of each sequence, for
-    SlotTable.
-    """
+    """Return for each sequence (*Row.size, prompt tokens), as SlotTable needs it."""
     return [(*row.size, len(row.prompt.token_ids)) for row in rows]

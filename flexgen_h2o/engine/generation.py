@@ -1,7 +1,7 @@
-"""Sequences and micro-batches: what each feeds into the next sweep, what it has generated, and when
-it leaves.
+"""Sequences and micro-batches.
 
-This is the executor's view of a run. The module knows nothing of layers, tiers or weights.
+They know what is fed into the next sweep, what was generated, and when a sequence leaves. This is
+the executor's view of a run. The module knows nothing of layers, tiers or weights.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ class Row:
 def make_blocks(
     rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int, sharing: Sharing | None = None
 ) -> list[list[list[Row]]]:
-    """Return blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size`
-    sequences.
+    """Return blocks of micro-batches of sequences.
 
-    Sequences that ask for the most new tokens come first, because a block runs as many sweeps as
-    its longest answer has tokens. Then come those with the longest prompts. Equal ones keep their
-    input order. So the block that needs the most memory comes first, and every micro-batch but the
-    last is full.
+    A block has at most `num_gpu_batches` micro-batches, and each of them has at most
+    `gpu_batch_size` sequences. Sequences that ask for the most new tokens come first, because a
+    block runs as many sweeps as its longest answer has tokens. Then come those with the longest
+    prompts. Equal ones keep their input order. So the block that needs the most memory comes first,
+    and every micro-batch but the last is full.
 
     sharing: puts sequences that begin alike together if they fill micro-batches.
     """
@@ -139,18 +139,19 @@ def make_blocks(
 def group_rows(
     rows: Sequence[Row], sharing: Sharing | None, common: int = 0, opens: bool = False
 ) -> tuple[PromptGroup, ...]:  # fmt: skip
-    """Return the sequences of a micro-batch in groups that feed a shared prefix once
-    (prefixes.group_prompts).
+    """Return the sequences of a micro-batch in groups that feed a shared prefix once.
+
+    See prefixes.group_prompts.
     """
     return group_prompts([r.prompt.token_ids for r in rows], sharing, common, opens)
 
 
 @dataclass(frozen=True)
 class SweepInput:
-    """The tokens of a micro-batch in one sweep, packed one sequence after another. MicroBatch makes
-    it.
+    """The tokens of a micro-batch in one sweep, packed one sequence after another.
 
-    The executor has the tensors on the device. `parts` cuts a sweep into parts of the same type.
+    MicroBatch makes it. The executor has the tensors on the device. `parts` cuts a sweep into parts
+    of the same type.
     """
 
     # (tokens,) int64.
@@ -210,8 +211,9 @@ class SweepInput:
         return found
 
     def seen(self, window: int | None = None) -> int:
-        """Return the KV entries of all sequences, these tokens included. window: count at most so
-        many newest ones of each sequence.
+        """Return the number of KV entries of all sequences, these tokens included.
+
+        window: count at most so many newest entries of each sequence.
         """
         common = (self.common if i < self.decoding else 0 for i in range(len(self.counts)))
         held = [sum(of_row) for of_row in zip(self.past, self.counts, common, strict=True)]
@@ -371,8 +373,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions called during a run, and how the run treats failures. The functions may not keep
-    the tensors.
+    """Functions called during a run, and how the run treats failures.
+
+    The functions may not keep the tensors.
     """
 
     # Called at every step with (prompt indices, logits (sequences, vocab)).
@@ -398,10 +401,9 @@ class Callbacks:
 
 @contextmanager
 def sparing(row: Row, spares_rows: bool) -> Iterator[None]:
-    """Turn an exception about one sequence into its error if others continue
-    (`Callbacks.spares_rows`).
+    """Turn an exception about one sequence into its error if others continue.
 
-    A request to end the process passes through.
+    See `Callbacks.spares_rows`. A request to end the process passes through.
     """
     try:
         yield
@@ -493,8 +495,9 @@ class BlockStats:
         self.add_seconds(seconds)
 
     def add_seconds(self, seconds: float) -> None:
-        """Add to the seconds of the newest sweep. A mixed sweep's seconds are split between prefill
-        and decode by its tokens.
+        """Add to the seconds of the newest sweep.
+
+        A mixed sweep's seconds are split between prefill and decode by its tokens.
         """
         self.prefill_s += seconds * self._prompts
         self.decode_s += seconds * (1 - self._prompts)

@@ -112,9 +112,7 @@ class WeightUnits(Protocol):
     def decodes(self) -> bool: ...
 
     def nbytes(self, unit: int) -> int:
-        """Return the ring bytes of one load of a unit; 0 if all its rows are used where they are
-        stored.
-        """
+        """Return the ring bytes of one load of a unit; 0 if all its rows are used in place."""
 
     def load(self, unit: int, region: Region) -> list[Done]:
         """Start filling the region with the unit."""
@@ -152,9 +150,7 @@ class _Loads:
         return layer is None or chosen is None or not chosen.isdisjoint(layer.experts)
 
     def _chosen_for(self, number: int, layer: Layer) -> frozenset[int] | None:
-        """Return the experts of the layer's block that this load needs, or None if the router has
-        not chosen yet.
-        """
+        """Return the experts that this load needs, or None if the router has not chosen yet."""
         found = self.chosen.get(layer.block)
         return found[1] if found is not None and found[0] == number else None
 
@@ -184,8 +180,9 @@ class BaseWeightStream(ABC, Generic[Opened]):
 
     @abstractmethod
     def _open(self, unit: int, region: Region | None) -> Opened:
-        """Return what compute uses of a loaded unit. The unit's streamed bytes are in
-        the region.
+        """Return what compute uses of a loaded unit.
+
+        The unit's streamed bytes are in the region.
         """
 
     @abstractmethod
@@ -218,8 +215,9 @@ class BaseWeightStream(ABC, Generic[Opened]):
         return self.opened
 
     def decode(self, fence: Callable[[], Waitable]) -> Opened:
-        """Decode the unit that was just opened. Its region is free afterwards unless compute still
-        uses it.
+        """Decode the unit that was just opened.
+
+        Its region is free afterwards unless compute still uses it.
 
         fence: see `open`.
         """
@@ -252,12 +250,12 @@ class Runner(Protocol):
         """Return an event that is done when all compute issued so far is done."""
 
     def begin_step(self, step: Step) -> str | None:
-        """Return the phase of the step's sequences: prefill, decode or mixed. Return None if the
-        layer has nothing to do for the micro-batch.
+        """Return the phase of the step's sequences: prefill, decode or mixed.
 
-        That is so if the micro-batch has no sequences, if its tokens chose no expert of the group,
-        or if an earlier step has computed them (`joined`). Each micro-batch has its own attention
-        step, because KV units come one after another.
+        Return None if the layer has nothing to do for the micro-batch. That is so if the
+        micro-batch has no sequences, if its tokens chose no expert of the group, or if an earlier
+        step has computed them (`joined`). Each micro-batch has its own attention step, because KV
+        units come one after another.
         """
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
@@ -269,15 +267,17 @@ class Runner(Protocol):
     def compute(self, step: Step) -> None: ...
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        """Start storing what has changed in a KV unit. Return what the region's next writer waits
-        for.
+        """Start storing what has changed in a KV unit.
+
+        Return what the region's next writer waits for.
 
         fence: makes an event; called only if there is a next writer.
         """
 
     def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        """Start storing hidden states. Return what the region's next writer waits for. `fence` is
-        as in `close_cache`.
+        """Start storing hidden states.
+
+        Return what the region's next writer waits for. `fence` is as in `close_cache`.
         """
 
     def end_layer(self, step: Step) -> bool:

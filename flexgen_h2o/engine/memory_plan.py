@@ -1,5 +1,6 @@
-"""Bytes of every buffer of a run by tier. The engine allocates exactly this list, so what fits here
-runs.
+"""Bytes of every buffer of a run by tier.
+
+The engine allocates exactly this list, so what fits here runs.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, tier_shares
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The largest block of a run, from which the buffers are sized. `workload.shape_of` or
-    `shape_of_blocks` makes it.
+    """The largest block of a run, from which the buffers are sized.
+
+    `workload.shape_of` or `shape_of_blocks` makes it.
     """
 
     # Sequences of the largest micro-batch.
@@ -88,8 +90,7 @@ class BlockShape:
         return self.most_tokens if self.sharing else min(self.attending or self.most_tokens, self.most_tokens)
 
     def most_joined(self, kind: LayerKind) -> int:
-        """Return the most tokens of several micro-batches that a layer of this kind computes
-        together.
+        """Return the most tokens of micro-batches that a layer of this kind computes together.
 
         See loop.joined. Except for experts, the limit is the room that the step buffers have
         anyway. So decode steps are joined, and prompts seldom.
@@ -120,8 +121,9 @@ class BlockShape:
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
     def union(self, other: BlockShape) -> BlockShape:
-        """Return the smallest shape that covers both. They must be of one eviction policy and
-        model.
+        """Return the smallest shape that covers both.
+
+        They must be of one eviction policy and model.
         """
         names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores", "whole_head")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
@@ -209,8 +211,9 @@ class MemoryPlan:
 
 
 def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Return the bytes of all weights in the format of the checkpoint. Unquantised numbers have
-    `itemsize` bytes.
+    """Return the bytes of all weights in the format of the checkpoint.
+
+    Unquantised numbers have `itemsize` bytes.
     """
     if spec.quantization is None:
         return spec.num_weights * itemsize
@@ -269,15 +272,17 @@ def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:
 
 
 def kv_sizes_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVSizes:
-    """Return the sizes of KV entries. The default itemsize is bf16's, for eviction policies that
-    count bytes.
+    """Return the sizes of KV entries.
+
+    The default itemsize is bf16's, for eviction policies that count bytes.
     """
     return KVSizes(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize)
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
-    """Return whether attention runs on the host: if the device is host memory, or with
-    --cpu-cache-compute.
+    """Return whether attention runs on the host.
+
+    It does if the device is host memory, or with --cpu-cache-compute.
     """
     return device_is_host or policy.cpu_cache_compute
 
@@ -301,12 +306,11 @@ def makes_graphs(spec: ModelSpec, policy: Policy, launches_alike: bool) -> bool:
 def head_rows(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> int:
-    """Return the rows of the head's table that form a weight unit (ModelSpec.head_rows); 0: all of
-    them.
+    """Return the rows of the head's table that form a weight unit; 0: all of them.
 
-    The ring has room for the largest units, and the head often is one. In parts it takes no more
-    than other layers. But then the logits of all micro-batches of a block are held until the last
-    part. So the head is cut only if that takes fewer bytes in all.
+    See ModelSpec.head_rows. The ring has room for the largest units, and the head often is one. In
+    parts it takes no more than other layers. But then the logits of all micro-batches of a block
+    are held until the last part. So the head is cut only if that takes fewer bytes in all.
     """
     form = weight_format(spec, policy, itemsize)
     rows = 0 if shape.whole_head else even_head_rows(spec, policy, form, device_is_host)
@@ -323,8 +327,9 @@ def head_rows(
 def memory_plan(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> MemoryPlan:
-    """Return all buffers of a run. `itemsize`: bytes of the compute dtype, in which weights and KV
-    are held.
+    """Return all buffers of a run.
+
+    `itemsize`: bytes of the compute dtype, in which weights and KV are held.
     """
     spec = with_head_rows(spec, head_rows(spec, policy, shape, itemsize, device_is_host, depth))
     tokens, form = shape.most_tokens, weight_format(spec, policy, itemsize)

@@ -1,9 +1,8 @@
-"""The requests of a run: one table of their parameters, sequences and completions, and a scheduler
-of the sequences.
+"""The requests of a run, and a scheduler of their sequences.
 
-With continuous batching (`--refill`) a finished sequence gives its place in the running block to
-the next one. The new sequence prefills in the sweep in which the others decode, and shares their
-weight load.
+One table has the parameters, sequences and completions. With continuous batching (`--refill`) a
+finished sequence gives its place in the running block to the next one. The new sequence prefills in
+the sweep in which the others decode, and shares their weight load.
 """
 
 from __future__ import annotations
@@ -149,9 +148,7 @@ class RequestTable:
         return row
 
     def _scored_row(self, prompt: Prompt, params: SamplingParams, most: int) -> Row:
-        """Return a sequence that takes the tokens of params.score, in decode steps or behind its
-        prompt.
-        """
+        """Return a sequence that takes params.score, in decode steps or behind its prompt."""
         spec, score, top = self.model.spec, params.score or (), params.logprobs or 0
         in_prompt = params.score_mode == PREFILL
         if max(score) >= spec.vocab_size:
@@ -258,8 +255,9 @@ class RequestTable:
         return Completion(row.prompt.index, row.prompt.text, text, token_ids, reason, logprobs, of_prompt)
 
     def finish_rest(self) -> list[Completion]:
-        """Finish the sequences that were cut short, with the reason "length", and return their
-        completions.
+        """Finish the sequences that were cut short, and return their completions.
+
+        Their reason is "length".
         """
         rest = [row for row in self.rows if row.finish_reason is None]
         for row in rest:
@@ -294,8 +292,9 @@ class RequestTable:
 
 
 class Scheduler:
-    """Decides when sequences run: in blocks one after another, or in one block that all others join
-    in order.
+    """Decides when sequences run.
+
+    They run in blocks one after another, or in one block that all others join in order.
 
     more: returns further sequences once all have joined, or none at the end. If it is given,
         sequences join the running block.
@@ -317,19 +316,22 @@ class Scheduler:
         self.joined = 0
 
     def most_sweeps(self, loads: int) -> int | None:
-        """Return how often the weights are loaded; `loads` micro-batches share each load. Return
-        None if sequences may join, because the number is then unknown.
+        """Return how often the weights are loaded, or None if sequences may join.
+
+        The number is unknown if sequences may join.
+
+        loads: micro-batches that share each load.
         """
         if self.is_continuous:
             return None
         return sum(max(r.max_new for batch in block for r in batch) * -(-len(block) // loads) for block in self.blocks)
 
     def take(self, places: int, tokens: int) -> list[Row]:
-        """Return the sequences that join now: at most `places`, with at most `tokens` prompt tokens
-        in all.
+        """Return the sequences that join now.
 
-        A prompt that is too long for the rest of `tokens` waits, and shorter ones behind it may
-        pass. It is tried first the next time.
+        They are at most `places`, with at most `tokens` prompt tokens in all. A prompt that is too
+        long for the rest of `tokens` waits, and shorter ones behind it may pass. It is tried first
+        the next time.
         """
         taken: list[Row] = []
         waiting: list[Row] = []

@@ -1,5 +1,6 @@
-"""Weights and hidden states on their home tiers, brought to the device unit by unit in schedule
-order.
+"""Weights and hidden states on their home tiers, and how they are brought to the device.
+
+They are brought unit by unit in schedule order.
 
 Weights: resident rows are read once. Streamed rows are loaded into a ring ahead of the compute that
     needs them. They are those on disk, and those on the host if the device is not host memory. Both
@@ -167,25 +168,23 @@ class WeightStore:
                         held.rows = self._as_held(layout, held, None, blocks)
 
     def _blocks(self, unit: int) -> bool:
-        """Return whether resident rows of this unit are blocked. Those are rows that are multiplied
-        in place.
+        """Return whether resident rows of this unit are blocked.
+
+        Those are rows that are multiplied in place.
         """
         is_multiplied = any(layer.kind != "embedding" for layer in self.plan.layers if layer.unit == unit)
         return self._is_host and not self.decodes and is_multiplied
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointChangedError if a file that sweeps read from has changed since the
-        checkpoint was opened.
+        """Raise CheckpointChangedError if a file that sweeps read from has changed.
 
-        Resident rows were checked once after loading (Engine). Later changes of their files do not
-        reach them.
+        The file must be as it was when the checkpoint was opened. Resident rows were checked once
+        after loading (Engine). Later changes of their files do not reach them.
         """
         check_unchanged(self._read_in_sweeps)
 
     def nbytes(self, unit: int) -> int:
-        """Return the ring bytes of one load of a unit; 0 if all its rows are used where they are
-        stored.
-        """
+        """Return the ring bytes of one load of a unit; 0 if all its rows are used in place."""
         return self._sizes[unit]
 
     def load(self, unit: int, region: Region) -> list[Done]:
@@ -195,8 +194,9 @@ class WeightStore:
         return [self._load(piece, region) for held in streamed for piece in held.pieces]
 
     def open_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
-        """Return the tensors of a loaded unit by role, as row parts in order, without those to be
-        decoded.
+        """Return the tensors of a loaded unit by role, without those to be decoded.
+
+        The row parts of a tensor are in order.
         """
         found = {}
         for tensor in self.plan.units[unit].tensors:
@@ -209,8 +209,7 @@ class WeightStore:
         return found
 
     def decode_unit(self, unit: int, region: Region | None) -> tuple[dict[str, RowParts], bool]:
-        """Return the decoded tensors of a loaded unit by role, and whether the region is still in
-        use.
+        """Return the decoded tensors of a loaded unit by role, and whether its region is in use.
 
         The region may be used by these tensors or by those of `open_unit`. Each tensor is decoded
         whole, into memory that the next unit overwrites. Decoding happens at once, or is deferred
@@ -262,9 +261,7 @@ class WeightStore:
         return self._form.row_parts(layout, [rows.view(torch.uint8).view(-1)], self._workspace, blocks=False)
 
     def _pieces(self, held: _HeldPart, region: Region | None) -> list[torch.Tensor]:
-        """Return the bytes (uint8) of each piece, in the memory where the device
-        computes on them.
-        """
+        """Return the bytes (uint8) of each piece in the memory that the device computes on."""
         if held.streamed:
             assert region is not None
             return [self._view(piece, region) for piece in held.pieces]
@@ -294,8 +291,8 @@ class WeightStore:
         return self._mover.read("load_weight", dst, memory, source, after)
 
     def _is_direct(self, piece: _Piece) -> bool:
-        """Return whether compute can use the bytes of the file as they are, where the reader puts
-        them.
+        """Return whether compute can use the file's bytes as they are, where the reader
+        puts them.
         """
         if not self._is_host or piece.resident is not None:
             return False
@@ -305,9 +302,7 @@ class WeightStore:
         return getattr(torch, source.dtype) == dtype and source.offset % dtype.itemsize == 0
 
     def _converted(self, piece: _Piece) -> torch.dtype | None:
-        """Return the dtype in which the piece's numbers are held, or None if it is held
-        as stored.
-        """
+        """Return the dtype of the piece's numbers, or None if it is held as stored."""
         if piece.stored.in_float32:
             return torch.float32
         return self._workspace.dtype if piece.stored.is_values else None
@@ -393,8 +388,9 @@ class HiddenStore:
                     used[tier] += nbytes
 
     def begin_sweep(self, micro_batch: int, tokens: int) -> None:
-        """Set the tokens of the micro-batch from its next embedding on; 0 if it has no sequences
-        any more.
+        """Set the tokens of the micro-batch from its next embedding on.
+
+        tokens: 0 if it has no sequences any more.
         """
         known = self._known[micro_batch]
         # A micro-batch without tokens was not closed by the head.
@@ -409,9 +405,7 @@ class HiddenStore:
         self._closed[key[2]] = key[:2]
 
     def joined(self, most: int) -> dict[int, tuple[int, ...]]:
-        """Return the micro-batches that a layer may open together, by their first one
-        (loop.joined).
-        """
+        """Return the micro-batches that a layer may open together, by the first (loop.joined)."""
         return joined(self._now, 0 if self._streamed else most)
 
     # Source of a Stream[UnitKey]
@@ -445,8 +439,7 @@ class HiddenStore:
     # Compute side
 
     def open(self, key: UnitKey, region: Region | None, last: int | None = None) -> Hidden:
-        """Return the hidden states of one micro-batch, or of several that are opened together
-        (`joined`).
+        """Return the hidden states of one micro-batch, or of several `joined` ones.
 
         last: the last of several micro-batches; the key names the first.
         """
@@ -474,8 +467,9 @@ class HiddenStore:
         return [memory[offsets[0][part.tier] + start * row :] for offsets, row in fields]
 
     def close(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        """Store what the layer left, except for the head, which leaves nothing. Return what the
-        region's next writer waits for.
+        """Store what the layer left, except for the head, which leaves nothing.
+
+        Return what the region's next writer waits for.
 
         fence: makes an event that is done when the layer is done; not called without a region.
         """
@@ -501,9 +495,7 @@ class HiddenStore:
         return [round_up(self._now[k] * row, PAGE) for row in self._rows]
 
     def _parts(self, k: int, region: Region) -> list[tuple[torch.Tensor, torch.Tensor | FileRange]]:
-        """Return the region's bytes of each part of a micro-batch, and its home in memory or on
-        disk.
-        """
+        """Return for each part of a micro-batch its bytes in the region and its home."""
         found, parts = list[tuple[torch.Tensor, torch.Tensor | FileRange]](), split_rows(self._now[k], self._shares)
         for field, row, offsets in zip(self._open(k, region), self._rows, self._offsets, strict=True):
             for part in parts:

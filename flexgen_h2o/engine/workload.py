@@ -1,7 +1,7 @@
-"""The work that a run has to do, for the planner: sequences, lengths, and the KV entries that an
-eviction policy keeps.
+"""The work that a run has to do, for the planner.
 
-This module imports no torch: the planner plans with it before anything heavy is loaded.
+It consists of sequences, lengths, and the KV entries that an eviction policy keeps. This module
+imports no torch: the planner plans with it before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class WorkloadShape:
         return cls(rows, prompt_len, gen_len, slots, (prompt_len,) * num_blocks)
 
     def union(self, other: WorkloadShape) -> WorkloadShape:
-        """Return the smallest shape that covers both. They must be of one eviction policy and
-        model.
+        """Return the smallest shape that covers both.
+
+        They must be of one eviction policy and model.
         """
         return replace(
             self,
@@ -105,8 +106,10 @@ class WorkloadShape:
         return replace(self, slots=slots, kept=kept, prefix=0, common=common, sharing=self.prompt_len)
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
-        """Return the KV entries of a sequence with a prompt of `prompt_len` tokens
-        after a sweep.
+        """Return the number of KV entries of a sequence after a sweep.
+
+        prompt_len: tokens of its prompt.
+        sweep: 0 is prefill.
         """
         if self.windows and self.windows[block] is not None:
             return min(round(prompt_len) + sweep, self.slots[block])
@@ -118,10 +121,9 @@ class WorkloadShape:
         return min(round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block])
 
     def _columns_of_sequence(self, block: int, sweep: int, prompt_len: float) -> int:
-        """Return the KV entries of a sequence whose budget is a share of `prompt_len` + `gen_len`
-        tokens.
+        """Return the number of KV entries if the budget is a share of prompt and new tokens.
 
-        The budget of the longest sequence is scaled down.
+        The budget of the longest sequence is cut to one of `prompt_len` + `gen_len` tokens.
         """
         share = min(prompt_len + self.gen_len, self.sequence) / self.sequence
         kept, slots = self.kept[block], self.slots[block]
@@ -133,9 +135,7 @@ class WorkloadShape:
 
     @property
     def kinds(self) -> list[tuple[int, int, int | None]]:
-        """(slots, kept, window) of each transformer block; blocks with the same triple
-        are alike.
-        """
+        """(slots, kept, window) of each transformer block. Blocks with equal triples are alike."""
         return [*zip(self.slots, self.kept, self.windows or (None,) * len(self.slots), strict=True)]
 
     def block(self, sizes: Sequence[int]) -> Block:
@@ -144,8 +144,9 @@ class WorkloadShape:
         return tuple(Batch.even(rows, length, *before, opens=k == 0) for k, rows in enumerate(sizes))
 
     def slots_of(self, block: int, prompt_len: int) -> int:
-        """Return the slots per sequence of a micro-batch whose longest prompt has `prompt_len`
-        tokens.
+        """Return the slots of a sequence in a micro-batch.
+
+        prompt_len: tokens of its longest prompt.
         """
         return self.slots[block] if prompt_len == self.prompt_len else self.columns(block, self.gen_len - 1, prompt_len)
 
