@@ -1,6 +1,7 @@
-"""Attention of one micro-batch in one layer: those that decode, and behind them those that enter.
+"""Attention of one micro-batch in one layer.
 
-Sequences that decode feed their newest tokens. Sequences that enter feed their prompts.
+Sequences that decode come first and feed their newest tokens. Behind them are sequences that enter
+and feed their prompts.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class StopCriteria:
         """Return the text of an answer so far, up to the earliest stop string.
 
         Unless the answer is over, two parts at the end are left out: text with which a stop string
-            may begin, and bytes that the next byte may change.
+        may begin, and bytes that the next byte may change.
         """
         assert self._detokenizer is not None
         ids = token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids

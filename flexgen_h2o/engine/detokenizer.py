@@ -138,7 +138,10 @@ class Detokenizer:
         return text.encode()
 
     def name(self, token: int) -> str:
-        """Return the text of a token, or for a part of a character its bytes as OpenAI writes them: `bytes:\\xf0`."""
+        """Return the text of a token, or the bytes of a part of a character.
+
+        Bytes are written as OpenAI writes them: `bytes:\\xf0`.
+        """
         text, own = self.token(token), self.token_bytes(token)
         if own == text.encode("utf-8", "surrogatepass"):
             return text

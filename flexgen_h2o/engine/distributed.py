@@ -3,8 +3,8 @@
 This is FlexGen's dist_flex_opt. torchrun starts the processes.
 
 Layers are split evenly: the first rank has the embedding, the last one the head. Every rank reads
-    the same prompts and runs the same sweeps. The first rank reports. The ranks form a ring: hidden
-    states travel from rank to rank, and tokens from the last rank to all others.
+the same prompts and runs the same sweeps. The first rank reports. The ranks form a ring: hidden
+states travel from rank to rank, and tokens from the last rank to all others.
 
 A message is about one micro-batch: the tokens of its last sweep, how many of its sequences
 continue, and their hidden states. So every rank ends the same sequences before it continues. When
@@ -425,7 +425,7 @@ def leave(code: int) -> int:
     """End this process's part of the pipeline and return `code`.
 
     If a thread may wait for a neighbour that will not answer, the process ends here: gloo does not
-        let such a thread go.
+    let such a thread go.
     """
     if not dist.is_initialized() and not is_waiting():
         return code

@@ -79,7 +79,7 @@ class Executor:
         """Return whether all micro-batches are at the same layer at a time.
 
         In a pipeline they are not: there each micro-batch is computed alone, with all groups of
-            experts.
+        experts.
         """
         return self._engine.wire is None
 
@@ -350,8 +350,9 @@ class Executor:
     def _begin_graphs(self, graphs: StepGraphs) -> None:
         """Tell the graphs what this sweep's steps launch.
 
-        Two sweeps of a block launch the same if every sequence decodes one token, the micro-batches
-        have as many sequences, and the same transformer blocks have common budgets.
+        Two sweeps of a block launch the same under three conditions. Every sequence decodes one
+        token. The micro-batches have the same numbers of sequences. The same transformer blocks
+        share budgets.
         """
         live = [(k, self._tables[k], self._inputs[k]) for k, batch in enumerate(self._batches) if batch.rows]
         is_plain = self._decoding.watches.slots is None and all(f.phase == "decode" and f.steps == 1 for *_, f in live)

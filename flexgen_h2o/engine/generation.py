@@ -394,8 +394,8 @@ class Callbacks:
     goes_on: Callable[[Row], bool] | None = None
     # If something raises for a sequence, or its logits are not finite, only this sequence ends with
     # an error. Otherwise the run ends with the exception. If the first logits of a whole
-    # micro-batch of two or more are not finite, the run ends: the model is damaged. It does not
-    # work in a pipeline, because only the last rank sees logits.
+    # micro-batch of two or more are not finite, the run ends: the model is damaged. Sparing does
+    # not work in a pipeline, because only the last rank sees logits.
     spares_rows: bool = False
 
 
@@ -462,7 +462,9 @@ class BlockStats:
     # `held`, `full` and `units` are sums of those of `Sweep` over the decode sweeps, of which there
     # are `later`. Before the first decode sweep they are those of the prefill sweep.
     held: int = 0
+    # See `held`.
     full: int = 0
+    # See `held`.
     units: int = 0
     # Prompt tokens that were computed.
     fed_tokens: int = 0

@@ -23,7 +23,8 @@ from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
 
 ATTENTION_KINDS = ("attention", "block")
-JOINED_KINDS: tuple[LayerKind, ...] = ("attention", "block", "mlp", "experts")  # several micro-batches as one
+# Layers that compute several micro-batches as one.
+JOINED_KINDS: tuple[LayerKind, ...] = ("attention", "block", "mlp", "experts")
 # (sweep, index, micro-batch). The index is a transformer block for KV, a layer for hidden states.
 UnitKey = tuple[int, int, int]
 WeightKey = tuple[int, int]  # (how often the schedule has named the unit so far, the unit)

@@ -225,7 +225,7 @@ def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, 
     """Return the bytes that each tier sets aside for a micro-batch of at most `tokens` tokens.
 
     Each tier has room for one row more than its share: with fewer tokens, rounding may give it one
-        row more.
+    row more.
 
     row_bytes: bytes of one token.
     """

@@ -29,7 +29,7 @@ class Penalties:
         self._ends = ends
         self._most = most
         self._processors: list[Processor] | None = None
-        self._ids: torch.Tensor | None = None  # (1, tokens), where the logits are
+        self._ids: torch.Tensor | None = None  # (1, tokens), on the logits' device
 
     def __call__(self, before: Sequence[int], own: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return the changed logits, (1, vocab) fp32.

@@ -1,7 +1,7 @@
 """The report of a run: the run report as JSON, FlexGen's summary and log lines.
 
 This module imports no torch: commands check the files that they will write before anything heavy is
-    loaded.
+loaded.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def prediction_line(report: RunReport) -> str:
     said, profile = report.predicted, report.extra.get("profile")
     if said["prefill_s"] is None or said["decode_s"] is None:
         return f"predicted: nothing, the profile {profile} does not know this dtype"
-    if profile == "nominal":  # round figures of some machine: several times off
+    if profile == "nominal":  # these are round figures of some machine, and several times off
         return f"predicted: nothing, {NOT_MEASURED}"
     phases = (("prefill", said["prefill_s"], report.prefill), ("decode", said["decode_s"], report.decode))
     figures = ", ".join(f"{name} {s:.3f} s (measured {phase.seconds:.3f} s)" for name, s, phase in phases)

@@ -85,7 +85,7 @@ class Engine:
             stack.callback(self.weights.close)
             # The stack unwinds in reverse: threads end before the files that they use.
             stack.callback(self.lanes.close)
-            interrupts.check()  # a signal may have got lost in an import
+            interrupts.check()  # a signal may have been lost during an import
             self.weights.load_resident(self._arenas("weights"))
             checkpoint.check_unchanged()
             overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8, device="cpu"))

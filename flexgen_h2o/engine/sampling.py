@@ -107,7 +107,7 @@ class NotFiniteError(FlexgenError):
         super().__init__(f"logits of row {row} {where} are not finite: {why}")
 
     def __reduce__(self) -> tuple[type[NotFiniteError], tuple[int, str, tuple[int, ...]]]:
-        """Pickle for an actor's driver.
+        """Return how to pickle the error, for an actor's driver.
 
         The default of exceptions would call __init__ with the message alone.
         """

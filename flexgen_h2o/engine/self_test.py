@@ -68,9 +68,12 @@ def requests_of_test(ids: Sequence[int]) -> tuple[list[Prompt], list[SamplingPar
 
 
 def likeliest_divergence(whole: TokenLogprobs, logits: torch.Tensor) -> float:
-    """Return KL(whole || packed) in nats over the likeliest tokens of `whole` and, as one event, all others.
+    """Return KL(whole || packed) in nats over the likeliest tokens of `whole` and, as one event,
+    all others.
 
-    It is at most the divergence over all tokens. logits: (vocab,) of the packed sequence, any float dtype.
+    It is at most the divergence over all tokens.
+
+    logits: (vocab,) of the packed sequence, any float dtype.
     """
     packed = logits.double().log_softmax(dim=-1).cpu()
     ids = torch.tensor([token for token, _ in whole.top], device="cpu")

@@ -8,8 +8,8 @@ Weights: resident rows are read once. Streamed rows are loaded into a ring ahead
     decoded, matrices are decoded into one buffer when their unit is opened.
 
 Hidden states: a unit is a micro-batch, (tokens, width). If their home is the device, they stay in
-    place, next to those of the block's other micro-batches. Otherwise they are brought into a ring
-    for each layer and stored after it.
+place, next to those of the block's other micro-batches. Otherwise they are brought into a ring for
+each layer and stored after it.
 
 Nothing here knows a format or a model.
 """

@@ -101,7 +101,7 @@ def requantised_bytes(outer: int, inner: int) -> int:
 def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
     """Return the bytes of step buffers by name for `rows` inputs.
 
-    Matrices have at most (outer, inner) numbers. At most INT8_TILE sums exist.
+    The matrices have at most `outer` rows and `inner` columns. At most INT8_TILE sums exist.
     """
     sizes = {
         "int8 inputs": rows * inner,
@@ -188,13 +188,13 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     if spec.windows:  # the mask of some queries within a window
         seen = min(max(shape.sharing, shape.tokens), MASK_ROWS + max(w or 0 for w in spec.windows))
         prefill += MASK_ROWS * seen * itemsize
-    if policy.attn_sparsity < 1:  # probabilities of some rows; their values, or keys and values as they are unpacked
+    if policy.attn_sparsity < 1:  # probabilities of some rows; values, or unpacked keys and values
         row = shape.most_slots * spec.head_dim
         numbers = min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row))
         probabilities = numbers // spec.head_dim * (spec.num_heads // spec.num_kv_heads)
         unpacking = UNPACK_KV_BYTES + 2 * itemsize if policy.compress_cache else 0
         decode += probabilities * LARGEST_BYTES + numbers * (itemsize + unpacking)
-    # Probabilities, sorted and summed in float64 with their indices.
+    # Probabilities are sorted and summed in float64, with their indices.
     logits = shape.logits * spec.vocab_size if spec.head else 0
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, shape.most_tokens)

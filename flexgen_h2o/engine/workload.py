@@ -57,15 +57,17 @@ class WorkloadShape:
     common: int = 0
     # As in ModelSpec.
     windows: tuple[int | None, ...] = ()
-    # As in Needs of the eviction policy, also `launches_alike`.
+    # As in Needs of the eviction policy.
     in_one_launch: bool = True
+    # As in Needs of the eviction policy.
     launches_alike: bool = True
     # The most tokens of a sequence in a decode sweep.
     per_sweep: int = 1
     # As in BlockShape, also if only some sequences begin alike.
     sharing: int = 0
-    # As in BlockShape, also `whole_head`.
+    # As in BlockShape.
     scores: bool = False
+    # As in BlockShape.
     whole_head: bool = False
 
     @classmethod
@@ -185,7 +187,7 @@ class Batch:
 
     @classmethod
     def joined(cls, batches: Sequence[Batch]) -> Batch:
-        """Return several micro-batches as the one as which they are computed (loop.joined)."""
+        """Return the one micro-batch as which several are computed (loop.joined)."""
         longest = max(b.longest for b in batches)
         rows, tokens, pairs, saved = (sum(getattr(b, n) for b in batches) for n in ("rows", "tokens", "pairs", "saved"))
         return cls(rows, tokens, longest, pairs, saved)
