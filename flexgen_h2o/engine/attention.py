@@ -88,26 +88,26 @@ class JoinedAttention:
     def __init__(self, run: tuple[int, ...], hidden: Hidden, begin: Begin) -> None:
         self.run, self.hidden, self._begin = run, hidden, begin
         # Indices of tokens: the first one of the part that has begun, and the next one to attend.
-        self._first = self._done = 0
+        self._first_token = self._next_token = 0
 
     def attend(self, parts: Sequence[SweepInput], attend: Attend) -> None:
         """Run the attention of the next micro-batch."""
         for part in parts:
-            if self._done == self._first:
-                end = self._done + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
-                self._out, self._attention = self._begin(some_rows(self.hidden.x, slice(self._first, end)))
+            if self._next_token == self._first_token:
+                end = self._next_token + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
+                self._out, self._attention = self._begin(some_rows(self.hidden.x, slice(self._first_token, end)))
                 self._queries = next(self._attention)
-            start = self._done - self._first
+            start = self._next_token - self._first_token
             here, (q, k, v, sinks) = slice(start, start + len(part.ids)), self._queries
             attend(
                 part,
                 some_rows(self._out, here),
                 Queries(some_rows(q, here), some_rows(k, here), some_rows(v, here), sinks),
             )
-            self._done += len(part.ids)
+            self._next_token += len(part.ids)
             if here.stop == len(self._out):
                 end_attention(self._attention, self._out)
-                self._first = self._done
+                self._first_token = self._next_token
 
 
 class UnitAttention:
@@ -123,7 +123,7 @@ class UnitAttention:
     ) -> None:  # fmt: skip
         self._spec, self._eviction, self._kv_heads, self._common = spec, eviction, spec.num_kv_heads, common
         self._sparsity = policy.attn_sparsity
-        self._whole = policy.cache_window if policy.compress_cache else 0
+        self._num_whole_entries = policy.cache_window if policy.compress_cache else 0
         self._hadamard = policy.compress_cache and policy.cache_rotation
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
@@ -196,7 +196,7 @@ class UnitAttention:
                 if (budgets, window) not in made:
                     own, needs = budgets.select(slice(0, fed.decoding)), self._policy(b).needs
                     positions = past if window is None else past + fed.common
-                    made[budgets, window] = StepNumbers(own, needs, positions, self._whole)
+                    made[budgets, window] = StepNumbers(own, needs, positions, self._num_whole_entries)
             copied_together(list(made.values()))
             self._numbers[table] = fed, made
         return made[key]

@@ -79,23 +79,23 @@ class Conversation:
         self._more, self._sampler, self._ends = more, Sampler(params), ends
         self._max_tokens, self._audience, self.max_tokens_per_sweep = params.max_tokens, audience, max_tokens_per_sweep
         self.room = self.left = room
-        self._coming: deque[int] = deque()
+        self._pending_tokens: deque[int] = deque()
         self._answer = Row(self.prompt, self._max_tokens)
         self._is_over = False
         self._make_penalties = penalties
         self._penalties: Penalties | None = None
-        self._said = [*first]  # all tokens up to now, if there are penalties
+        self._all_tokens = [*first]  # all tokens up to now, if there are penalties
         self._before: list[int] = []  # the tokens in front of the answer
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
         self.left = self.room - steps[0] - 1
-        if self._coming:
-            token = self._coming.popleft()
+        if self._pending_tokens:
+            token = self._pending_tokens.popleft()
             self._remember(token)
             self._audience.given(token, logits[0])
             return [token]
         if not self._answer.token_ids and self._make_penalties is not None:
-            self._before = [*self._said]
+            self._before = [*self._all_tokens]
             self._penalties = self._make_penalties()
         if self._penalties is not None:
             logits = self._penalties(self._before, self._answer.token_ids, logits)
@@ -110,7 +110,7 @@ class Conversation:
 
     def _remember(self, token: int) -> None:
         if self._make_penalties is not None:
-            self._said.append(token)
+            self._all_tokens.append(token)
 
     def most_new(self, row: int) -> int:
         return self.room
@@ -121,7 +121,7 @@ class Conversation:
         return "length" if len(row.token_ids) >= row.max_new else None
 
     def known_tokens(self, row: Row) -> Sequence[int]:
-        return list(islice(self._coming, self.max_tokens_per_sweep))
+        return list(islice(self._pending_tokens, self.max_tokens_per_sweep))
 
     def _next_turn(self, last: int) -> None:
         turn = next(self._more, None)
@@ -129,7 +129,7 @@ class Conversation:
         self._answer = Row(self.prompt, self._max_tokens)
         if turn is not None:
             is_said = self._ends.is_eos(last) and list(turn[:1]) == [last]
-            self._coming.extend(turn[1:] if is_said else turn)
+            self._pending_tokens.extend(turn[1:] if is_said else turn)
 
 
 def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:

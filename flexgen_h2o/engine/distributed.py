@@ -131,7 +131,10 @@ class Wire:
 
     def __init__(self, pipeline: Pipeline, device: Device, memory: torch.Tensor) -> None:
         self._pipeline, self._device = pipeline, device
-        self._before, self._next = (pipeline.rank - 1) % pipeline.ranks, (pipeline.rank + 1) % pipeline.ranks
+        self._previous_rank, self._next_rank = (
+            (pipeline.rank - 1) % pipeline.ranks,
+            (pipeline.rank + 1) % pipeline.ranks,
+        )
         # These are about hidden states. Every rank sends and receives tokens.
         receives, sends = not pipeline.is_first, not pipeline.is_last
         count = (receives + sends) * WIRE_BUFFERS
@@ -152,14 +155,17 @@ class Wire:
         self._outgoing = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.bytes_sent = 0
-        self._rows: tuple[int, ...] = ()
-        self._over: list[bool] = []
+        self._num_sequences: tuple[int, ...] = ()
+        self._has_ended: list[bool] = []
         # Both by micro-batch: messages not asked for yet, and the newest ones in use.
         self._early: dict[int, Message] = {}
         self._received: dict[int, Message] = {}
         self._threads = [
             threading.Thread(target=self._guarded, args=(work, other), name=f"{_NAME} {name}", daemon=True)
-            for work, other, name in ((self._receive_blocks, self._before, "in"), (self._send_all, self._next, "out"))
+            for work, other, name in (
+                (self._receive_blocks, self._previous_rank, "in"),
+                (self._send_all, self._next_rank, "out"),
+            )
         ]
         for thread in self._threads:
             interrupts.start(thread)
@@ -171,14 +177,14 @@ class Wire:
 
         rows: sequences of each micro-batch.
         """
-        self._rows, self._over = tuple(rows), [False] * len(rows)
+        self._num_sequences, self._has_ended = tuple(rows), [False] * len(rows)
         self._early, self._received = {}, {}
-        self._blocks.put(self._rows)
+        self._blocks.put(self._num_sequences)
 
     @property
     def is_over(self) -> bool:
         """Whether every rank before this one knows that all sequences of the block have ended."""
-        return all(self._over)
+        return all(self._has_ended)
 
     def recv_tokens(self, sweep: int, micro_batch: int) -> tuple[int, ...]:
         """Wait for the tokens that a micro-batch's sequences got in the last sweep.
@@ -188,14 +194,14 @@ class Wire:
 
         Raise TransferError if a neighbour is lost.
         """
-        if self._over[micro_batch] or (self._pipeline.is_first and sweep == 0):
+        if self._has_ended[micro_batch] or (self._pipeline.is_first and sweep == 0):
             return ()  # nothing is sent
         # The end of a micro-batch is announced before the others of its group have been computed.
         while micro_batch not in self._early:
             message: Message = self._get(self._arrived)
             self._early[message.micro_batch] = message
         found = self._received[micro_batch] = self._early.pop(micro_batch)
-        self._over[micro_batch] = not found.left
+        self._has_ended[micro_batch] = not found.left
         return () if self._pipeline.is_last else found.tokens
 
     def check(self, micro_batch: int, left: int) -> None:
@@ -211,7 +217,7 @@ class Wire:
             return
         if message.left != left:
             raise FlexgenError(
-                f"--pipeline: rank {self._before} goes on with {message.left} sequences, and this rank with {left}"
+                f"--pipeline: rank {self._previous_rank} goes on with {message.left} sequences, and this rank with {left}"
                 "; give every rank the same model"
             )
         if not left:
@@ -240,7 +246,7 @@ class Wire:
 
     def _send(self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         """Queue a message. Wait while too many messages are on their way."""
-        header = torch.zeros(_FIELDS + max(self._rows), dtype=torch.int64, device="cpu")
+        header = torch.zeros(_FIELDS + max(self._num_sequences), dtype=torch.int64, device="cpu")
         nbytes = 0 if hidden is None else hidden.nbytes
         header[: _FIELDS + len(tokens)] = torch.tensor([micro_batch, left, nbytes, len(tokens), *tokens], device="cpu")
         self.bytes_sent += nbytes + header.nbytes
@@ -299,7 +305,7 @@ class Wire:
     def _receive_one(self, rows: int) -> Message:
         """Receive one message. rows: sequences of the largest micro-batch."""
         header = torch.zeros(_FIELDS + rows, dtype=torch.int64, device="cpu")
-        dist.recv(header, self._before)
+        dist.recv(header, self._previous_rank)
         micro_batch, left, nbytes, count = header[:_FIELDS].tolist()
         tokens = tuple(header[_FIELDS : _FIELDS + count].tolist())
         if not nbytes:
@@ -308,19 +314,19 @@ class Wire:
         read.wait()
         hidden = self._buffers[number][:nbytes]
         with self._device.beside_compute():
-            dist.recv(hidden, self._before)
+            dist.recv(hidden, self._previous_rank)
             self._device.fence().wait()
         return Message(micro_batch, left, tokens, hidden, number)
 
     def _send_all(self) -> None:
         while (message := self._outgoing.get()) is not None:
             header, hidden, ready, buffer = message
-            dist.send(header, self._next)
+            dist.send(header, self._next_rank)
             if hidden is None:
                 continue
             ready.wait()
             with self._device.beside_compute():
-                dist.send(hidden, self._next)
+                dist.send(hidden, self._next_rank)
                 self._device.fence().wait()
             self._to_send.put(buffer)
 

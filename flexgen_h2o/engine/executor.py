@@ -68,9 +68,9 @@ class Executor:
         self._max_sweeps = max_sweeps
         self._waits = self._in_step and waits_for_router(engine.spec, engine.policy)
         self._weights = self._weight_stream()
-        self._where = engine.device.torch_device
+        self._torch_device = engine.device.torch_device
         copies = engine.common_prefix(common) if common else None
-        self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._where, copies)
+        self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._torch_device, copies)
         self.graphs = graphs_of(engine, eviction)
         self._blocks = 0
 
@@ -205,10 +205,10 @@ class Executor:
                 self._after_sweep(k, [], [])  # when others get sequences too
             return None
         if step.layer == 0:
-            fed = self._inputs[k]
-            self._sweep.fed += len(fed.ids)
-            self._sweep.prompts += fed.prompt_tokens
-            self._stats.fed_tokens += fed.prompt_tokens
+            sweep_input = self._inputs[k]
+            self._sweep.fed += len(sweep_input.ids)
+            self._sweep.prompts += sweep_input.prompt_tokens
+            self._stats.fed_tokens += sweep_input.prompt_tokens
         layer = self._layers[step.layer]
         together = (k,) if layer.kind in ATTENTION_KINDS else self._opened(layer, k)
         if not together:  # an earlier micro-batch's step has computed it
@@ -257,8 +257,8 @@ class Executor:
         if layer.kind == "receive" and self._wire is not None:
             self._wire.recv_hidden(k, hidden.x)
         if layer.kind == "embedding":
-            fed = self._inputs[k]
-            family.embed(spec, w, fed.ids, fed.positions, hidden.x, ws)
+            sweep_input = self._inputs[k]
+            family.embed(spec, w, sweep_input.ids, sweep_input.positions, hidden.x, ws)
         if layer.kind in ATTENTION_KINDS:
             attended = self._attend(layer, k, w)
             if attended is None:
@@ -302,14 +302,14 @@ class Executor:
         self._unsorted.update(run)
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
+        cache, sweep_input, (_, block, k) = self._cache, self._inputs[key[2]], key
         window = self._engine.spec.window(block)
         if cache.new:
-            self._sweep.read += cache.read + fed.steps * (fed.common if window is None else 0)
+            self._sweep.read += cache.read + sweep_input.steps * (sweep_input.common if window is None else 0)
         self._show_slots(k, cache)
         self._sweep.held += cache.held
-        self._sweep.full += fed.seen(window)
-        self._sweep.units += len(fed.counts)
+        self._sweep.full += sweep_input.seen(window)
+        self._sweep.units += len(sweep_input.counts)
         return self._engine.cache.close(key, region, cache.most, cache.slots_to_store, fence)
 
     def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
@@ -356,8 +356,14 @@ class Executor:
         """
         live = [(k, self._tables[k], self._inputs[k]) for k, batch in enumerate(self._batches) if batch.rows]
         is_plain = self._decoding.watches.slots is None and all(f.phase == "decode" and f.steps == 1 for *_, f in live)
-        rows = (self._blocks, *((k, len(fed.ids), table.shared) for k, table, fed in live)) if is_plain else None
-        graphs.begin_sweep(rows, lambda: [t for _, table, fed in live for t in self._attention.inputs(table, fed)])
+        rows = (
+            (self._blocks, *((k, len(sweep_input.ids), table.shared) for k, table, sweep_input in live))
+            if is_plain
+            else None
+        )
+        graphs.begin_sweep(
+            rows, lambda: [t for _, table, sweep_input in live for t in self._attention.inputs(table, sweep_input)]
+        )
 
     # Sequences
 
@@ -396,9 +402,9 @@ class Executor:
             # A slots callback sees every step, and the ranks of a pipeline exchange one step's
             # tokens.
             one_step = self._decoding.watches.slots is not None or self._wire is not None
-            fed = batch.sweep_input(None if one_step else self._decoding.known_tokens).to(self._where)
-            self._inputs[k], self._parts[k] = fed, fed.parts(self._engine.plan.shape.most_attending)
-            tokens = len(fed.ids)
+            sweep_input = batch.sweep_input(None if one_step else self._decoding.known_tokens).to(self._torch_device)
+            self._inputs[k], self._parts[k] = sweep_input, sweep_input.parts(self._engine.plan.shape.most_attending)
+            tokens = len(sweep_input.ids)
         self._engine.hidden.begin_sweep(k, tokens)
         self._engine.cache.begin_sweep(k)
 
@@ -408,7 +414,7 @@ class Executor:
         If the head is cut into parts, each part computes some columns of the logits. They are held
         until the last part has run.
         """
-        batch, fed, spec, ws = self._batches[k], self._inputs[k], self._engine.spec, self._workspace
+        batch, sweep_input, spec, ws = self._batches[k], self._inputs[k], self._engine.spec, self._workspace
         # Rows of logits that belong to earlier micro-batches.
         first = k * self._engine.plan.shape.rows if spec.head_rows else 0
 
@@ -419,19 +425,21 @@ class Executor:
             return logits
 
         if layer.rows.stop < spec.vocab_size:
-            logits_at(fed.last())
+            logits_at(sweep_input.last())
             return
-        scored = scored_tokens(batch, fed)
+        scored = scored_tokens(batch, sweep_input)
         score_prompts(
             scored,
             lambda places: logits_at(upload(torch.tensor(places, device="cpu"), x.device)),
             self._decoding.watches.spares_rows,
         )
-        for step in range(fed.steps):
+        for step in range(sweep_input.steps):
             if step:
                 finished, _ = self._append_tokens(k, self._chosen.pop(k).take())
                 assert not finished  # a sequence takes all the tokens that were fed ahead
-            self._chosen[k] = self._decoding.sample(batch, logits_at(fed.last(step)), self._engine.device.read_back)
+            self._chosen[k] = self._decoding.sample(
+                batch, logits_at(sweep_input.last(step)), self._engine.device.read_back
+            )
         if self._wire is not None or self._chosen[k].ready.is_done:
             self._settle(k)
 

@@ -259,12 +259,12 @@ class MicroBatch:
         self, rows: Sequence[Row], sharing: Sharing | None = None, common: int = 0, opens: bool = False
     ) -> None:  # fmt: skip
         self.rows, self._common = list(rows), common
-        self._new = group_rows(rows, sharing, common, opens)
+        self._new_groups = group_rows(rows, sharing, common, opens)
 
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens of the next sweep."""
-        return sum(group.tokens for group in self._new)
+        return sum(group.tokens for group in self._new_groups)
 
     def sweep_input(self, known_tokens: KnownTokens | None = None) -> SweepInput:
         """Return the newest token of each sequence that has one, then the prompts of new sequences.
@@ -274,7 +274,7 @@ class MicroBatch:
         """
         decoding = sum(bool(r.token_ids) for r in self.rows)
         before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
-        ids, positions = pack_prompts(prompts, self._new)
+        ids, positions = pack_prompts(prompts, self._new_groups)
         known = [[r.token_ids[-1], *(known_tokens(r) if known_tokens and not prompts else ())] for r in before]
         fits = (
             min(len(k), r.max_tokens_per_sweep, r.max_new - len(r.token_ids))
@@ -286,11 +286,13 @@ class MicroBatch:
             positions=torch.tensor(
                 [r.length - 1 + step for step in range(steps) for r in before] + positions, device="cpu"
             ),
-            ends=torch.tensor([*range(decoding), *(decoding + end - 1 for end in row_ends(self._new))], device="cpu"),
+            ends=torch.tensor(
+                [*range(decoding), *(decoding + end - 1 for end in row_ends(self._new_groups))], device="cpu"
+            ),
             counts=(steps,) * decoding + tuple(map(len, prompts)),
             past=(*(r.length - 1 - self._common for r in before), *(0 for _ in prompts)),
             decoding=decoding,
-            groups=self._new,
+            groups=self._new_groups,
             steps=steps,
             common=self._common,
         )
@@ -302,7 +304,7 @@ class MicroBatch:
 
         finish: returns the finish reason of a sequence, or None if it continues.
         """
-        self._new = ()
+        self._new_groups = ()
         for row, token in zip(self.rows, tokens, strict=True):
             row.token_ids.append(token)
             row.finish_reason = finish(row)
@@ -315,7 +317,7 @@ class MicroBatch:
     def admit(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
         """Add sequences behind the others. Their prompts are fed in the next sweep."""
         self.rows += rows
-        self._new = group_rows(rows, sharing, self._common)
+        self._new_groups = group_rows(rows, sharing, self._common)
 
 
 class Listener(Protocol):
@@ -469,7 +471,7 @@ class BlockStats:
     # Prompt tokens that were computed.
     fed_tokens: int = 0
     times: BlockTimes = field(default_factory=BlockTimes)
-    _prompts: float = 0.0  # share of prompt tokens in the newest sweep
+    _prompt_share: float = 0.0  # share of prompt tokens in the newest sweep
 
     @property
     def later(self) -> int:
@@ -489,7 +491,7 @@ class BlockStats:
         self.full += sweep.full
         self.units += sweep.units
         self.sweeps += 1
-        self._prompts = sweep.prompts / sweep.fed
+        self._prompt_share = sweep.prompts / sweep.fed
         if self.keeps_lists:
             self.times.sweeps.append(0.0)
             self.times.held.append(sweep.held)
@@ -501,7 +503,7 @@ class BlockStats:
 
         A mixed sweep's seconds are split between prefill and decode by its tokens.
         """
-        self.prefill_s += seconds * self._prompts
-        self.decode_s += seconds * (1 - self._prompts)
+        self.prefill_s += seconds * self._prompt_share
+        self.decode_s += seconds * (1 - self._prompt_share)
         if self.keeps_lists:
             self.times.sweeps[-1] += seconds

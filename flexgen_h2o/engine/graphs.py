@@ -37,7 +37,7 @@ class StepGraphs:
         self._device = device
         self._rows: Hashable = None
         # Sweeps of these sequences, and how many of them run without graphs at first.
-        self._sweeps, self._plain = 0, PLAIN_SWEEPS
+        self._num_sweeps, self._num_plain_sweeps = 0, PLAIN_SWEEPS
         self._is_used = False  # whether this sweep uses graphs
         self._graphs: dict[StepKey, Callable[[], None]] = {}
         self._pool: object = None
@@ -58,8 +58,8 @@ class StepGraphs:
             return
         if rows != self._rows:
             self._begin(rows)
-        self._sweeps += 1
-        if self._sweeps <= self._plain:
+        self._num_sweeps += 1
+        if self._num_sweeps <= self._num_plain_sweeps:
             return
         self._is_used, new = True, list(inputs())
         if not self._inputs:
@@ -69,10 +69,12 @@ class StepGraphs:
                 ours.copy_(theirs)
 
     def _begin(self, rows: Hashable) -> None:
-        used = self._sweeps - self._plain
+        used = self._num_sweeps - self._num_plain_sweeps
         if used > 0:
-            self._plain = PLAIN_SWEEPS if used >= WORTH_MAKING else min(2 * self._plain, MOST_PLAIN_SWEEPS)
-        self._rows, self._sweeps = rows, 0
+            self._num_plain_sweeps = (
+                PLAIN_SWEEPS if used >= WORTH_MAKING else min(2 * self._num_plain_sweeps, MOST_PLAIN_SWEEPS)
+            )
+        self._rows, self._num_sweeps = rows, 0
         self._graphs, self._held, self._inputs = {}, [], []
 
     def run(self, key: StepKey, issue: Callable[[], None], held: object) -> None:

@@ -101,7 +101,7 @@ class RequestTable:
         self._spares_rows = False
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
         eos, tokenizer = model.spec.eos_token_ids, model.tokenizer
-        self._criteria = lru_cache(STOPS_KEPT)(
+        self._make_criteria = lru_cache(STOPS_KEPT)(
             lambda stop, ignore, stop_ids: StopCriteria(stop, () if ignore else eos, tokenizer, stop_ids)
         )
         self.sizes: Counter[tuple[int, int]] = Counter()
@@ -119,7 +119,7 @@ class RequestTable:
         if len(params) != len(prompts):
             raise UsageError(f"params: {len(params)} for {len(prompts)} prompts; give one for each")
         for one in params:
-            self._criteria(one.stop, one.ignore_eos, one.stop_token_ids)
+            self._make_criteria(one.stop, one.ignore_eos, one.stop_token_ids)
         self._params |= {p.index: one for p, one in zip(prompts, params, strict=True)}
         rows = [self._row(prompt) for prompt in prompts]
         self.sizes.update(row.size for row in rows)
@@ -217,7 +217,7 @@ class RequestTable:
 
     def _criteria_of(self, row: Row) -> StopCriteria:
         params = self._params[row.prompt.index]
-        return self._criteria(params.stop, params.ignore_eos, params.stop_token_ids)
+        return self._make_criteria(params.stop, params.ignore_eos, params.stop_token_ids)
 
     def finish(self, rows: Sequence[Row]) -> list[Completion]:
         """Count finished sequences, forget their parameters, and return their completions."""
@@ -335,7 +335,7 @@ class Scheduler:
         """
         taken: list[Row] = []
         waiting: list[Row] = []
-        while len(taken) < places and tokens > 0 and (self._queue or (not waiting and self._read_on())):
+        while len(taken) < places and tokens > 0 and (self._queue or (not waiting and self._read_more())):
             row = self._queue.popleft()
             length = len(row.prompt.token_ids) - self.common
             if length <= tokens:
@@ -347,7 +347,7 @@ class Scheduler:
         self.joined += len(taken)
         return taken
 
-    def _read_on(self) -> bool:
+    def _read_more(self) -> bool:
         if self._more is not None:
             self._queue.extend(self._more())
         return bool(self._queue)

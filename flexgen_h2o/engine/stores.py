@@ -359,7 +359,7 @@ class HiddenStore:
         self._mover, self._fields, self._shares = mover, tuple(fields), shares
         self._last_layer = num_layers - 1
         self._memory, self._file = memory, file
-        self._rows = [width * dtype.itemsize for width, dtype in fields]
+        self._row_bytes = [width * dtype.itemsize for width, dtype in fields]
         self._streamed = hidden_is_streamed(shares, mover.device.is_host)
 
     def begin_block(self, most: list[int], is_open: bool = False) -> None:
@@ -368,9 +368,9 @@ class HiddenStore:
         most: for each micro-batch, the tokens of its largest sweep.
         is_open: sequences may enter micro-batches that have none.
         """
-        # _known: for each micro-batch the newest sweep whose tokens are settled.
-        self._is_open, self._known = is_open, [-1] * len(most)
-        self._now = [0] * len(most)
+        # _known_sweeps: for each micro-batch the newest sweep whose tokens are settled.
+        self._is_open, self._known_sweeps = is_open, [-1] * len(most)
+        self._num_tokens = [0] * len(most)
         self._closed: list[tuple[int, int] | None] = [None] * len(most)
         self._stores: list[list[Waitable]] = [[] for _ in most]
         # For each micro-batch: tokens of earlier ones in this sweep, in fields that are in place.
@@ -380,7 +380,7 @@ class HiddenStore:
         # Byte offsets into the arenas: [field][micro-batch][tier].
         self._offsets: list[list[dict[str, int]]] = []
         used = dict.fromkeys(("device", "host", "disk"), 0)
-        for row in self._rows:
+        for row in self._row_bytes:
             self._offsets.append([])
             for tokens in most:
                 self._offsets[-1].append(dict(used))
@@ -392,12 +392,12 @@ class HiddenStore:
 
         tokens: 0 if it has no sequences any more.
         """
-        known = self._known[micro_batch]
+        known = self._known_sweeps[micro_batch]
         # A micro-batch without tokens was not closed by the head.
-        if self._is_open and known >= 0 and not self._now[micro_batch]:
+        if self._is_open and known >= 0 and not self._num_tokens[micro_batch]:
             self._closed[micro_batch] = known, self._last_layer
-        self._known[micro_batch] = known + 1
-        self._now[micro_batch] = tokens
+        self._known_sweeps[micro_batch] = known + 1
+        self._num_tokens[micro_batch] = tokens
         self._opened.clear()
 
     def skip(self, key: UnitKey) -> None:
@@ -406,7 +406,7 @@ class HiddenStore:
 
     def joined(self, most: int) -> dict[int, tuple[int, ...]]:
         """Return the micro-batches that a layer may open together, by the first (loop.joined)."""
-        return joined(self._now, 0 if self._streamed else most)
+        return joined(self._num_tokens, 0 if self._streamed else most)
 
     # Source of a Stream[UnitKey]
 
@@ -415,14 +415,14 @@ class HiddenStore:
 
     def is_needed(self, key: UnitKey) -> bool:
         closed, k = self._closed[key[2]], key[2]
-        if not self._now[k]:
-            return self._is_open and key[0] > self._known[k]  # not known yet: sequences may enter
+        if not self._num_tokens[k]:
+            return self._is_open and key[0] > self._known_sweeps[k]  # not known yet: sequences may enter
         return closed is None or key[:2] > closed
 
     def is_ready(self, key: UnitKey) -> bool:
         sweep, layer, k = key
         before = (sweep, layer - 1) if layer else ((sweep - 1, self._last_layer) if sweep else None)
-        return self._closed[k] == before and sweep <= self._known[k]
+        return self._closed[k] == before and sweep <= self._known_sweeps[k]
 
     def load(self, key: UnitKey, region: Region) -> list[Done]:
         _, layer, k = key
@@ -450,8 +450,8 @@ class HiddenStore:
         if region is not None:
             wait_all_on_card(region.after)
         elif layer == 0:  # the states of the last sweep are not needed any more
-            self._starts[k] = sum(self._now[:k])
-        tokens, fields = sum(self._now[k : run[1] + 1]), zip(self._open(k, region), self._fields, strict=True)
+            self._starts[k] = sum(self._num_tokens[:k])
+        tokens, fields = sum(self._num_tokens[k : run[1] + 1]), zip(self._open(k, region), self._fields, strict=True)
         found: list[Any] = [x[: tokens * n * kind.itemsize].view(kind).view(tokens, n) for x, (n, kind) in fields]
         self._opened[run] = Hidden(*found)
         return self._opened[run]
@@ -461,9 +461,9 @@ class HiddenStore:
         if region is not None:
             sizes = self._region_sizes(k)
             return list(region.data[: sum(sizes)].split(sizes))
-        (part,) = split_rows(self._now[k], self._shares)
+        (part,) = split_rows(self._num_tokens[k], self._shares)
         start, memory = self._starts[k], self._memory[part.tier]
-        fields = zip(self._offsets, self._rows, strict=True)
+        fields = zip(self._offsets, self._row_bytes, strict=True)
         return [memory[offsets[0][part.tier] + start * row :] for offsets, row in fields]
 
     def close(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
@@ -492,12 +492,15 @@ class HiddenStore:
 
     def _region_sizes(self, k: int) -> list[int]:
         """Return the bytes of each field in a ring's region."""
-        return [round_up(self._now[k] * row, PAGE) for row in self._rows]
+        return [round_up(self._num_tokens[k] * row, PAGE) for row in self._row_bytes]
 
     def _parts(self, k: int, region: Region) -> list[tuple[torch.Tensor, torch.Tensor | FileRange]]:
         """Return for each part of a micro-batch its bytes in the region and its home."""
-        found, parts = list[tuple[torch.Tensor, torch.Tensor | FileRange]](), split_rows(self._now[k], self._shares)
-        for field, row, offsets in zip(self._open(k, region), self._rows, self._offsets, strict=True):
+        found, parts = (
+            list[tuple[torch.Tensor, torch.Tensor | FileRange]](),
+            split_rows(self._num_tokens[k], self._shares),
+        )
+        for field, row, offsets in zip(self._open(k, region), self._row_bytes, self._offsets, strict=True):
             for part in parts:
                 data, start = field[part.start * row : part.end * row], offsets[k][part.tier]
                 if part.tier != "disk":
