@@ -77,7 +77,8 @@ def meet(others: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=wait, name=f"{_NAME} meeting", daemon=True)
     interrupts.start(thread)
-    interrupts.wait_for(met)  # a signal in the middle of a join would leave the thread marked as ended
+    # A signal in the middle of a join would leave the thread marked as ended.
+    interrupts.wait_for(met)
     thread.join()
     if failures:
         raise failures[0]
@@ -217,8 +218,8 @@ class Wire:
             return
         if message.left != left:
             raise FlexgenError(
-                f"--pipeline: rank {self._previous_rank} goes on with {message.left} sequences, and this rank with {left}"
-                "; give every rank the same model"
+                f"--pipeline: rank {self._previous_rank} goes on with {message.left} sequences, and this "
+                f"rank with {left}; give every rank the same model"
             )
         if not left:
             del self._received[micro_batch]

@@ -19,10 +19,12 @@ from flexgen_h2o.models.load import Model
 MOST_TOKENS = 256  # tokens of the text that are used
 LEAST_TOKENS = 128
 STEPS = 64  # tokens that the packed sequence takes in decode steps, all in one pass
-MOST_KL = 0.1  # nats per token; SmolLM2-135M has .004 with 4 bits, .009 with 4/3, .021 with 3 and .22 with 2
+# Nats per token. SmolLM2-135M has .004 with 4 bits, .009 with 4/3, .021 with 3 and .22 with 2.
+MOST_KL = 0.1
 PACKED = 1  # the index of the packed sequence
 PASSES = 3  # the most passes over the weights
-BLOCK_STEP_S = 0.001  # seconds of a decode step of one sequence in a transformer block, besides reading weights
+# Seconds of a decode step of one sequence in a transformer block, without reading weights.
+BLOCK_STEP_S = 0.001
 JOB_OVER_TEST = 50  # jobs that take less than so many times the test's time run without it
 
 TEXT = """\

@@ -416,7 +416,7 @@ class HiddenStore:
     def is_needed(self, key: UnitKey) -> bool:
         closed, k = self._closed[key[2]], key[2]
         if not self._num_tokens[k]:
-            return self._is_open and key[0] > self._known_sweeps[k]  # not known yet: sequences may enter
+            return self._is_open and key[0] > self._known_sweeps[k]  # not known yet
         return closed is None or key[:2] > closed
 
     def is_ready(self, key: UnitKey) -> bool:

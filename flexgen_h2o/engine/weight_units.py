@@ -61,7 +61,8 @@ def layers_of(spec: ModelSpec, policy: Policy, head_rows: int | None = None) -> 
     return layer_plan(spec, layer_steps(spec, policy))
 
 
-@lru_cache(maxsize=64)  # a mixture of experts has thousands of units, and a search asks for them often
+# A mixture of experts has thousands of units, and a search asks for them often.
+@lru_cache(maxsize=64)
 def layer_plan(spec: ModelSpec, steps: tuple[bool, int]) -> LayerPlan:
     return spec.layers(*steps)
 
