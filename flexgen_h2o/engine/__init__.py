@@ -1,1 +1,1 @@
-"""Runs a policy: resources, weights, hidden states, requests, the executor and what it reports."""
+"""The engine, which runs a policy: resources, weights, requests, executor and report."""

@@ -1,4 +1,8 @@
-"""Attention of one micro-batch in one layer: rows that decode, and behind them rows that enter with their prompts."""
+"""Attention of one micro-batch in one layer.
+
+Sequences that decode come first and feed their newest tokens. Behind them are sequences that enter
+and feed their prompts.
+"""
 
 from __future__ import annotations
 
@@ -24,81 +28,93 @@ from flexgen_h2o.models import Attention, Hidden, Queries, end_attention
 
 @dataclass(frozen=True)
 class CacheStep:
-    """A KV unit while its layer is computed: first the rows that decode, behind them those that enter with prompts.
+    """A KV unit while its layer is computed. UnitAttention.open makes it.
 
-    store_whole: as the store opened the unit. decoding, entering: None without such rows. new: the new columns of the
-    decode steps so far, the first of them known before attention.
+    The sequences that decode come first, and behind them those that enter with prompts.
     """
 
+    # As CacheStore.open returned it: whether the whole unit is stored afterwards.
     store_whole: bool
+    # The sequences that decode; None if there are none.
     decoding: KVRows | None
+    # The sequences that enter with prompts; None if there are none.
     entering: KVRows | None
+    # The new KV entries of the decode steps so far. Those of the first step are known before
+    # attention; `attend` appends the others.
     new: list[NewColumns]
 
     @property
     def held(self) -> int:
-        """Slots in use of all rows, once the layer is computed."""
+        """Slots in use of all sequences, once the layer is computed."""
         decoded = self.new[-1].numbers.held if self.new else 0
         return decoded + (0 if self.entering is None else int(self.entering.budgets.kept.sum()))
 
     @property
     def most(self) -> int:
-        """Slots in use of the fullest row, once the layer is computed."""
+        """Slots in use of the fullest sequence, once the layer is computed."""
         decoded = self.new[-1].numbers.most if self.new else 0
         return max(decoded, 0 if self.entering is None else int(self.entering.budgets.kept.max()))
 
     @property
     def read(self) -> int:
-        """Columns that attention of the decoding rows reads, in all steps."""
+        """KV entries that attention of the decoding sequences reads, in all steps."""
         return sum(new.numbers.held for new in self.new)
 
     @property
     def slots_to_store(self) -> Sequence[torch.Tensor] | None:
-        """The only slots that have changed; None where more has."""
+        """The only slots that have changed; None if more than these have changed."""
         return self.new[0].slots if len(self.new) == 1 and not self.store_whole else None
 
 
-NumbersOfSweep = dict[tuple[RowBudgets, int | None], StepNumbers]  # by budgets and window of a transformer block
+# By the budgets and the window of a transformer block.
+NumbersOfSweep = dict[tuple[RowBudgets, int | None], StepNumbers]
 Begin = Callable[[torch.Tensor], tuple[torch.Tensor, Attention]]
 Attend = Callable[[SweepInput, torch.Tensor, Queries], None]
 
 
 class JoinedAttention:
-    """An attention layer of neighbouring micro-batches, whose queries and outputs are computed for all of them at once;
-    or of one micro-batch in parts of its rows, each computed by itself (BlockShape.attending).
+    """An attention layer of neighbouring micro-batches, or of one micro-batch in parts.
 
-    run: the micro-batches; hidden: of them all. They attend one after the other, each to its own KV unit. begin: of
-    hidden states (tokens, hidden), memory for what they attend to, (tokens, heads x d), and the layer's attention.
+    Queries and outputs of several micro-batches are computed for all of them at once. Parts of one
+    micro-batch are each computed alone (BlockShape.attending). Micro-batches attend one after
+    another, each to its own KV unit.
+
+    run: the micro-batches.
+    hidden: the hidden states of them all.
+    begin: takes hidden states (tokens, hidden). Returns memory for the results of attention,
+        (tokens, heads x d), and the attention of the layer.
     """
 
     def __init__(self, run: tuple[int, ...], hidden: Hidden, begin: Begin) -> None:
         self.run, self.hidden, self._begin = run, hidden, begin
-        self._first = self._done = 0  # of the tokens: where what has begun starts, and the next one to attend
+        # Indices of tokens: the first one of the part that has begun, and the next one to attend.
+        self._first_token = self._next_token = 0
 
     def attend(self, parts: Sequence[SweepInput], attend: Attend) -> None:
-        """The next micro-batch."""
+        """Run the attention of the next micro-batch."""
         for part in parts:
-            if self._done == self._first:
-                end = self._done + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
-                self._out, self._attention = self._begin(some_rows(self.hidden.x, slice(self._first, end)))
+            if self._next_token == self._first_token:
+                end = self._next_token + len(part.ids) if len(parts) > 1 else len(self.hidden.x)
+                self._out, self._attention = self._begin(some_rows(self.hidden.x, slice(self._first_token, end)))
                 self._queries = next(self._attention)
-            start = self._done - self._first
+            start = self._next_token - self._first_token
             here, (q, k, v, sinks) = slice(start, start + len(part.ids)), self._queries
             attend(
                 part,
                 some_rows(self._out, here),
                 Queries(some_rows(q, here), some_rows(k, here), some_rows(v, here), sinks),
             )
-            self._done += len(part.ids)
+            self._next_token += len(part.ids)
             if here.stop == len(self._out):
                 end_attention(self._attention, self._out)
-                self._first = self._done
+                self._first_token = self._next_token
 
 
 class UnitAttention:
-    """Attention of a run: over the slots of rows, and over prompts.
+    """Attention of a run: over the slots of sequences, and over prompts.
 
-    common: of what all rows begin with, where the full cache holds it in one copy.
+    common: by transformer block, the KV entries that all sequences begin with, if the full cache
+        holds them in one copy.
     """
 
     def __init__(
@@ -107,7 +123,7 @@ class UnitAttention:
     ) -> None:  # fmt: skip
         self._spec, self._eviction, self._kv_heads, self._common = spec, eviction, spec.num_kv_heads, common
         self._sparsity = policy.attn_sparsity
-        self._whole = policy.cache_window if policy.compress_cache else 0
+        self._num_whole_entries = policy.cache_window if policy.compress_cache else 0
         self._hadamard = policy.compress_cache and policy.cache_rotation
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
@@ -118,7 +134,10 @@ class UnitAttention:
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
 
     def inputs(self, table: SlotTable, fed: SweepInput) -> list[torch.Tensor]:
-        """What a card is told of a decode step of these rows, which all blocks read."""
+        """Return the tensors that tell a GPU about a decode step of these sequences.
+
+        All blocks read them.
+        """
         self._step_numbers(0, table, fed)
         states = [numbers.state(self._device) for numbers in self._numbers[table][1].values()]
         return states if self._rotation is None else [*states, fed.positions]
@@ -126,8 +145,11 @@ class UnitAttention:
     def open(
         self, block: int, table: SlotTable, fed: SweepInput, views: Sequence[PartView], store_whole: bool
     ) -> CacheStep:
-        """The unit of transformer block `block`, whose rows are fed `fed`. table: their budgets. views, store_whole: of
-        `CacheStore.open`."""
+        """Return the KV unit of transformer block `block`, whose sequences are fed `fed`.
+
+        table: the budgets of the sequences.
+        views, store_whole: returned by `CacheStore.open`.
+        """
         first, decoding, entering, budgets = fed.decoding, None, None, table.at(block)
         window, policy = self._spec.window(block), self._policy(block)
         common = self._common[block] if self._common is not None else None
@@ -149,7 +171,7 @@ class UnitAttention:
             )
             new.append(decoding.new_columns(self._step_numbers(block, table, fed)))
         if behind:
-            assert store_whole  # a prompt is more than a column
+            assert store_whole  # a prompt changes more than one slot
             of_rows = budgets.select(slice(first, None))
             entering = KVRows(
                 policy, block, self._kv_heads, of_rows, behind, common, window=window, hadamard=self._hadamard
@@ -161,8 +183,11 @@ class UnitAttention:
         return self._eviction if window is None else Window(window)
 
     def _step_numbers(self, block: int, table: SlotTable, fed: SweepInput) -> StepNumbers:
-        """Of the first decode step: worked out at a sweep's first block for all blocks, once for those that share
-        budgets, and copied to a card together."""
+        """Return the numbers of the first decode step.
+
+        They are computed for all blocks at the first block of a sweep, once for blocks with equal
+        budgets. They are copied to a GPU together.
+        """
         key, (known, made) = (table.at(block), self._spec.window(block)), self._numbers.get(table, (None, {}))
         if known is not fed or key not in made:
             past, made = torch.tensor(fed.past[: fed.decoding], device="cpu"), {}
@@ -171,14 +196,17 @@ class UnitAttention:
                 if (budgets, window) not in made:
                     own, needs = budgets.select(slice(0, fed.decoding)), self._policy(b).needs
                     positions = past if window is None else past + fed.common
-                    made[budgets, window] = StepNumbers(own, needs, positions, self._whole)
+                    made[budgets, window] = StepNumbers(own, needs, positions, self._num_whole_entries)
             copied_together(list(made.values()))
             self._numbers[table] = fed, made
         return made[key]
 
     def attend(self, cache: CacheStep, fed: SweepInput, out: torch.Tensor, queries: Queries) -> None:
-        """Of a micro-batch or a part of one. queries, with keys and values, packed: changed in place. out: (tokens,
-        heads x d)."""
+        """Run the attention of a micro-batch or a part of one.
+
+        out: (tokens, heads x d), filled here.
+        queries: queries, keys and values in packed order. They are changed in place.
+        """
         *qkv, sinks = queries
         first = fed.decoding * fed.steps
         rows, entering = (
@@ -196,8 +224,12 @@ class UnitAttention:
             self._attend_prompts(fed, entering, out[first:], behind)
 
     def _attend_prompts(self, fed: SweepInput, rows: KVRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]) -> None:
-        """Keys are stored rotated by the positions of their tokens; with rolling positions, as they come. The columns
-        of a window are the newest, and as far from each other at either."""
+        """Run the attention of prompts.
+
+        Keys are stored rotated by the positions of their tokens; with rolling positions they are
+        stored unrotated. KV entries of a window are the newest ones, so their distances are the
+        same in both cases.
+        """
         (q, k, v), rotation = qkv, self._rotation
         stored = k if is_rolling(rows.policy) else None
         if rotation is not None:
@@ -208,7 +240,11 @@ class UnitAttention:
     def _attend_slots(
         self, positions: torch.Tensor, rows: KVRows, new: NewColumns, out: torch.Tensor, qkv: Sequence[torch.Tensor]
     ) -> None:
-        """One decode step. With rolling positions a query stands at the rank of its own column, the newest."""
+        """Run the attention of one decode step.
+
+        With rolling positions, the position of a query is the rank of its own KV entry, the newest
+        one.
+        """
         (q, k, v), rotation = qkv, self._rotation
         rolling = rotation if is_rolling(rows.policy) else None
         if rolling is not None:

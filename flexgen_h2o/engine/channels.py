@@ -1,4 +1,6 @@
-"""Channels of an answer, as gpt-oss writes them ("harmony"): thinking apart from what is meant for the user.
+"""Channels of an answer as gpt-oss writes them ("harmony").
+
+Reasoning is in another channel than what is meant for the user.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 """
@@ -15,22 +17,23 @@ from flexgen_h2o.engine.detokenizer import Tokenizer, detokenizer_of
 from flexgen_h2o.engine.prompts import Completion
 
 FINAL = "final"
-ROLE = "assistant"  # whose messages an answer has
+ROLE = "assistant"  # the role whose messages an answer consists of
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Ids of the special tokens between which messages are. ends: of those that end a message."""
+    """Ids of the special tokens that delimit messages. `marks_of` makes it."""
 
     start: int
     channel: int
     message: int
+    # The ids of the tokens that end a message.
     ends: frozenset[int]
 
 
 @lru_cache(maxsize=8)
 def marks_of(tokenizer: Tokenizer | None) -> Marks | None:
-    """Return the marks of a tokenizer whose models write channels; None for others."""
+    """Return the marks of a tokenizer whose models write channels; None for other tokenizers."""
     if tokenizer is None:
         return None
     ids = {content: token for token, content in detokenizer_of(tokenizer).specials.items()}
@@ -42,23 +45,26 @@ def marks_of(tokenizer: Tokenizer | None) -> Marks | None:
 
 
 class Channels:
-    """Sorts the tokens of an answer into messages. messages: (is it final?, its tokens), in their order.
+    """Sorts the tokens of an answer into messages.
 
-    A header names the channel of its message. Text in a header that no message followed is a final message, if the
-    header was not begun in the answer: a model may leave out the marks.
+    A header names the channel of its message. A model may leave out the marks. So text in a header
+    that no message follows counts as a final message. When the answer is over, it does so only if
+    no mark began the header.
+
+    messages: (is it final?, its tokens) of each message, in order.
     """
 
     def __init__(self, tokenizer: Tokenizer, marks: Marks, prompt: Sequence[int]) -> None:
         self.messages: list[tuple[bool, list[int]]] = []
         self._header: list[int] | None  # the newest header; None within a message
-        self._name: list[int] | None  # of its channel
-        self._is_explicit: bool  # was it begun by a mark?
-        self._is_final: bool
+        self._name: list[int] | None  # tokens of the channel's name; None in front of it
+        self._is_explicit: bool  # whether a mark began the header
+        self._is_final: bool  # whether the newest message is meant for the user
         self._detokenizer = detokenizer_of(tokenizer)
         self._marks = marks
         self._begin_header(False)
         last = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] == marks.start), None)
-        if last is None:  # a text that goes on: a final message, until a mark comes
+        if last is None:  # the answer continues a text: it is a final message until a mark comes
             self._header = None
         else:  # the prompt ends in the header of the answer, or within its first message
             for token in prompt[last:]:
@@ -71,7 +77,7 @@ class Channels:
             self._is_explicit = False
 
     def add(self, token: int) -> None:
-        """Take the next token."""
+        """Add the next token of the answer."""
         marks = self._marks
         if token in marks.ends:
             self._end_message()
@@ -96,7 +102,7 @@ class Channels:
         return token in self._marks.ends
 
     def end(self) -> None:
-        """No token follows."""
+        """Note that no token follows."""
         if not self._is_explicit:
             self._end_message()
 
@@ -118,9 +124,13 @@ class Channels:
 
 
 class ChatText:
-    """The text of a chat answer as it comes: its content, and its reasoning apart if the model writes channels.
+    """The text of a chat answer as it comes: content and reasoning.
 
-    has_reasoning: does it? prompt: the tokens that the answer follows on.
+    They are kept apart if the model writes channels. Otherwise everything is content.
+
+    prompt: the tokens in front of the answer.
+
+    `has_reasoning` says whether the model writes channels.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> None:
@@ -131,11 +141,14 @@ class ChatText:
         self._channels = None if marks is None or tokenizer is None else Channels(tokenizer, marks, prompt)
         self.has_reasoning = self._channels is not None
         self._plain = AnswerText(tokenizer, params.stop, prompt, params.stop_token_ids)
-        self._taken = 0  # tokens of the answer that are sorted
-        self._texts: list[AnswerText] = []  # of each message
+        self._taken = 0  # tokens of the answer that are sorted into messages
+        self._texts: list[AnswerText] = []  # one for each message
 
     def more(self, token_ids: Sequence[int], is_over: bool) -> tuple[str, str]:
-        """Return what content and reasoning have more, now that the answer has these tokens (`AnswerText.more`)."""
+        """Return the new content and the new reasoning of an answer that has these tokens.
+
+        See `AnswerText.more`.
+        """
         if self._channels is None:
             return self._plain.more(token_ids, is_over), ""
         for token in token_ids[self._taken :]:
@@ -162,7 +175,10 @@ class ChatText:
 def with_content(
     done: Completion, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]
 ) -> Completion:
-    """Return an answer of a chat with its content as its text: without its reasoning, if the model writes channels."""
+    """Return a chat answer with its content as its text.
+
+    Reasoning is left out if the model writes channels.
+    """
     if marks_of(tokenizer) is None or done.error is not None:
         return done
     content, _ = ChatText(tokenizer, params, prompt).more(done.token_ids, True)
@@ -170,7 +186,10 @@ def with_content(
 
 
 class TerminalText:
-    """The text of an answer as a terminal shows it: its reasoning, if it has channels, in front of its content."""
+    """The text of an answer as a terminal shows it.
+
+    Reasoning, if the model writes channels, is in front of the content.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._text = ChatText(tokenizer, params, prompt)
@@ -178,7 +197,7 @@ class TerminalText:
         self._has_content = False
 
     def more(self, token_ids: Sequence[int], is_over: bool) -> str:
-        """Return what may be shown now that the answer has these tokens."""
+        """Return the new text to show, now that the answer has these tokens."""
         content, reasoning = self._text.more(token_ids, is_over)
         found = reasoning
         if reasoning and not self._has_reasoning:

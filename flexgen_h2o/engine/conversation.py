@@ -1,8 +1,11 @@
-"""A row that lives through a whole conversation, its KV cache kept: turns come one after the other and are answered.
+"""A sequence that lives through a whole conversation and keeps its KV cache.
 
-The first turn is the row's prompt. Every later token, of a turn or an answer, is a decode step: its column joins the
-cache and, where the row is full, takes the slot of the eviction policy's victim. The tokens of a turn are known
-beforehand, so one sweep over the weights takes many of them.
+Turns come one after another and are answered.
+
+The first turn is the sequence's prompt. Every later token, of a turn or an answer, is a decode
+step. Its KV entry joins the cache. If the sequence's slots are full, it takes the slot of the
+eviction policy's victim. The tokens of a turn are known beforehand, so one sweep over the weights
+takes many of them.
 """
 
 from __future__ import annotations
@@ -27,33 +30,44 @@ class Audience(Protocol):
     """Callbacks of a conversation."""
 
     def given(self, token: int, logits: torch.Tensor) -> None:
-        """A token of the newest turn is taken. logits: (vocab,), of the step before it; not to be kept."""
+        """Called when a token of the newest turn is taken.
+
+        logits: (vocab,), those of the step before the token. They may not be kept.
+        """
 
     def said(self, token: int, reason: str | None) -> None:
-        """The answer has another token. reason: why it ends there, "stop" or "length"; None: it goes on."""
+        """Called when the answer has another token.
+
+        reason: why the answer ends there, "stop" or "length"; None if it continues.
+        """
 
 
 class Ends(Protocol):
-    """When an answer is over."""
+    """Decides when an answer is over."""
 
     def __call__(self, row: Row, /) -> str | None:
-        """Why the answer that this row holds is, with its newest token; None where it goes on."""
+        """Return why the answer ends with its newest token; None if it continues."""
 
     def is_eos(self, token: int) -> bool:
-        """Is it a token that ends an answer?"""
+        """Return whether the token ends an answer."""
 
 
 class Conversation:
-    """A token source (engine.decoding.TokenSource) of one row through all turns.
+    """A token source (engine.decoding.TokenSource) of one sequence through all turns.
 
-    left: how many more tokens there is room for.
+    The end-of-sequence token that ends an answer stays in the sequence, as everything that was said
+    does. A turn that begins with the same token, as chat templates write it, does not repeat it.
 
-    first, more: the turns as token ids, one of them at least; the next is asked for when an answer is over and there
-    is room, and may be waited for. params: of each answer; ends: when it is over. room: the most tokens that may follow
-    on the first turn; where they are used up, the conversation ends. max_tokens_per_sweep: the most tokens of a turn in
-    one sweep.
-    The end-of-sequence token that ends an answer stays, as all that is said; a turn that begins with the same token,
-    as chat templates write it, does not repeat it. penalties: makes those of an answer, which see all that was said.
+    first, more: the turns as token ids, at least one. The next turn is asked for when an answer is
+        over and there is room. `more` may block until it comes.
+    params: the parameters of each answer.
+    ends: decides when an answer is over.
+    room: the most tokens that may follow the first turn. Once they are used up, the conversation
+        ends.
+    max_tokens_per_sweep: the most tokens of a turn in one sweep.
+    penalties: makes the penalties of an answer. They see everything that was said.
+
+    `left` is the number of tokens for which there is still room.
     """
 
     def __init__(
@@ -65,23 +79,23 @@ class Conversation:
         self._more, self._sampler, self._ends = more, Sampler(params), ends
         self._max_tokens, self._audience, self.max_tokens_per_sweep = params.max_tokens, audience, max_tokens_per_sweep
         self.room = self.left = room
-        self._coming: deque[int] = deque()
+        self._pending_tokens: deque[int] = deque()
         self._answer = Row(self.prompt, self._max_tokens)
         self._is_over = False
         self._make_penalties = penalties
         self._penalties: Penalties | None = None
-        self._said = [*first]  # all tokens up to now, if there are penalties
-        self._before: list[int] = []  # those that the answer follows on
+        self._all_tokens = [*first]  # all tokens up to now, if there are penalties
+        self._before: list[int] = []  # the tokens in front of the answer
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
         self.left = self.room - steps[0] - 1
-        if self._coming:
-            token = self._coming.popleft()
+        if self._pending_tokens:
+            token = self._pending_tokens.popleft()
             self._remember(token)
             self._audience.given(token, logits[0])
             return [token]
         if not self._answer.token_ids and self._make_penalties is not None:
-            self._before = [*self._said]
+            self._before = [*self._all_tokens]
             self._penalties = self._make_penalties()
         if self._penalties is not None:
             logits = self._penalties(self._before, self._answer.token_ids, logits)
@@ -96,7 +110,7 @@ class Conversation:
 
     def _remember(self, token: int) -> None:
         if self._make_penalties is not None:
-            self._said.append(token)
+            self._all_tokens.append(token)
 
     def most_new(self, row: int) -> int:
         return self.room
@@ -107,7 +121,7 @@ class Conversation:
         return "length" if len(row.token_ids) >= row.max_new else None
 
     def known_tokens(self, row: Row) -> Sequence[int]:
-        return list(islice(self._coming, self.max_tokens_per_sweep))
+        return list(islice(self._pending_tokens, self.max_tokens_per_sweep))
 
     def _next_turn(self, last: int) -> None:
         turn = next(self._more, None)
@@ -115,18 +129,21 @@ class Conversation:
         self._answer = Row(self.prompt, self._max_tokens)
         if turn is not None:
             is_said = self._ends.is_eos(last) and list(turn[:1]) == [last]
-            self._coming.extend(turn[1:] if is_said else turn)
+            self._pending_tokens.extend(turn[1:] if is_said else turn)
 
 
 def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """The most tokens that follow on the first turn where every answer has at most `max_tokens`."""
+    """Return the most tokens after the first turn if every answer has at most `max_tokens`."""
     return sum(map(len, turns[1:])) + max_tokens * len(turns)
 
 
 class AnswerText:
-    """The text of an answer as it comes: whole characters, and nothing of a stop string. `shown`: up to now.
+    """The text of an answer as it comes: whole characters, and no part of a stop string.
 
-    before: the tokens that it follows on. ends: tokens that end it, which are no text.
+    before: the tokens in front of the answer.
+    ends: tokens that end the answer and are not part of its text.
+
+    `shown` is the text up to now.
     """
 
     def __init__(
@@ -138,8 +155,11 @@ class AnswerText:
         self.shown = ""
 
     def more(self, token_ids: Sequence[int], is_over: bool) -> str:
-        """What may be shown now that the answer has these tokens. A character that is not whole yet, and what may
-        become a stop string, wait unless the answer is over. Without a tokenizer: the ids."""
+        """Return the new text to show, now that the answer has these tokens.
+
+        An incomplete character, and text that may become a stop string, wait unless the answer is
+        over. Without a tokenizer, the ids are returned as text.
+        """
         if not self._has_text:
             text = "".join(f"{token} " for token in token_ids)
         else:

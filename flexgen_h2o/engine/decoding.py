@@ -1,4 +1,7 @@
-"""How rows get their tokens and log-probabilities, and when they are done. Sees rows and logits, and no layer."""
+"""How sequences get their tokens and log-probabilities, and when they are done.
+
+It sees sequences and logits, no layers.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,20 @@ if TYPE_CHECKING:
 
 ReadBack = Callable[[torch.Tensor], tuple[torch.Tensor, Waitable]]
 
-# Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
+# Tokens that are looked at beyond the longest stop string. A UTF-8 character that is cut at the
+# start of the window spoils up to 4 of them.
 _WINDOW_MARGIN = 8
 
 
 class StopCriteria:
-    """When a row is done: end-of-sequence token, stop token or stop string ("stop"), or its length ("length").
+    """Decides when a sequence is done.
 
-    A stop string may be a special token, or have one in it, although texts leave these out: such strings are looked for
-    in the text with its special tokens spelt. tokenizer: None only without stop strings, else UsageError.
+    The reason is "stop" for an end-of-sequence token, a stop token or a stop string, and "length"
+    for its length. A stop string may be or contain a special token, although texts leave special
+    tokens out. Such strings are looked for in the text with its special tokens written out.
+
+    tokenizer: may be None only if there are no stop strings. Otherwise the constructor raises
+        UsageError.
     """
 
     def __init__(
@@ -58,11 +66,14 @@ class StopCriteria:
             self._ends |= {token for token, content in specials.items() if content in stop}
 
     def is_eos(self, token: int) -> bool:
-        """Whether a token ends a row."""
+        """Return whether a token ends a sequence."""
         return token in self._ends
 
     def __call__(self, row: Row) -> str | None:
-        """Why a row is done with its newest token; None where it is not. To be called after each new token."""
+        """Return why a sequence is done with its newest token, or None if it is not.
+
+        Call this after each new token.
+        """
         is_given = len(row.token_ids) <= len(row.given)
         own = row.own_ids if row.given else row.token_ids
         if not is_given and (own[-1] in self._ends or self.found(own, row.before)):
@@ -70,8 +81,10 @@ class StopCriteria:
         return "length" if len(row.token_ids) >= row.max_new else None
 
     def found(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> bool:
-        """Whether the newest of a row's tokens completed a stop string. Decodes a short tail only. before: the tokens
-        that they follow on."""
+        """Return whether the newest token completed a stop string. Only a short tail is decoded.
+
+        before: the tokens in front of `token_ids`.
+        """
         if not self._stop or self._detokenizer is None:
             return False
         tail: list[int] = []
@@ -81,7 +94,8 @@ class StopCriteria:
             if not has_text and not (self._spelt and token in self._detokenizer.specials):
                 continue
             tail.append(token)
-            # Tokens without text would use up the window, which is counted in tokens of at least one byte.
+            # The window is counted in tokens of at least one byte. Tokens without text would use
+            # it up.
             size += has_text
             if size == self._window:
                 break
@@ -95,15 +109,19 @@ class StopCriteria:
         return any(s in spelt for s in self._spelt)
 
     def text(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str | None:
-        """The text of a row's tokens up to where the earliest stop string begins; None without a tokenizer.
+        """Return the text of a sequence's tokens up to the earliest stop string.
 
-        A token that ends the row is no text, special or not.
+        Return None without a tokenizer. A token that ends the sequence is never part of the text,
+        whether it is special or not.
         """
         return None if self._detokenizer is None else self.shown(token_ids, before, is_over=True)
 
     def shown(self, token_ids: Sequence[int], before: Sequence[int], is_over: bool) -> str:
-        """`text` of a row that has come so far. Unless it is over, what a stop string may begin with is left out, and
-        so are bytes at its end, which the next one may change."""
+        """Return the text of an answer so far, up to the earliest stop string.
+
+        Unless the answer is over, two parts at the end are left out: text with which a stop string
+        may begin, and bytes that the next byte may change.
+        """
         assert self._detokenizer is not None
         ids = token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
         if not is_over:
@@ -118,12 +136,16 @@ class StopCriteria:
         return text[:end]
 
     def cut(self, text: str) -> str:
-        """`text` up to where the earliest stop string begins; all of it when there is none."""
+        """Return `text` up to the earliest stop string, or all of it if there is none."""
         return text[: self._end(text, self._stop, is_over=True)]
 
     @staticmethod
     def _end(text: str, stop: Sequence[str], is_over: bool) -> int:
-        """Where the earliest stop string begins. Unless it is over, also one that the text's end may be a part of."""
+        """Return where the earliest stop string begins.
+
+        Unless the answer is over, a stop string counts also if only its beginning is at the end of
+        the text.
+        """
         starts = [at for at in map(text.find, stop) if at >= 0]
         if starts:
             return min(starts)
@@ -136,7 +158,9 @@ class StopCriteria:
         return len(text)
 
     def _spell(self, text: str, token_ids: Sequence[int], context: Sequence[int]) -> list[str]:
-        """The text of tokens in pieces, with a special token behind each piece except the last."""
+        """Return the text of tokens in pieces, with a special token behind each piece
+        but the last.
+        """
         assert self._detokenizer is not None
         specials = self._detokenizer.specials
         pieces: list[str] = []
@@ -150,13 +174,16 @@ class StopCriteria:
 
 
 def stop_criteria(model: Model, params: SamplingParams) -> StopCriteria:
-    """Return when an answer with these parameters is done."""
+    """Return what decides when an answer with these parameters is done."""
     eos = () if params.ignore_eos else model.spec.eos_token_ids
     return StopCriteria(params.stop, eos, model.tokenizer, params.stop_token_ids)
 
 
 def _text_before(pieces: Sequence[str], place: int) -> int:
-    """How many characters of text are in front of a place; every second piece is a special token, which is no text."""
+    """Return how many characters of text are in front of `place` in the joined pieces.
+
+    Every second piece is a special token, which does not count.
+    """
     count = 0
     for i, piece in enumerate(pieces):
         taken = min(len(piece), place)
@@ -166,58 +193,68 @@ def _text_before(pieces: Sequence[str], place: int) -> int:
 
 
 class TokenSource(Protocol):
-    """Gives rows their tokens and says when they are done, in place of sampling parameters."""
+    """Gives sequences their tokens and says when they are done, in place of sampling parameters."""
 
     @property
     def max_tokens_per_sweep(self) -> int:
-        """The most tokens of a row in one sweep."""
+        """The most tokens of a sequence in one sweep."""
 
     def most_new(self, row: int) -> int:
-        """The most tokens that the row of this index takes."""
+        """Return the most tokens that the sequence of this index takes."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        """The next token of each row, as `Sampler.sample`."""
+        """Return the next token of each sequence, as `Sampler.sample` does."""
 
     def end(self, row: Row) -> str | None:
-        """Why the row is done with its newest token; None when it is not."""
+        """Return why the sequence is done with its newest token, or None if it is not."""
 
     def known_tokens(self, row: Row) -> Sequence[int]:
-        """The tokens that the row takes next, as far as they are known; `max_tokens_per_sweep` of them are enough."""
+        """Return the tokens that the sequence takes next, as far as they are known.
+
+        More than `max_tokens_per_sweep` of them are not needed.
+        """
 
 
 def given_tokens(row: Row) -> Sequence[int]:
-    """The tokens that a row takes next, as far as they are given."""
+    """Return the tokens that a sequence takes next, as far as they are given."""
     done = len(row.token_ids)
     return row.given[done : done + row.max_tokens_per_sweep]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The next token of each row of a micro-batch, on the way to the host.
+    """The next token of each sequence of a micro-batch, on its way to the host.
 
-    ready: they are there. take: waits for them; to be called once, before rows get others. NotFiniteError as of
-    `Callbacks.spares_rows`.
+    Decoding.sample makes it.
     """
 
+    # Done once the tokens are on the host.
     ready: Waitable
+    # Waits for the tokens and returns them. Call it once, before the sequences get other tokens. It
+    # raises NotFiniteError as `Callbacks.spares_rows` says.
     take: Callable[[], list[int]]
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen and when a row is done and why (None: not yet).
-
-    known_tokens: as of `TokenSource`.
-    """
+    """How tokens are chosen, and when and why a sequence is done."""
 
     sampler: Sampler | TokenSource
+    # Returns why a sequence is done; None if it is not yet.
     end: Callable[[Row], str | None]
+    # The callbacks of the run.
     watches: Callbacks = field(default_factory=Callbacks)
+    # As in `TokenSource`.
     known_tokens: KnownTokens = given_tokens
 
     def sample(self, micro_batch: MicroBatch, logits: torch.Tensor, read_back: ReadBack) -> Chosen:
-        """Choose the next token of each row, and keep log-probabilities for the rows that ask for them. It waits for
-        these, and for a TokenSource. read_back: as of `tiers.device.Device`."""
+        """Choose the next token of each sequence, and keep the log-probabilities that are wanted.
+
+        The call waits for the tokens if log-probabilities are asked for or the sampler is a
+        TokenSource.
+
+        read_back: see `tiers.device.Device`.
+        """
         rows = list(micro_batch.rows)
         indices = [r.prompt.index for r in rows]
         if self.watches.logits is not None:
@@ -241,8 +278,12 @@ class Decoding:
     def _choose(
         self, sampler: Sampler, rows: Sequence[Row], logits: torch.Tensor, steps: Sequence[int]
     ) -> torch.Tensor:
-        """`Sampler.choose` for all rows; one by one if they have penalties, or if it raises for all of them together
-        and rows are spared. What it raises for each of several rows is no row's fault."""
+        """Call `Sampler.choose` for all sequences together, or one by one.
+
+        One by one is used if a sequence has penalties. It is also used if the joint call raises and
+        sequences are spared. An exception that each of several sequences raises is no fault of one
+        sequence, so it is raised again.
+        """
         indices = [row.prompt.index for row in rows]
         failed: Exception | None = None
         if all(row.penalties is None for row in rows):
@@ -264,7 +305,11 @@ class Decoding:
         return chosen
 
     def _taken(self, rows: Sequence[Row], tokens: list[int], steps: Sequence[int]) -> list[int]:
-        """The tokens that rows take of those that were chosen, in place."""
+        """Replace chosen tokens by those that sequences take, in place, and return the list.
+
+        Given tokens replace chosen ones. A sequence whose logits are not finite gets an error and
+        token 0.
+        """
         try:
             check_finite(tokens, [r.prompt.index for r in rows], steps)
         except NotFiniteError as error:
@@ -281,7 +326,10 @@ class Decoding:
 
 
 def _add_logprobs(rows: Sequence[Row], tokens: Sequence[int], logits: torch.Tensor) -> None:
-    """Of the tokens that rows take, for those that ask for them; of an error there are none."""
+    """Add the log-probabilities of the taken tokens to the sequences that ask for them.
+
+    A sequence with an error gets none.
+    """
     asking = [(i, top) for i, r in enumerate(rows) if (top := r.top_logprobs) is not None and r.error is None]
     if asking:
         places, tops = zip(*asking, strict=True)
@@ -292,15 +340,19 @@ def _add_logprobs(rows: Sequence[Row], tokens: Sequence[int], logits: torch.Tens
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A prompt token whose log-probability is wanted. place: of the token before it in what a sweep feeds."""
+    """A prompt token whose log-probability is wanted. `scored_tokens` makes it."""
 
     row: Row
+    # Index of the token before it, in the packed tokens of the sweep.
     place: int
     token: int
 
 
 def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]:
-    """Those of the rows that enter with a sweep, by place; some may share places."""
+    """Return the scored tokens of the sequences that enter with a sweep, sorted by place.
+
+    Several may have the same place.
+    """
     entering = zip(micro_batch.rows[fed.decoding :], row_places(fed.groups), strict=True)
     first = fed.decoding
     found = [
@@ -314,9 +366,12 @@ def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]
 def score_prompts(
     wanted: Sequence[ScoredToken], logits_at: Callable[[list[int]], torch.Tensor], spares_rows: bool = False
 ) -> None:
-    """Add to the rows' `prompt_logprobs`. logits_at: (places, vocab) of at most SCORED_CHUNK places.
+    """Add log-probabilities to the `prompt_logprobs` of sequences.
 
-    NotFiniteError where logits are not; with spares_rows such a row has an error, and others go on.
+    Raise NotFiniteError if logits are not finite. With spares_rows, such a sequence gets an error
+    instead and others continue.
+
+    logits_at: returns the logits (places, vocab) of at most SCORED_CHUNK places.
     """
     places = list(dict.fromkeys(one.place for one in wanted))
     number = {place: i for i, place in enumerate(places)}
@@ -324,7 +379,8 @@ def score_prompts(
         first, of_chunk = chunk * SCORED_CHUNK, list(tokens)
         logits = logits_at(places[first : first + SCORED_CHUNK])
         height = max(1, SAMPLING_CHUNK // logits.shape[1])
-        for start in range(0, len(of_chunk), height):  # rows that share a place have a copy of its logits each
+        # Tokens that share a place each get a copy of its logits.
+        for start in range(0, len(of_chunk), height):
             few = of_chunk[start : start + height]
             own = logits[[number[one.place] - first for one in few]]
             tops = [one.row.top_prompt_logprobs for one in few]

@@ -1,7 +1,8 @@
-"""Tokens as text, each in its place.
+"""The text of tokens, and of each token in its place.
 
-A decoder looks at more than one token: SentencePiece's drops the space in front of a text's first word, and a character
-may take several tokens. So new tokens are decoded behind those in front of them, and a single one behind a neighbour.
+A decoder looks at more than one token. SentencePiece's drops the space in front of a text's first
+word, and a character may take several tokens. So new tokens are decoded behind the tokens in front
+of them, and a single token is decoded behind a neighbour.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
-PART = "\ufffd"  # what decoders write for bytes that are no whole character
+PART = "\ufffd"  # decoders write this for bytes that are not a whole character
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, as SentencePiece names it
-_CONTEXT_SIZES = (8, 16, 32, 64)  # tokens that new ones are decoded behind
-_MOST_PARTS = 8  # tokens after which a character that is not whole can become none any more: each has a byte or more
-_MOST_WINDOW = 64  # tokens that are decoded together where a long text is measured token by token
+_CONTEXT_SIZES = (8, 16, 32, 64)  # numbers of tokens behind which new ones are decoded
+# After so many tokens an incomplete character cannot become whole any more: each token has at least
+# one byte.
+_MOST_PARTS = 8
+_MOST_WINDOW = 64  # tokens that are decoded together if a long text is measured token by token
 _MOST_NEIGHBOURS = 4096  # ids among which a letter is looked for
 
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that texts of tokens need.
 
-    A test's may lack what is asked for with `getattr` here.
+    Attributes that this module reads with `getattr` may be missing in a tokenizer of the tests.
     """
 
     def __hash__(self) -> int: ...
@@ -36,7 +39,10 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """Texts of a tokenizer's tokens. specials: contents of special tokens, by id: texts leave them out."""
+    """The texts of a tokenizer's tokens.
+
+    specials: the contents of special tokens, by id. Texts leave them out.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -45,16 +51,17 @@ class Detokenizer:
         self._pieces: dict[int, str | None] = {}
         self._texts: dict[int, str] = {}
 
-    # Texts of many
-
+    # Texts of several tokens
     def text(self, token_ids: Sequence[int], with_specials: bool = False) -> str:
-        """Return the text of tokens that nothing stands in front of."""
+        """Return the text of tokens with nothing in front of them."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_specials))
 
     def behind(self, before: Sequence[int], token_ids: Sequence[int], with_specials: bool = False) -> str:
-        """Return the text that tokens add behind others: that of all, less that of the others.
+        """Return the text that tokens add behind others: the text of all minus that of the others.
 
-        A character that begins before and ends here is text of this part. before: enough of them (`context`).
+        A character that begins before and ends here belongs to this text.
+
+        before: as many tokens as `context` returns.
         """
         whole = self.text([*before, *token_ids], with_specials)
         return whole[len(common_start(self.text(before, with_specials), whole)) :] if before else whole
@@ -74,13 +81,17 @@ class Detokenizer:
         return found[::-1]
 
     def has_text(self, token: int) -> bool:
-        """Return whether a token adds to a text: it is no special one, and in the tokenizer's table."""
+        """Return whether a token adds to a text.
+
+        It must not be special, and it must be in the tokenizer's table.
+        """
         return token not in self.specials and self._piece(token) is not None
 
     def bytes_at_end(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens at the end are single bytes, as SentencePiece has them, and special ones between them.
+        """Return how many tokens at the end are single bytes, as SentencePiece has them.
 
-        Such bytes are decoded together: the next one may change the text of all of them.
+        Special tokens between them count too. Such bytes are decoded together: the next one may
+        change the text of all of them.
         """
         size = 0
         for i, token in enumerate(reversed(token_ids), start=1):
@@ -94,7 +105,7 @@ class Detokenizer:
         return _BYTE.fullmatch(self._piece(token) or "") is not None
 
     def starts(self, before: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-        """Return for each token how many characters the text has in front of it, from `token_ids` on."""
+        """Return, for each of `token_ids`, how many characters of their text are in front of it."""
         places = Places(self, before)
         for token in token_ids:
             places.add(token)
@@ -104,13 +115,16 @@ class Detokenizer:
     # Single tokens
 
     def token(self, token: int) -> str:
-        """Return a token's text behind a letter, with its space in front; of a special token its content."""
+        """Return a token's text behind a letter, with its space in front.
+
+        For a special token return its content.
+        """
         if token not in self._texts:
             self._texts[token] = self.specials.get(token) or self.behind(self._neighbour, [token])
         return self._texts[token]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token stands for; of a part of a character its own."""
+        """Return the UTF-8 bytes of a token. A part of a character has its own bytes."""
         text = self.token(token)
         if PART not in text or token in self.specials:
             return text.encode("utf-8", "surrogatepass")
@@ -124,15 +138,21 @@ class Detokenizer:
         return text.encode()
 
     def name(self, token: int) -> str:
-        """Return the text of a token, or for a part of a character its bytes as OpenAI writes them: `bytes:\\xf0`."""
+        """Return the text of a token, or the bytes of a part of a character.
+
+        Bytes are written as OpenAI writes them: `bytes:\\xf0`.
+        """
         text, own = self.token(token), self.token_bytes(token)
         if own == text.encode("utf-8", "surrogatepass"):
             return text
         return "bytes:" + "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in own)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Return names of tokens, all different. Two tokens may have one text, or none: then the later one is
-        `token_id:N`."""
+        """Return names of tokens, all different.
+
+        Two tokens may have the same text, and a token may have none. Then the later one is named
+        `token_id:N`.
+        """
         found: dict[str, int] = {}
         for token in token_ids:
             name = self.name(token)
@@ -140,7 +160,7 @@ class Detokenizer:
         return list(found)
 
     def _piece(self, token: int) -> str | None:
-        """As the tokenizer's table has it; None if it is not in there."""
+        """Return the token's entry in the tokenizer's table, or None if it has none."""
         if token not in self._pieces:
             look_up = getattr(self._tokenizer, "convert_ids_to_tokens", None)
             if look_up is None:
@@ -152,9 +172,10 @@ class Detokenizer:
 
     @cached_property
     def _neighbour(self) -> list[int]:
-        """A token that is a letter or more, and decoded alone: of bytes of SentencePiece several are decoded together.
+        """A token that is a letter or more, as a list; [] if none was found.
 
-        None: no such token was found.
+        It must be a token that is decoded alone. SentencePiece decodes several byte tokens
+        together.
         """
         for token in range(min(self._size, _MOST_NEIGHBOURS)):
             if not self.has_text(token) or self._is_byte(token):
@@ -166,9 +187,11 @@ class Detokenizer:
 
 
 class Places:
-    """Where tokens begin in the text that they make, token by token. starts: of each, its characters in front.
+    """The places where tokens begin in the text that they make, token by token.
 
-    The newest ones are of a text whose last character may not be whole yet.
+    The text of the newest tokens may end in an incomplete character.
+
+    starts: for each token, the number of characters in front of it.
     """
 
     def __init__(self, detokenizer: Detokenizer, before: Sequence[int]) -> None:
@@ -176,9 +199,10 @@ class Places:
         self._detokenizer = detokenizer
         self._window = detokenizer.context(before)
         self._text = detokenizer.text(self._window)
-        self._before: str | None = self._text  # until it is known where it ends
-        self._offset = -len(self._text.rstrip(PART))  # of the window's text, in the whole
-        self._open: list[tuple[int, str]] = []  # tokens that begin behind a part of a character, each with that text
+        self._before: str | None = self._text  # None once it is known where this text ends
+        self._offset = -len(self._text.rstrip(PART))  # place of the window's text in the whole text
+        # Tokens that begin behind an incomplete character: (index, window's text before it).
+        self._open: list[tuple[int, str]] = []
 
     def add(self, token: int) -> None:
         if self._text.endswith(PART):
@@ -200,7 +224,10 @@ class Places:
             self._shorten()
 
     def settle(self) -> None:
-        """No text follows: parts of characters in front of the newest tokens become none any more."""
+        """Note that no text follows.
+
+        Incomplete characters in front of the newest tokens stay incomplete.
+        """
         for i, text in self._open:
             self._settle_one(i, text)
         self._open.clear()
@@ -213,7 +240,7 @@ class Places:
         self.starts[i] = max(least, self._offset + len(common_start(text, self._text)))
 
     def _shorten(self) -> None:
-        """Begin the window anew, at its last tokens."""
+        """Restart the window at its last tokens."""
         self._window = self._detokenizer.context(self._window)
         text = self._detokenizer.text(self._window)
         self._offset += len(self._text) - len(text)
@@ -222,12 +249,12 @@ class Places:
 
 @lru_cache(maxsize=8)
 def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer:
-    """Return the one of a tokenizer, which remembers what it has looked up."""
+    """Return the detokenizer of a tokenizer. It remembers what it has looked up."""
     return Detokenizer(tokenizer)
 
 
 def common_start(one: str, other: str) -> str:
-    """Return what two texts begin with."""
+    """Return the text with which both texts begin."""
     if other.startswith(one):
         return one
     size = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
@@ -235,7 +262,7 @@ def common_start(one: str, other: str) -> str:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Ids that decode to nothing because they are special, each with its content."""
+    """Return the ids that decode to nothing because they are special, each with its content."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
     found = {i: str(token) for i, token in added.items() if getattr(token, "special", False)}
     for token in tokenizer.all_special_ids:
@@ -246,7 +273,10 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 @lru_cache(maxsize=1)
 def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level tokenizers (GPT-2) write for bytes: the byte's own, or one from 256 on."""
+    """Return the letters that byte-level tokenizers (GPT-2) write for bytes.
+
+    A byte's letter is its own, or one from code point 256 on.
+    """
     letters: dict[str, int] = {}
     others = 256
     for byte in range(256):

@@ -1,13 +1,16 @@
-"""A run as one of several processes that share a model's layers (FlexGen's dist_flex_opt), started by torchrun.
+"""A run as one of several processes that share a model's layers.
 
-Layers are split evenly: the first rank has the embedding, the last one the head. Every rank reads the same prompts and
-goes through the same sweeps; the first one reports. The ranks form a ring: hidden states go from rank to rank, tokens
-from the last one to all others.
+This is FlexGen's dist_flex_opt. torchrun starts the processes.
 
-A message is about one micro-batch: the tokens of its last sweep, how many of its rows go on, and their hidden states.
-So every rank ends the same rows before it goes on. A micro-batch whose rows have all ended is announced to every rank
-once. Two threads send and receive while the rank computes; torch.distributed carries the messages (gloo between hosts,
-NCCL between cards).
+Layers are split evenly: the first rank has the embedding, the last one the head. Every rank reads
+the same prompts and runs the same sweeps. The first rank reports. The ranks form a ring: hidden
+states travel from rank to rank, and tokens from the last rank to all others.
+
+A message is about one micro-batch: the tokens of its last sweep, how many of its sequences
+continue, and their hidden states. So every rank ends the same sequences before it continues. When
+all sequences of a micro-batch have ended, every rank is told once. Two threads send and receive
+while the rank computes. torch.distributed carries the messages (gloo between hosts, NCCL between
+GPUs).
 """
 
 from __future__ import annotations
@@ -38,22 +41,31 @@ from flexgen_h2o.tiers.stream import NOTHING, Waitable
 
 HOW = "torchrun --nproc-per-node 2 -m flexgen_h2o.flex_opt --pipeline ..."
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# A slow rank is no failure: a stage may stream its layers from disk. A rank that ends closes its connections at once.
+# A slow rank is no failure: a stage may stream its layers from disk. A rank that ends closes its
+# connections at once.
 _PATIENCE = timedelta(days=7)
-_NAME = "wire"  # of the threads
-_POLL_S = 1.0  # between looks at whether a signal or a failure has come
-_JOIN_S = 5.0  # an idle thread ends at once; one that waits for a neighbour cannot be ended
-_FIELDS = 4  # of a header before the tokens: micro-batch, rows left, bytes of hidden states, number of tokens
+_NAME = "wire"  # the names of the threads begin with it
+_POLL_S = 1.0  # seconds between checks for a signal or a failure
+_JOIN_S = 5.0  # seconds. An idle thread ends at once; one that waits for a neighbour does not.
+# Fields of a header before the tokens: micro-batch, sequences left, bytes of hidden states, and
+# number of tokens.
+_FIELDS = 4
 _Item = TypeVar("_Item")
 
 
 def is_waiting() -> bool:
-    """Is a thread of this process left that waits for a neighbour? gloo does not let it go: the process must end."""
+    """Return whether a thread of this process still waits for a neighbour.
+
+    gloo does not let such a thread go, so the process must end.
+    """
     return any(thread.name.startswith(_NAME) for thread in threading.enumerate())
 
 
 def meet(others: Callable[[], object]) -> None:
-    """Call `others`, which waits for the other ranks, in a thread, so that a signal ends the wait."""
+    """Call `others`, which waits for the other ranks, in a thread.
+
+    So a signal ends the wait.
+    """
     failures, met = list[Exception](), threading.Event()
 
     def wait() -> None:
@@ -65,7 +77,8 @@ def meet(others: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=wait, name=f"{_NAME} meeting", daemon=True)
     interrupts.start(thread)
-    interrupts.wait_for(met)  # a signal in the middle of a join would leave the thread marked as ended
+    # A signal in the middle of a join would leave the thread marked as ended.
+    interrupts.wait_for(met)
     thread.join()
     if failures:
         raise failures[0]
@@ -73,15 +86,15 @@ def meet(others: Callable[[], object]) -> None:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Who this process is in a ring of `ranks`.
-
-    in_flight: blocks of num_gpu_batches micro-batches on their way at a time (FlexGen's inner iterations). local_ranks:
-    how many ranks share this machine.
-    """
+    """The place of this process in a ring of ranks. `join_pipeline` makes it."""
 
     rank: int
+    # The number of processes.
     ranks: int
+    # Blocks of num_gpu_batches micro-batches that are on their way at a time (FlexGen's inner
+    # iterations).
     in_flight: int
+    # How many ranks share this machine.
     local_ranks: int = 1
 
     @property
@@ -95,29 +108,36 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Message:
-    """What the rank before says of a micro-batch.
-
-    left: rows that go on. tokens: of its rows, from the sweep before. hidden: uint8, of the rows that go on; None where
-    none does, and from the last rank to the first. buffer: the one that holds it; -1 for none.
-    """
+    """A message of the rank before about a micro-batch. The receiving thread makes it."""
 
     micro_batch: int
+    # Sequences that continue.
     left: int
+    # One for each sequence that took part in the sweep before.
     tokens: tuple[int, ...]
+    # uint8, the hidden states of the sequences that continue. None if no sequence continues, and in
+    # messages from the last rank to the first.
     hidden: torch.Tensor | None = None
+    # The buffer that holds `hidden`; -1 for none.
     buffer: int = -1
 
 
 class Wire:
-    """Sends to the next rank and receives from the one before, micro-batch by micro-batch of a block.
+    """Sends to the next rank and receives from the one before.
 
-    memory: uint8, equal buffers for messages that come and for those that go.
+    Micro-batches of a block travel one after another.
+
+    memory: uint8, cut into equal buffers for incoming and outgoing messages.
     """
 
     def __init__(self, pipeline: Pipeline, device: Device, memory: torch.Tensor) -> None:
         self._pipeline, self._device = pipeline, device
-        self._before, self._next = (pipeline.rank - 1) % pipeline.ranks, (pipeline.rank + 1) % pipeline.ranks
-        receives, sends = not pipeline.is_first, not pipeline.is_last  # hidden states; every rank does both with tokens
+        self._previous_rank, self._next_rank = (
+            (pipeline.rank - 1) % pipeline.ranks,
+            (pipeline.rank + 1) % pipeline.ranks,
+        )
+        # These are about hidden states. Every rank sends and receives tokens.
+        receives, sends = not pipeline.is_first, not pipeline.is_last
         count = (receives + sends) * WIRE_BUFFERS
         size = memory.numel() // count
         self._buffers = [memory[i * size : (i + 1) * size] for i in range(count)]
@@ -130,18 +150,23 @@ class Wire:
                 self._to_send.put(i)
         self._blocks: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        # Headers, each with hidden states, what they wait for, and the buffer that holds them.
+        # (header, hidden states, event to wait for before sending, buffer that holds them); None
+        # ends the thread.
         self._outgoing: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None, Waitable, int] | None]
         self._outgoing = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.bytes_sent = 0
-        self._rows: tuple[int, ...] = ()
-        self._over: list[bool] = []
-        self._early: dict[int, Message] = {}  # by micro-batch, as the next one
+        self._num_sequences: tuple[int, ...] = ()
+        self._has_ended: list[bool] = []
+        # Both by micro-batch: messages not asked for yet, and the newest ones in use.
+        self._early: dict[int, Message] = {}
         self._received: dict[int, Message] = {}
         self._threads = [
             threading.Thread(target=self._guarded, args=(work, other), name=f"{_NAME} {name}", daemon=True)
-            for work, other, name in ((self._receive_blocks, self._before, "in"), (self._send_all, self._next, "out"))
+            for work, other, name in (
+                (self._receive_blocks, self._previous_rank, "in"),
+                (self._send_all, self._next_rank, "out"),
+            )
         ]
         for thread in self._threads:
             interrupts.start(thread)
@@ -149,42 +174,52 @@ class Wire:
     # Compute side
 
     def begin_block(self, rows: Sequence[int]) -> None:
-        """rows: of each micro-batch. Each of them ends with a message that leaves no row."""
-        self._rows, self._over = tuple(rows), [False] * len(rows)
+        """Begin a block. Each of its micro-batches ends with a message that leaves no sequence.
+
+        rows: sequences of each micro-batch.
+        """
+        self._num_sequences, self._has_ended = tuple(rows), [False] * len(rows)
         self._early, self._received = {}, {}
-        self._blocks.put(self._rows)
+        self._blocks.put(self._num_sequences)
 
     @property
     def is_over(self) -> bool:
-        """Does every rank before this one know that all rows of the block have ended?"""
-        return all(self._over)
+        """Whether every rank before this one knows that all sequences of the block have ended."""
+        return all(self._has_ended)
 
     def recv_tokens(self, sweep: int, micro_batch: int) -> tuple[int, ...]:
-        """Wait for the tokens that a micro-batch's rows got in the last sweep; () where there are none, and in the last
-        rank, which has chosen them.
+        """Wait for the tokens that a micro-batch's sequences got in the last sweep.
 
-        Called for all micro-batches of a sweep in turn. TransferError where a neighbour is lost.
+        Return () if there are none, and in the last rank, which has chosen them itself. Call this
+        for all micro-batches of a sweep in turn.
+
+        Raise TransferError if a neighbour is lost.
         """
-        if self._over[micro_batch] or (self._pipeline.is_first and sweep == 0):
+        if self._has_ended[micro_batch] or (self._pipeline.is_first and sweep == 0):
             return ()  # nothing is sent
-        # That a micro-batch is over is said before the others of its group have been computed.
+        # The end of a micro-batch is announced before the others of its group have been computed.
         while micro_batch not in self._early:
             message: Message = self._get(self._arrived)
             self._early[message.micro_batch] = message
         found = self._received[micro_batch] = self._early.pop(micro_batch)
-        self._over[micro_batch] = not found.left
+        self._has_ended[micro_batch] = not found.left
         return () if self._pipeline.is_last else found.tokens
 
     def check(self, micro_batch: int, left: int) -> None:
-        """left: rows of the micro-batch that go on; passed on where none does. FlexgenError if the rank before said
-        otherwise."""
+        """Compare the sequences that continue in the micro-batch with those of the rank before.
+
+        If none continues, the end is announced to the next rank. Raise FlexgenError if the numbers
+        differ.
+
+        left: sequences that continue in this rank.
+        """
         message = self._received.get(micro_batch)
         if message is None:
             return
         if message.left != left:
             raise FlexgenError(
-                f"--pipeline: rank {self._before} goes on with {message.left} sequences, and this rank with {left}"
-                "; give every rank the same model"
+                f"--pipeline: rank {self._previous_rank} goes on with {message.left} sequences, and this "
+                f"rank with {left}; give every rank the same model"
             )
         if not left:
             del self._received[micro_batch]
@@ -199,17 +234,20 @@ class Wire:
         self._to_fill.put((message.buffer, self._device.fence()))
 
     def send_hidden(self, micro_batch: int, left: int, x: torch.Tensor) -> None:
-        """Send a copy of the hidden states `x`, (tokens, width), of the rows that are left to the next rank."""
+        """Send a copy of the remaining sequences' hidden states to the next rank.
+
+        x: (tokens, width).
+        """
         message = self._received.get(micro_batch)
         self._send(micro_batch, left, () if message is None else message.tokens, x)
 
     def send_tokens(self, micro_batch: int, left: int, tokens: Sequence[int]) -> None:
-        """Send the chosen tokens to the first rank, with how many rows go on with them."""
+        """Send the chosen tokens, and how many sequences continue, to the first rank."""
         self._send(micro_batch, left, tokens)
 
     def _send(self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
-        """Waits while too many messages are on their way."""
-        header = torch.zeros(_FIELDS + max(self._rows), dtype=torch.int64, device="cpu")
+        """Queue a message. Wait while too many messages are on their way."""
+        header = torch.zeros(_FIELDS + max(self._num_sequences), dtype=torch.int64, device="cpu")
         nbytes = 0 if hidden is None else hidden.nbytes
         header[: _FIELDS + len(tokens)] = torch.tensor([micro_batch, left, nbytes, len(tokens), *tokens], device="cpu")
         self.bytes_sent += nbytes + header.nbytes
@@ -222,18 +260,21 @@ class Wire:
         self._outgoing.put((header, data, ready, number))
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every rank has, in their order; FlexgenError where one is lost."""
+        """Return what every rank has, in rank order. Raise FlexgenError if a rank is lost."""
         return _gather(self._pipeline, mine)
 
     def close(self) -> None:
-        """End the threads. One that waits for a neighbour in the middle of a block is left behind (`is_waiting`)."""
+        """End the threads.
+
+        A thread that waits for a neighbour in the middle of a block is left behind (`is_waiting`).
+        """
         self._blocks.put(None)
         self._outgoing.put(None)
         for thread in self._threads:
             thread.join(_JOIN_S if self.is_over else 0)
 
     def _get(self, source: queue.SimpleQueue[_Item]) -> _Item:
-        """The next item; what a thread failed with is raised."""
+        """Return the next item. Raise what a thread failed with."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -244,7 +285,7 @@ class Wire:
 
     # Worker side
 
-    @torch.inference_mode()  # as the compute thread, whose buffers they are
+    @torch.inference_mode()  # as in the compute thread, which owns the buffers
     def _guarded(self, work: Callable[[], None], other: int) -> None:
         try:
             work()
@@ -263,9 +304,9 @@ class Wire:
                 self._arrived.put(message)
 
     def _receive_one(self, rows: int) -> Message:
-        """rows: of the largest micro-batch."""
+        """Receive one message. rows: sequences of the largest micro-batch."""
         header = torch.zeros(_FIELDS + rows, dtype=torch.int64, device="cpu")
-        dist.recv(header, self._before)
+        dist.recv(header, self._previous_rank)
         micro_batch, left, nbytes, count = header[:_FIELDS].tolist()
         tokens = tuple(header[_FIELDS : _FIELDS + count].tolist())
         if not nbytes:
@@ -274,30 +315,33 @@ class Wire:
         read.wait()
         hidden = self._buffers[number][:nbytes]
         with self._device.beside_compute():
-            dist.recv(hidden, self._before)
+            dist.recv(hidden, self._previous_rank)
             self._device.fence().wait()
         return Message(micro_batch, left, tokens, hidden, number)
 
     def _send_all(self) -> None:
         while (message := self._outgoing.get()) is not None:
             header, hidden, ready, buffer = message
-            dist.send(header, self._next)
+            dist.send(header, self._next_rank)
             if hidden is None:
                 continue
             ready.wait()
             with self._device.beside_compute():
-                dist.send(hidden, self._next)
+                dist.send(hidden, self._next_rank)
                 self._device.fence().wait()
             self._to_send.put(buffer)
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What of a model this process runs: all of it, or the transformer blocks of a rank from `first` on."""
+    """The part of a model that this process runs: all of it, or one rank's transformer blocks."""
 
+    # The spec of the part alone.
     spec: ModelSpec
     eviction: Eviction
+    # The first transformer block of the part, counted in the whole model.
     first: int = 0
+    # None if the process runs the whole model.
     pipeline: Pipeline | None = None
 
     @property
@@ -311,18 +355,27 @@ class ModelPart:
 
     @property
     def processes(self) -> int:
-        """That share this machine's memory."""
+        """The number of processes that share this machine's memory."""
         return 1 if self.pipeline is None else self.pipeline.local_ranks
 
 
 def part_of(pipeline: Pipeline, spec: ModelSpec, eviction: Eviction) -> ModelPart:
-    """The rank's part of a model. UsageError where there are fewer transformer blocks than ranks."""
+    """Return the rank's part of a model.
+
+    Raise UsageError if there are fewer transformer blocks than ranks.
+    """
     blocks = split_blocks(spec.num_blocks, pipeline.ranks, spec.name)[pipeline.rank]
     return ModelPart(spec.stage(blocks), OfStage(eviction, blocks.start), blocks.start, pipeline)
 
 
 def split_blocks(num_blocks: int, ranks: int, name: str) -> list[range]:
-    """Transformer blocks of each rank, the first ones one more if they cannot be even. UsageError if some have none."""
+    """Return the transformer blocks of each rank.
+
+    If they cannot be even, the first ranks have one more. Raise UsageError if a rank would have
+    none.
+
+    name: the model's name, for the error.
+    """
     if ranks > num_blocks:
         raise UsageError(
             f"--pipeline: {name} has {num_blocks} transformer blocks, and torchrun started {ranks} processes; start "
@@ -334,9 +387,11 @@ def split_blocks(num_blocks: int, ranks: int, name: str) -> list[range]:
 
 
 def join_pipeline(in_flight: int | None) -> Pipeline:
-    """Meet the other processes. in_flight: None takes as many as there are ranks.
+    """Meet the other processes and return this one's place among them.
 
-    UsageError outside torchrun, FlexgenError where the others do not come.
+    Raise UsageError outside torchrun, and FlexgenError if the other processes do not come.
+
+    in_flight: see Pipeline; None: as many as there are ranks.
     """
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
@@ -356,9 +411,9 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
 
 
 def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row]) -> None:
-    """UsageError where ranks were given different work: a model of another config, flags, or prompts.
+    """Raise UsageError if ranks have different work: model configs, flags or prompts.
 
-    given: the model's config, dtype, policy, eviction, sampling, sharing of prefixes.
+    given: the model's config, dtype, policy, eviction policy, sampling, and sharing of prefixes.
     """
     names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
     mine = {
@@ -374,8 +429,11 @@ def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row])
 
 
 def leave(code: int) -> int:
-    """End this process's part. Where a thread may wait for a neighbour that will not speak again, the process ends
-    here: gloo does not let such a thread go."""
+    """End this process's part of the pipeline and return `code`.
+
+    If a thread may wait for a neighbour that will not answer, the process ends here: gloo does not
+    let such a thread go.
+    """
     if not dist.is_initialized() and not is_waiting():
         return code
     if is_waiting() or code:
@@ -388,7 +446,7 @@ def leave(code: int) -> int:
 
 
 def _digest(values: Iterable[object]) -> str:
-    """Of what they look like; ranks compare no more than that."""
+    """Return a hash of the values' `repr`. Ranks compare no more than that."""
     digest = hashlib.blake2b(digest_size=16)
     for value in values:
         digest.update(repr(value).encode())
@@ -396,7 +454,7 @@ def _digest(values: Iterable[object]) -> str:
 
 
 def _gather(pipeline: Pipeline, mine: Any) -> list[Any]:
-    """What every rank has, in their order; FlexgenError where one is lost."""
+    """Return what every rank has, in rank order. Raise FlexgenError if a rank is lost."""
     found: list[Any] = [None] * pipeline.ranks
     try:
         dist.all_gather_object(found, mine)

@@ -1,6 +1,8 @@
-"""Runs blocks of rows: fills the steps of the walk (engine/loop.py) with real transfers and compute.
+"""Run blocks of sequences.
 
-Knows tiers and rows; of the model only that a family computes a layer from named tensors.
+The executor fills the steps of the walk (engine/loop.py) with real transfers and compute. This
+module knows tiers and sequences. It knows only one thing of the model: a family computes a layer
+from named tensors.
 """
 
 from __future__ import annotations
@@ -43,10 +45,14 @@ Order = Callable[[int, int], Iterator[Step]]
 class Executor:
     """Runs blocks on an engine, one after another.
 
-    max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where rows enter
-    that nobody has counted. on_finished gets rows as they finish. sharing: when rows of a micro-batch share a prefix;
-    None: never. common: tokens that all rows begin with, whose columns are held in one copy. graphs: of decode steps;
-    None: none are made.
+    on_finished: gets sequences as they finish.
+    max_sweeps: an upper bound of the sweeps over all blocks, because weights are loaded ahead
+        across blocks. None if an unknown number of sequences may enter.
+    sharing: when sequences of a micro-batch share a prefix; None: never.
+    common: the number of tokens that all sequences begin with. Their KV entries are held in one
+        copy.
+
+    `graphs` holds the CUDA graphs of decode steps, or None if none are made.
     """
 
     def __init__(
@@ -62,16 +68,19 @@ class Executor:
         self._max_sweeps = max_sweeps
         self._waits = self._in_step and waits_for_router(engine.spec, engine.policy)
         self._weights = self._weight_stream()
-        self._where = engine.device.torch_device
+        self._torch_device = engine.device.torch_device
         copies = engine.common_prefix(common) if common else None
-        self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._where, copies)
+        self._attention = UnitAttention(engine.spec, eviction, engine.policy, self._torch_device, copies)
         self.graphs = graphs_of(engine, eviction)
         self._blocks = 0
 
     @property
     def _in_step(self) -> bool:
-        """Are all micro-batches at one layer? Not in a pipeline: there each is computed alone, and so are all groups of
-        experts."""
+        """Return whether all micro-batches are at the same layer at a time.
+
+        In a pipeline they are not: there each micro-batch is computed alone, with all groups of
+        experts.
+        """
         return self._engine.wire is None
 
     def _weight_stream(self) -> WeightStream:
@@ -80,15 +89,18 @@ class Executor:
 
     @torch.inference_mode()
     def run(self, scheduler: Scheduler, order: Order | None, on_tokens: Callable[[int], None]) -> None:
-        """Run the blocks of a scheduler one after another, and add their stats to it. order, on_tokens: as of
-        `run_block`."""
+        """Run the blocks of a scheduler one after another, and add their stats to it.
+
+        order, on_tokens: see `run_block`. `order` is called with the numbers of layers and
+            micro-batches.
+        """
         waiting = scheduler if scheduler.is_continuous else None
         for block in scheduler.blocks:
             stats = BlockStats(keeps_lists=waiting is None)
             steps = order(len(self._layers), len(block)) if order is not None else None
             self.run_block(block, stats, steps, on_tokens, waiting)
             scheduler.stats.append(stats)
-            if order is not None:  # it may have ended within a sweep: the next block's weights begin anew
+            if order is not None:  # the order may end within a sweep, so the weights start anew
                 self.finish()
                 self._weights = self._weight_stream()
         self.finish()
@@ -97,11 +109,14 @@ class Executor:
         self, rows: Sequence[Sequence[Row]], stats: BlockStats, order: Iterator[Step] | None = None,
         on_tokens: Callable[[int], None] = lambda count: None, waiting: Scheduler | None = None,
     ) -> None:  # fmt: skip
-        """Generate for the rows of a block, given as micro-batches.
+        """Generate for the sequences of a block, given as micro-batches.
 
-        stats: counts its layers and sweeps. `order` may cut the schedule short (debug modes); by default it runs until
-        every row has finished. on_tokens is called with the number of tokens that a micro-batch has got. waiting: rows
-        that take the places of those that have finished, as far as the engine's buffers have room for them.
+        stats: counts the layers and sweeps of the block.
+        order: may cut the schedule short (debug modes). By default the block runs until every
+            sequence has finished.
+        on_tokens: called with the number of tokens that a micro-batch has got.
+        waiting: sequences that take the places of finished ones, as far as the engine's buffers
+            have room.
         """
         self._stats, self._on_tokens, self._waiting = stats, on_tokens, waiting
         self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
@@ -109,7 +124,7 @@ class Executor:
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         engine, together = self._engine, None
         self._begin_block()
-        if self._wire is not None:  # some micro-batches of a pipeline are on their way while it computes others
+        if self._wire is not None:  # in a pipeline some micro-batches travel while others compute
             self._wire.begin_block([len(r) for r in rows])
             together = engine.policy.num_gpu_batches
         walk = Walk(engine, self._layers, engine.plan.depth, engine.policy.overlap, sweeps, len(rows), together)
@@ -118,12 +133,12 @@ class Executor:
         self._settle(len(rows))
         for store in (engine.cache, engine.hidden):
             store.settle()
-        engine.weights.check_unchanged()  # for rows that are cut short, and for whoever watches logits
-        if order is None:  # what was still being stored belongs to the block
+        engine.weights.check_unchanged()  # for cut sequences and for logits callbacks
+        if order is None:  # the time of stores still under way belongs to the block
             stats.add_seconds(time.perf_counter() - self._sweep_start)
 
     def finish(self) -> None:
-        """Wait for loads still under way; call once after the last block."""
+        """Wait for loads still under way. Call this once after the last block."""
         self._weights.drain()
 
     def _begin_block(self) -> None:
@@ -137,18 +152,24 @@ class Executor:
         engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches], is_open)
         engine.hidden.begin_block([self._most_tokens(b) for b in self._batches], is_open)
         self._inputs: dict[int, SweepInput] = {}
-        self._parts: dict[int, list[SweepInput]] = {}  # of the inputs, which attend one after the other
-        self._joined: dict[str, dict[int, tuple[int, ...]]] = {}  # HiddenStore.joined in this sweep, by kind of layer
+        # By micro-batch: the parts of its input, which attend one after another.
+        self._parts: dict[int, list[SweepInput]] = {}
+        # By kind of layer: HiddenStore.joined in this sweep.
+        self._joined: dict[str, dict[int, tuple[int, ...]]] = {}
         self._attending: JoinedAttention | None = None
-        self._counts: dict[int, list[int]] = {}  # `Hidden.counts` of the micro-batches joined to one
-        self._unsorted: set[int] = set()  # those whose choices are as routed
-        self._chosen: dict[int, Chosen] = {}  # of micro-batches that are not settled
+        # By micro-batch: its `Hidden.counts`; the first of joined ones has their sum.
+        self._counts: dict[int, list[int]] = {}
+        self._unsorted: set[int] = set()  # micro-batches whose choices are not sorted by expert yet
+        self._chosen: dict[int, Chosen] = {}  # sampled tokens of micro-batches that are not settled
         for k in range(count):
             self._begin_sweep(k)
         self._sweep = Sweep()
 
     def _layout(self, block: int, k: int) -> UnitLayout:
-        """Of a KV unit; for any rows that the engine has room for where rows may enter."""
+        """Return the layout of a KV unit.
+
+        If sequences may enter, it has room for the engine's largest ones.
+        """
         engine = self._engine
         if self._waiting is not None:
             rows, slots = engine.plan.shape.rows, engine.plan.shape.slots[block]
@@ -158,7 +179,7 @@ class Executor:
         return kv_layout(engine.spec, engine.policy, rows, slots, record, itemsize, engine.device.is_host)
 
     def _most_tokens(self, batch: MicroBatch) -> int:
-        """Of its largest sweep."""
+        """Return the tokens of the largest sweep of the micro-batch."""
         if self._waiting is not None:
             return self._engine.plan.shape.most_tokens
         return max(batch.prompt_tokens, sum(row.max_tokens_per_sweep for row in batch.rows))
@@ -181,16 +202,16 @@ class Executor:
         if not self._batches[k].rows:
             if self._waiting is not None and step.layer == len(self._layers) - 1:
                 self._settle(k)
-                self._after_sweep(k, [], [])  # when others get rows too
+                self._after_sweep(k, [], [])  # when others get sequences too
             return None
         if step.layer == 0:
-            fed = self._inputs[k]
-            self._sweep.fed += len(fed.ids)
-            self._sweep.prompts += fed.prompt_tokens
-            self._stats.fed_tokens += fed.prompt_tokens
+            sweep_input = self._inputs[k]
+            self._sweep.fed += len(sweep_input.ids)
+            self._sweep.prompts += sweep_input.prompt_tokens
+            self._stats.fed_tokens += sweep_input.prompt_tokens
         layer = self._layers[step.layer]
         together = (k,) if layer.kind in ATTENTION_KINDS else self._opened(layer, k)
-        if not together:  # computed with an earlier one
+        if not together:  # an earlier micro-batch's step has computed it
             return None
         if layer.kind == "experts" and self._in_step and not any(self._counts[k][expert] for expert in layer.experts):
             self._engine.hidden.skip((step.sweep, step.layer, k))
@@ -199,8 +220,10 @@ class Executor:
         return phases.pop() if len(phases) == 1 else "mixed"
 
     def _opened(self, layer: Layer, k: int) -> tuple[int, ...]:
-        """Micro-batches whose hidden states the layer opens with those of `k`, the first of them; none where an earlier
-        one has opened them."""
+        """Return the micro-batches whose hidden states the layer opens together. `k` is the first.
+
+        Return () if the step of an earlier micro-batch has opened those of `k`.
+        """
         return self._joined[layer.kind].get(k, ()) if layer.kind in self._joined else (k,)
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
@@ -234,8 +257,8 @@ class Executor:
         if layer.kind == "receive" and self._wire is not None:
             self._wire.recv_hidden(k, hidden.x)
         if layer.kind == "embedding":
-            fed = self._inputs[k]
-            family.embed(spec, w, fed.ids, fed.positions, hidden.x, ws)
+            sweep_input = self._inputs[k]
+            family.embed(spec, w, sweep_input.ids, sweep_input.positions, hidden.x, ws)
         if layer.kind in ATTENTION_KINDS:
             attended = self._attend(layer, k, w)
             if attended is None:
@@ -248,12 +271,15 @@ class Executor:
         if layer.kind == "head":
             self._head(layer, k, w, hidden.x)
         if layer.kind == "send" and self._wire is not None:
-            self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
+            self._engine.weights.check_unchanged()  # later ranks hand out what they compute from it
             self._wire.send_hidden(k, len(self._batches[k].rows), hidden.x)
 
     def _attend(self, layer: Layer, k: int, w: Weights) -> JoinedAttention | None:
-        """A micro-batch's step of an attention layer: the first one's has the queries of all that are joined with it,
-        the last one's their outputs. Returns the layer with that; None where others are to come."""
+        """Run the attention of one micro-batch in a layer.
+
+        The first of several joined micro-batches computes the queries of all of them, the last one
+        their outputs. Return the joined attention after the last micro-batch, and None before that.
+        """
         spec, ws = self._engine.spec, self._workspace
 
         def begin(x: torch.Tensor) -> tuple[torch.Tensor, Attention]:
@@ -266,7 +292,7 @@ class Executor:
         return attending if is_last else None
 
     def _route(self, run: tuple[int, ...], w: Weights, hidden: Hidden) -> None:
-        """Choose the experts of the tokens of micro-batches."""
+        """Choose the experts of the tokens of the micro-batches in `run`."""
         spec = self._engine.spec
         assert hidden.mixed is not None and hidden.chosen is not None and spec.experts is not None
         self._family.route(spec, w, hidden, self._workspace)
@@ -276,21 +302,23 @@ class Executor:
         self._unsorted.update(run)
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
+        cache, sweep_input, (_, block, k) = self._cache, self._inputs[key[2]], key
         window = self._engine.spec.window(block)
         if cache.new:
-            self._sweep.read += cache.read + fed.steps * (fed.common if window is None else 0)
+            self._sweep.read += cache.read + sweep_input.steps * (sweep_input.common if window is None else 0)
         self._show_slots(k, cache)
         self._sweep.held += cache.held
-        self._sweep.full += fed.seen(window)
-        self._sweep.units += len(fed.counts)
+        self._sweep.full += sweep_input.seen(window)
+        self._sweep.units += len(sweep_input.counts)
         return self._engine.cache.close(key, region, cache.most, cache.slots_to_store, fence)
 
     def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
         return self._engine.hidden.close(key, region, fence)
 
     def end_layer(self, step: Step) -> bool:
-        if step.layer == len(self._layers) - 1:  # does anyone go on? The others' tokens are waited for where they go in
+        # Find out whether any sequence continues. Tokens of later micro-batches are waited for at
+        # their next embedding.
+        if step.layer == len(self._layers) - 1:
             for k, batch in enumerate(self._batches):
                 self._settle(k)
                 if batch.rows:
@@ -314,23 +342,33 @@ class Executor:
         if self._sweep.fed:
             self._stats.end_sweep(self._sweep, now - self._sweep_start)
             self._sweep = Sweep()
-        else:  # the ranks of a pipeline have told each other that no rows are left
+        else:  # the ranks of a pipeline have told each other that no sequences are left
             self._stats.add_seconds(now - self._sweep_start)
         self._sweep_start = now
         return not any(batch.rows for batch in self._batches) and (self._wire is None or self._wire.is_over)
 
     def _begin_graphs(self, graphs: StepGraphs) -> None:
-        """Of a sweep in which every row decodes one token: of as many rows in each micro-batch of a block, whose
-        transformer blocks have the same budgets in common, another one launches the same."""
+        """Tell the graphs what this sweep's steps launch.
+
+        Two sweeps of a block launch the same under three conditions. Every sequence decodes one
+        token. The micro-batches have the same numbers of sequences. The same transformer blocks
+        share budgets.
+        """
         live = [(k, self._tables[k], self._inputs[k]) for k, batch in enumerate(self._batches) if batch.rows]
         is_plain = self._decoding.watches.slots is None and all(f.phase == "decode" and f.steps == 1 for *_, f in live)
-        rows = (self._blocks, *((k, len(fed.ids), table.shared) for k, table, fed in live)) if is_plain else None
-        graphs.begin_sweep(rows, lambda: [t for _, table, fed in live for t in self._attention.inputs(table, fed)])
+        rows = (
+            (self._blocks, *((k, len(sweep_input.ids), table.shared) for k, table, sweep_input in live))
+            if is_plain
+            else None
+        )
+        graphs.begin_sweep(
+            rows, lambda: [t for _, table, sweep_input in live for t in self._attention.inputs(table, sweep_input)]
+        )
 
-    # Rows
+    # Sequences
 
     def _receive_tokens(self, step: Step, wire: Wire) -> None:
-        """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
+        """Receive the tokens of a micro-batch's last sweep that another rank has chosen."""
         k = step.micro_batch
         with self.span("wait", "receive"):
             tokens = wire.recv_tokens(step.sweep, k)
@@ -339,14 +377,14 @@ class Executor:
         wire.check(k, len(self._batches[k].rows))
 
     def _show_slots(self, k: int, cache: CacheStep) -> None:
-        """Show what a decode step's attention saw to whoever watches."""
+        """Show what a decode step's attention saw to the slots callback."""
         watch = self._decoding.watches.slots
         if watch is not None and cache.decoding is not None and cache.decoding.policy.needs.record:
             rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
             watch(rows, cache.new[-1].filled, columns_of(cache.decoding, cache.new[-1].positions, cache.new[-1].filled))
 
     def _with_watch(self, block: int, k: int, cache: CacheStep) -> CacheStep:
-        """Whoever watches the attention of prompts will see that of the rows that enter."""
+        """Return `cache` with the prompts callback attached to the sequences that enter."""
         watch = self._decoding.watches.prompts
         if watch is None or cache.entering is None:
             return cache
@@ -358,21 +396,27 @@ class Executor:
         return replace(cache, entering=replace(cache.entering, watch=see))
 
     def _begin_sweep(self, k: int) -> None:
-        """Fix what micro-batch `k` feeds into its next sweep, if it has rows left."""
+        """Fix what micro-batch `k` feeds into its next sweep, if it has sequences left."""
         batch, tokens = self._batches[k], 0
         if batch.rows:
-            # Who watches slots sees every step's, and the ranks of a pipeline tell each other one step's tokens.
+            # A slots callback sees every step, and the ranks of a pipeline exchange one step's
+            # tokens.
             one_step = self._decoding.watches.slots is not None or self._wire is not None
-            fed = batch.sweep_input(None if one_step else self._decoding.known_tokens).to(self._where)
-            self._inputs[k], self._parts[k] = fed, fed.parts(self._engine.plan.shape.most_attending)
-            tokens = len(fed.ids)
+            sweep_input = batch.sweep_input(None if one_step else self._decoding.known_tokens).to(self._torch_device)
+            self._inputs[k], self._parts[k] = sweep_input, sweep_input.parts(self._engine.plan.shape.most_attending)
+            tokens = len(sweep_input.ids)
         self._engine.hidden.begin_sweep(k, tokens)
         self._engine.cache.begin_sweep(k)
 
     def _head(self, layer: Layer, k: int, w: Weights, x: torch.Tensor) -> None:
-        """The logits of a micro-batch, or in parts of the head a part of them, held until the last part has come."""
-        batch, fed, spec, ws = self._batches[k], self._inputs[k], self._engine.spec, self._workspace
-        first = k * self._engine.plan.shape.rows if spec.head_rows else 0  # rows of logits that are others'
+        """Compute the logits of a micro-batch and sample its next tokens.
+
+        If the head is cut into parts, each part computes some columns of the logits. They are held
+        until the last part has run.
+        """
+        batch, sweep_input, spec, ws = self._batches[k], self._inputs[k], self._engine.spec, self._workspace
+        # Rows of logits that belong to earlier micro-batches.
+        first = k * self._engine.plan.shape.rows if spec.head_rows else 0
 
         def logits_at(places: slice | torch.Tensor) -> torch.Tensor:
             inputs = x[places] if isinstance(places, slice) else x.index_select(0, places)
@@ -381,25 +425,29 @@ class Executor:
             return logits
 
         if layer.rows.stop < spec.vocab_size:
-            logits_at(fed.last())
+            logits_at(sweep_input.last())
             return
-        scored = scored_tokens(batch, fed)
+        scored = scored_tokens(batch, sweep_input)
         score_prompts(
             scored,
             lambda places: logits_at(upload(torch.tensor(places, device="cpu"), x.device)),
             self._decoding.watches.spares_rows,
         )
-        for step in range(fed.steps):
+        for step in range(sweep_input.steps):
             if step:
                 finished, _ = self._append_tokens(k, self._chosen.pop(k).take())
-                assert not finished  # what was fed of the steps to come is taken
-            self._chosen[k] = self._decoding.sample(batch, logits_at(fed.last(step)), self._engine.device.read_back)
+                assert not finished  # a sequence takes all the tokens that were fed ahead
+            self._chosen[k] = self._decoding.sample(
+                batch, logits_at(sweep_input.last(step)), self._engine.device.read_back
+            )
         if self._wire is not None or self._chosen[k].ready.is_done:
             self._settle(k)
 
     def _settle(self, last: int) -> None:
-        """End a micro-batch's last sweep where that is to be done still: wait for its tokens. Before it those in front
-        of it, so that rows take places in one order."""
+        """Wait for the sampled tokens of micro-batches 0..last, and end their last sweeps.
+
+        They are settled in order, so that free places are always refilled in the same order.
+        """
         for k in [k for k in self._chosen if k <= last]:
             with self.span("wait", "tokens"):
                 tokens = self._chosen.pop(k).take()
@@ -408,21 +456,21 @@ class Executor:
                 self._wire.send_tokens(k, len(self._batches[k].rows), tokens)
 
     def _append_tokens(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
-        """The next token of each row of a micro-batch (MicroBatch.append_tokens)."""
+        """Append the next token of each sequence of a micro-batch (MicroBatch.append_tokens)."""
         accepted = self._batches[k].append_tokens(tokens, self._decoding.end)
         self._on_tokens(len(tokens))
         return accepted
 
     def _after_sweep(self, k: int, finished: list[Row], moves: list[Move]) -> None:
-        """Hand out the rows of a micro-batch that have ended with a sweep; they leave, and others may enter."""
+        """Hand out the finished sequences of a micro-batch, remove them, and let others enter."""
         if finished:
-            self._engine.weights.check_unchanged()  # no row leaves that may have been computed with two models
+            self._engine.weights.check_unchanged()  # no answer may come from two different models
             self._on_finished(finished)
         self._change_rows(k, moves, bool(finished))
         self._begin_sweep(k)
 
     def _change_rows(self, k: int, moves: Sequence[Move], have_left: bool) -> None:
-        """Rows move up after a sweep, and others take the places that are free behind them."""
+        """Move sequences up after a sweep, and let others take the free places behind them."""
         batch, table, shape = self._batches[k], self._tables[k], self._engine.plan.shape
         left, entering = len(batch.rows), []
         if self._waiting is not None:
@@ -438,5 +486,5 @@ class Executor:
 
 
 def _sizes(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
-    """What SlotTable asks of rows."""
+    """Return for each sequence (*Row.size, prompt tokens), as SlotTable needs it."""
     return [(*row.size, len(row.prompt.token_ids)) for row in rows]

@@ -1,6 +1,7 @@
-"""Rows and micro-batches: what each feeds into the next sweep, what it has generated, and when it leaves.
+"""Sequences and micro-batches.
 
-The executor's view of a run. Knows nothing of layers, tiers or weights.
+They know what is fed into the next sweep, what was generated, and when a sequence leaves. This is
+the executor's view of a run. The module knows nothing of layers, tiers or weights.
 """
 
 from __future__ import annotations
@@ -41,36 +42,42 @@ PromptsWatch = Callable[[list[int], int, PromptAttention], None]
 
 @dataclass(eq=False)
 class Row:
-    """A prompt with what has been generated for it.
-
-    max_new: tokens it may grow to, at least 1. asked: new tokens that were asked for; rows are sorted by it.
-    top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
-    max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before. given: the first
-    tokens that it takes, whatever the logits. scored: last tokens of the prompt whose log-probabilities get into
-    `prompt_logprobs`, each with `top_prompt_logprobs` of the likeliest. budget_of: (prompt tokens, new tokens) that its
-    KV budget is of; None: its own. penalties: what changes its logits before its own tokens are chosen. error,
-    error_code: why it has no answer, where others go on (`Callbacks.spares_rows`), as of `Completion`.
-    """
+    """A sequence: one prompt with what has been generated for it. RequestTable makes it."""
 
     prompt: Prompt
+    # The most tokens that `token_ids` may grow to, at least 1.
     max_new: int
+    # Tokens after the prompt: first those of `given`, then generated ones. MicroBatch appends them.
     token_ids: list[int] = field(default_factory=list)
+    # None while the sequence runs; then "stop", "length" or "error".
     finish_reason: str | None = None
+    # New tokens that the user asked for. Sequences are sorted by it.
     asked: int = 0
+    # How many of the likeliest tokens get into `logprobs` at each step. None: no `logprobs`.
     top_logprobs: int | None = None
+    # One entry for each of `token_ids`, if `top_logprobs` is set.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # The most tokens of the sequence in one decode sweep, if they are known beforehand.
     max_tokens_per_sweep: int = 1
+    # The first tokens that the sequence takes, whatever the logits.
     given: tuple[int, ...] = ()
+    # How many last tokens of the prompt get log-probabilities in `prompt_logprobs`.
     scored: int = 0
+    # How many of the likeliest tokens get into each entry of `prompt_logprobs`.
     top_prompt_logprobs: int = 0
+    # One entry for each scored token of the prompt. `score_prompts` appends them.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # (prompt tokens, new tokens) from which the KV budget is computed. None: the sequence's own.
     budget_of: tuple[int, int] | None = None
+    # What changes the logits before the sequence's own tokens are chosen.
     penalties: Penalties | None = None
+    # Why there is no answer, in runs that continue without it (`Callbacks.spares_rows`).
     error: str | None = None
+    # As in `Completion`.
     error_code: str = ""
 
     def fail(self, code: str, reason: str) -> None:
-        """Have no answer; the first reason stays."""
+        """Record that the sequence has no answer. The first reason stays."""
         if self.error is None:
             self.error = reason
             self.error_code = code
@@ -81,39 +88,44 @@ class Row:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(prompt tokens, most new tokens) that the KV budget is of."""
+        """(prompt tokens, most new tokens) from which the KV budget is computed."""
         return self.budget_of or (len(self.prompt.token_ids), self.max_new)
 
     @property
     def own_ids(self) -> list[int]:
-        """The tokens that it was not given."""
+        """The generated tokens, without those that were given."""
         return self.token_ids[len(self.given) :]
 
     @property
     def before(self) -> tuple[int, ...]:
-        """The tokens that its own ones follow on."""
+        """The tokens in front of the generated ones: the prompt and the given tokens."""
         return self.prompt.token_ids + self.given if self.given else self.prompt.token_ids
 
     @property
     def answered(self) -> int:
-        """Its tokens that were asked for."""
+        """The number of generated tokens that were asked for; 0 after an error."""
         return 0 if self.error is not None else min(len(self.own_ids), self.asked)
 
 
 def make_blocks(
     rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int, sharing: Sharing | None = None
 ) -> list[list[list[Row]]]:
-    """Blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size` rows each.
+    """Return blocks of micro-batches of sequences.
 
-    Rows that ask for the most new tokens come first (a block runs as many sweeps as its longest answer has tokens),
-    then those with the longest prompts, equals in input order. So the block that needs the most memory comes first, and
-    every micro-batch but the last is full. sharing: rows that begin alike come together where they fill micro-batches.
+    A block has at most `num_gpu_batches` micro-batches, and each of them has at most
+    `gpu_batch_size` sequences. Sequences that ask for the most new tokens come first, because a
+    block runs as many sweeps as its longest answer has tokens. Then come those with the longest
+    prompts. Equal ones keep their input order. So the block that needs the most memory comes first,
+    and every micro-batch but the last is full.
+
+    sharing: puts sequences that begin alike together if they fill micro-batches.
     """
     gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches
     family = family_order([r.prompt.token_ids for r in rows], sharing, gbs) if sharing else lambda ids: (0, 0)
 
     def key(row: Row) -> tuple[object, ...]:
-        ids = row.prompt.token_ids  # what is scored follows on a context, which neighbours in the input may share
+        # Scored tokens follow a context, which neighbours in the input may share.
+        ids = row.prompt.token_ids
         return -row.asked, family(ids), row.scored - len(ids), row.prompt.index
 
     ordered = sorted(rows, key=key)
@@ -127,37 +139,50 @@ def make_blocks(
 def group_rows(
     rows: Sequence[Row], sharing: Sharing | None, common: int = 0, opens: bool = False
 ) -> tuple[PromptGroup, ...]:  # fmt: skip
-    """Which rows of a micro-batch feed a prefix once (prefixes.group_prompts)."""
+    """Return the sequences of a micro-batch in groups that feed a shared prefix once.
+
+    See prefixes.group_prompts.
+    """
     return group_prompts([r.prompt.token_ids for r in rows], sharing, common, opens)
 
 
 @dataclass(frozen=True)
 class SweepInput:
-    """The tokens of a micro-batch in one sweep, packed row after row.
+    """The tokens of a micro-batch in one sweep, packed one sequence after another.
 
-    ids, positions: (tokens,) int64; ends: (rows,) int64, the place of each row's last token in them, of the first step,
-    and in a part those of the whole. The executor has them on the device. counts: tokens of each row. past: columns
-    that each row has in its slots before.
-    decoding: the first so many rows feed their newest token; the others are new and feed their prompts. groups: the
-    prompts, each shared prefix fed once in front of its rows. steps: decode steps in this sweep, above 1 only where
-    every row's next tokens are known; tokens are packed step by step. common: columns of the common prefix in front of
-    every row. entered: in a part of a sweep, rows with prompts in earlier parts.
+    MicroBatch makes it. The executor has the tensors on the device. `parts` cuts a sweep into parts
+    of the same type.
     """
 
+    # (tokens,) int64.
     ids: torch.Tensor
+    # (tokens,) int64: the position of each token in its sequence.
     positions: torch.Tensor
+    # (sequences,) int64: index in `ids` of each sequence's last token of the first step. In a part
+    # these are the values of the unsplit input.
     ends: torch.Tensor
+    # Tokens of each sequence.
     counts: tuple[int, ...]
+    # KV entries that each sequence has in its slots before the sweep.
     past: tuple[int, ...]
+    # The first so many sequences feed their newest token. The others are new and feed their
+    # prompts.
     decoding: int
+    # The prompts of the new sequences; each shared prefix is fed once in front of its sequences.
     groups: tuple[PromptGroup, ...]
+    # Decode steps in this sweep; above 1 only if the next tokens of every sequence are known.
+    # Tokens are packed step by step.
     steps: int = 1
+    # KV entries of the common prefix in front of every sequence.
     common: int = 0
+    # In a part of a sweep: the sequences with prompts in earlier parts.
     entered: int = 0
 
     def parts(self, most: int) -> list[SweepInput]:
-        """The same in parts of at most `most` tokens, or of one prompt, in order: rows that decode are in the first.
-        Rows that share a prefix stay together."""
+        """Cut the input into parts, in order, of at most `most` tokens or of one prompt.
+
+        Sequences that decode are in the first part. Sequences that share a prefix stay together.
+        """
         if len(self.ids) <= most:
             return [self]
         of_parts, room = [list[PromptGroup]()], most - self.decoding * self.steps
@@ -186,14 +211,17 @@ class SweepInput:
         return found
 
     def seen(self, window: int | None = None) -> int:
-        """Columns of all rows with these tokens; of each row the newest `window` at most."""
+        """Return the number of KV entries of all sequences, these tokens included.
+
+        window: count at most so many newest entries of each sequence.
+        """
         common = (self.common if i < self.decoding else 0 for i in range(len(self.counts)))
         held = [sum(of_row) for of_row in zip(self.past, self.counts, common, strict=True)]
         return sum(held if window is None else (min(window, n) for n in held))
 
     @property
     def phase(self) -> str:
-        """prefill, decode, or mixed."""
+        """The phase of the sequences: prefill, decode, or mixed."""
         if self.decoding == 0:
             return "prefill"
         return "decode" if self.decoding == len(self.counts) else "mixed"
@@ -203,11 +231,14 @@ class SweepInput:
         return sum(group.tokens for group in self.groups)
 
     def last(self, step: int = 0) -> slice | torch.Tensor:
-        """Where each row's last token of a step is in the packed order: neighbours where no prompts are fed."""
+        """Return where each sequence's last token of a step is in the packed order.
+
+        It is a slice if no prompts are fed, because the tokens are then neighbours.
+        """
         return self.ends if self.groups else slice(step * self.decoding, (step + 1) * self.decoding)
 
     def to(self, where: torch.device) -> SweepInput:
-        """On a device, in one copy."""
+        """Copy the tensors to a device, in one copy."""
         ids, positions, ends = upload_together([self.ids, self.positions, self.ends], where)
         return replace(self, ids=ids, positions=positions, ends=ends)
 
@@ -216,30 +247,34 @@ KnownTokens = Callable[[Row], Sequence[int]]
 
 
 class MicroBatch:
-    """Rows computed together. Finished rows leave, the others move up (`compact`), and new ones may join behind them.
+    """Sequences that are computed together.
 
-    common: tokens of the common prefix of all rows. opens: this micro-batch feeds it, in front of its first rows.
+    Finished sequences leave, the last ones take their places, and new ones may join behind them.
+
+    common: tokens of the prefix that all sequences have in common.
+    opens: this micro-batch feeds the common prefix, in front of its first sequences.
     """
 
     def __init__(
         self, rows: Sequence[Row], sharing: Sharing | None = None, common: int = 0, opens: bool = False
     ) -> None:  # fmt: skip
         self.rows, self._common = list(rows), common
-        self._new = group_rows(rows, sharing, common, opens)
+        self._new_groups = group_rows(rows, sharing, common, opens)
 
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens of the next sweep."""
-        return sum(group.tokens for group in self._new)
+        return sum(group.tokens for group in self._new_groups)
 
     def sweep_input(self, known_tokens: KnownTokens | None = None) -> SweepInput:
-        """The newest token of each row that has one, then the prompts of new rows.
+        """Return the newest token of each sequence that has one, then the prompts of new sequences.
 
-        known_tokens: without new rows, the tokens that follow are fed too, as many as all rows know.
+        known_tokens: if there are no new sequences, the following tokens are fed too, as many as
+            are known of all.
         """
         decoding = sum(bool(r.token_ids) for r in self.rows)
         before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
-        ids, positions = pack_prompts(prompts, self._new)
+        ids, positions = pack_prompts(prompts, self._new_groups)
         known = [[r.token_ids[-1], *(known_tokens(r) if known_tokens and not prompts else ())] for r in before]
         fits = (
             min(len(k), r.max_tokens_per_sweep, r.max_new - len(r.token_ids))
@@ -251,18 +286,25 @@ class MicroBatch:
             positions=torch.tensor(
                 [r.length - 1 + step for step in range(steps) for r in before] + positions, device="cpu"
             ),
-            ends=torch.tensor([*range(decoding), *(decoding + end - 1 for end in row_ends(self._new))], device="cpu"),
+            ends=torch.tensor(
+                [*range(decoding), *(decoding + end - 1 for end in row_ends(self._new_groups))], device="cpu"
+            ),
             counts=(steps,) * decoding + tuple(map(len, prompts)),
             past=(*(r.length - 1 - self._common for r in before), *(0 for _ in prompts)),
             decoding=decoding,
-            groups=self._new,
+            groups=self._new_groups,
             steps=steps,
             common=self._common,
         )
 
     def append_tokens(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
-        """Append each row's new token. Returns the rows that finish with it and the moves that fill their places."""
-        self._new = ()
+        """Append one new token to each sequence, and remove the sequences that finish with it.
+
+        Return the finished sequences and the moves that fill their places.
+
+        finish: returns the finish reason of a sequence, or None if it continues.
+        """
+        self._new_groups = ()
         for row, token in zip(self.rows, tokens, strict=True):
             row.token_ids.append(token)
             row.finish_reason = finish(row)
@@ -273,19 +315,19 @@ class MicroBatch:
         return finished, moves
 
     def admit(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
-        """Add rows behind the others; their prompts are fed in the next sweep."""
+        """Add sequences behind the others. Their prompts are fed in the next sweep."""
         self.rows += rows
-        self._new = group_rows(rows, sharing, self._common)
+        self._new_groups = group_rows(rows, sharing, self._common)
 
 
 class Listener(Protocol):
-    """Called while a run goes on, on its thread."""
+    """Functions that are called during a run, on its thread."""
 
     def sweep(self, tokens: int) -> None:
-        """A micro-batch got `tokens` new tokens."""
+        """Called when a micro-batch has got `tokens` new tokens."""
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """These rows are done; they are handed out next."""
+        """Called when these sequences are done. They are handed out next."""
 
 
 class Silent:
@@ -299,13 +341,13 @@ class Silent:
 
 
 class Progress:
-    """The progress bar of a run, on a terminal only: tokens, tokens a second, time left.
+    """The progress bar of a run, on a terminal only: tokens, tokens per second, time left.
 
-    A row that stops early takes the tokens that it does not need off the total.
+    If a sequence stops early, the total shrinks by the tokens that it does not need.
     """
 
     def __init__(self, total_tokens: int) -> None:
-        with interrupts.held():  # it starts a thread
+        with interrupts.held():  # tqdm starts a thread
             self._bar = tqdm(
                 total=total_tokens, unit="token", desc="generate", disable=not self.on_terminal(), file=sys.stderr
             )
@@ -333,31 +375,37 @@ class Progress:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions called during a run. They may not keep the tensors.
+    """Functions called during a run, and how the run treats failures.
 
-    logits: at every step, (prompt indices, (rows, vocab)). slots: what the attention of each layer of a decode sweep
-    saw, (prompt indices, (rows,) slots that are filled, the columns of these rows). listener: instead of the progress
-    bar. prompts: the attention of prompts, (prompt indices, transformer block, attention), where the policy scores
-    prompts. Layers with windows are not shown: they hold what they attend to. goes_on:
-    asked about a row after each of its own tokens that does not end it; where it says no, the row ends there, as of
-    length. spares_rows: a row for which something raises, or whose logits are not finite, ends with an error, and
-    others go on; except for a micro-batch all of whose first logits are not finite, which is a damaged model. Otherwise
-    the run ends with what was raised. Not in a pipeline, whose ranks see no logits but the last.
+    The functions may not keep the tensors.
     """
 
+    # Called at every step with (prompt indices, logits (sequences, vocab)).
     logits: LogitsWatch | None = None
+    # Called with what attention saw in each layer of a decode sweep: (prompt indices, (sequences,)
+    # filled slots, the KV entries of these sequences). Layers with windows are not shown: they hold
+    # what they attend to.
     slots: SlotsWatch | None = None
+    # Used instead of the progress bar.
     listener: Listener | None = None
+    # Called with the attention of prompts if the eviction policy scores prompts: (prompt indices,
+    # transformer block, attention). Layers with windows are not shown.
     prompts: PromptsWatch | None = None
+    # Called after each generated token that does not end the sequence. If it returns False, the
+    # sequence ends there with the reason "length".
     goes_on: Callable[[Row], bool] | None = None
+    # If something raises for a sequence, or its logits are not finite, only this sequence ends with
+    # an error. Otherwise the run ends with the exception. If the first logits of a whole
+    # micro-batch of two or more are not finite, the run ends: the model is damaged. Sparing does
+    # not work in a pipeline, because only the last rank sees logits.
     spares_rows: bool = False
 
 
 @contextmanager
 def sparing(row: Row, spares_rows: bool) -> Iterator[None]:
-    """Whatever is raised of one row in here becomes its error if others go on (`Callbacks.spares_rows`).
+    """Turn an exception about one sequence into its error if others continue.
 
-    A request to end goes through.
+    See `Callbacks.spares_rows`. A request to end the process passes through.
     """
     try:
         yield
@@ -369,69 +417,81 @@ def sparing(row: Row, spares_rows: bool) -> Iterator[None]:
 
 @dataclass
 class Sweep:
-    """Counts of one sweep of a block.
+    """Counts of one sweep of a block. The executor fills them.
 
-    fed: tokens; prompts: those of them that came from prompts. held: KV columns of all rows and layers (a column is one
-    key and one value of every kv-head). full: what the full cache would have held. read: columns that decode attention
-    read. units: rows of all layers, each of which holds a KV cache.
+    A KV entry is one key and one value of every KV head.
     """
 
+    # Tokens that were fed.
     fed: int = 0
+    # Those of them that came from prompts.
     prompts: int = 0
+    # KV entries of all sequences and layers.
     held: int = 0
+    # KV entries that the full cache would have held.
     full: int = 0
+    # KV entries that decode attention read.
     read: int = 0
+    # Sequences, summed over all layers with a KV cache.
     units: int = 0
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of each sweep of a block, of each layer of each sweep (all its micro-batches), and KV columns of each
-    sweep, as of `Sweep`."""
+    """Seconds and KV entries of each sweep of a block."""
 
+    # Seconds of each sweep.
     sweeps: list[float] = field(default_factory=list)
+    # Seconds of each layer of each sweep, over all micro-batches.
     layers: list[float] = field(default_factory=list)
+    # As in `Sweep`, for each sweep.
     held: list[int] = field(default_factory=list)
+    # As in `Sweep`, for each sweep.
     read: list[int] = field(default_factory=list)
 
 
 @dataclass
 class BlockStats:
-    """Sums over the sweeps of a block.
+    """Sums over the sweeps of a block."""
 
-    held, full, units: as of `Sweep`, of the decode sweeps, of which there are `later`; without one, of the first.
-    fed_tokens: prompt tokens that were computed. times: kept unless rows may join the block, which then may go on for
-    any number of sweeps.
-    """
-
+    # Whether `times` is kept. It is not if sequences may join, because the block may then run for
+    # any number of sweeps.
     keeps_lists: bool = True
+    # All sweeps of the block so far.
     sweeps: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    # `held`, `full` and `units` are sums of those of `Sweep` over the decode sweeps, of which there
+    # are `later`. Before the first decode sweep they are those of the prefill sweep.
     held: int = 0
+    # See `held`.
     full: int = 0
+    # See `held`.
     units: int = 0
+    # Prompt tokens that were computed.
     fed_tokens: int = 0
     times: BlockTimes = field(default_factory=BlockTimes)
-    _prompts: float = 0.0  # share of the newest sweep's tokens
+    _prompt_share: float = 0.0  # share of prompt tokens in the newest sweep
 
     @property
     def later(self) -> int:
+        """The number of sweeps after the first."""
         return max(0, self.sweeps - 1)
 
     def end_layer(self, seconds: float) -> None:
-        """Add a layer's seconds in a sweep, of all micro-batches."""
+        """Add the seconds of a layer in a sweep, over all micro-batches."""
         if self.keeps_lists:
             self.times.layers.append(seconds)
 
     def end_sweep(self, sweep: Sweep, seconds: float) -> None:
-        if self.sweeps == 1:  # the first counts only while it is alone
+        """Add the counts and seconds of a sweep."""
+        if self.sweeps == 1:  # the first sweep counts only while it is the only one
             self.held = self.full = self.units = 0
         self.held += sweep.held
         self.full += sweep.full
         self.units += sweep.units
         self.sweeps += 1
-        self._prompts = sweep.prompts / sweep.fed
+        self._prompt_share = sweep.prompts / sweep.fed
         if self.keeps_lists:
             self.times.sweeps.append(0.0)
             self.times.held.append(sweep.held)
@@ -439,8 +499,11 @@ class BlockStats:
         self.add_seconds(seconds)
 
     def add_seconds(self, seconds: float) -> None:
-        """Add to the newest sweep's seconds. A mixed sweep's are split between prefill and decode by its tokens."""
-        self.prefill_s += seconds * self._prompts
-        self.decode_s += seconds * (1 - self._prompts)
+        """Add to the seconds of the newest sweep.
+
+        A mixed sweep's seconds are split between prefill and decode by its tokens.
+        """
+        self.prefill_s += seconds * self._prompt_share
+        self.decode_s += seconds * (1 - self._prompt_share)
         if self.keeps_lists:
             self.times.sweeps[-1] += seconds

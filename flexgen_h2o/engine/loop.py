@@ -1,10 +1,11 @@
-"""The walk of a block through its layers: which loads start, and what is waited for, computed and stored after what.
+"""The walk of a block through its layers: the order of loads, waits, compute and stores.
 
-Its order is FlexGen's zig-zag block schedule (Sheng et al. 2023, section 4.1): all micro-batches of a block go through
-a layer before the next layer is touched, so each weight load serves the whole block.
+The order is FlexGen's zig-zag block schedule (Sheng et al. 2023, section 4.1). All micro-batches of
+a block go through a layer before the next layer is touched. So each weight load serves the whole
+block.
 
-The executor walks with real transfers and compute, the planner's simulator on a clock, so what is predicted is what
-runs. No torch.
+The executor walks with real transfers and compute. The planner's simulator walks on a clock. So the
+planner predicts the same steps that run. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
 
 ATTENTION_KINDS = ("attention", "block")
-JOINED_KINDS: tuple[LayerKind, ...] = ("attention", "block", "mlp", "experts")  # several micro-batches as one
-UnitKey = tuple[int, int, int]  # sweep; transformer block of KV, layer of hidden states; micro-batch
-WeightKey = tuple[int, int]  # how often the unit has been named up to now, and the unit
+# Layers that compute several micro-batches as one.
+JOINED_KINDS: tuple[LayerKind, ...] = ("attention", "block", "mlp", "experts")
+# (sweep, index, micro-batch). The index is a transformer block for KV, a layer for hidden states.
+UnitKey = tuple[int, int, int]
+WeightKey = tuple[int, int]  # (how often the schedule has named the unit so far, the unit)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One unit of compute: `sweep` 0 fills the KV cache of rows that enter with it, later sweeps decode.
+    """One unit of compute: a layer of one micro-batch in one sweep.
 
-    What a micro-batch's rows do in a sweep (prefill or decode) belongs to the rows, not to the order, so one
-    sweep may mix both.
+    Prefill or decode is a property of the sequences, not of the order. So one sweep may mix both.
     """
 
+    # 0 fills the KV cache of the sequences that enter with it; later sweeps decode.
     sweep: int
     layer: int
     micro_batch: int
@@ -43,11 +46,12 @@ class Step:
 def zigzag(
     num_sweeps: int | None, num_layers: int, num_micro_batches: int, together: int | None = None
 ) -> Iterator[Step]:
-    """Steps of one block in compute order; every consumer (loads, compute, stores) walks the same order.
+    """Yield the steps of one block in compute order. Loads, compute and stores all walk this order.
 
-    num_sweeps: None where nobody knows how many there will be: for ever. together: micro-batches that share each weight
-    load; all of them by default. Where a block has more (that of a pipeline), they go through all layers in groups of
-    so many, one group after the other.
+    num_sweeps: None if the number is not known; then the steps never end.
+    together: micro-batches that share each weight load; None: all of them. If a block has more (in
+        a pipeline), the micro-batches go through all layers in groups of this size, one group after
+        another.
     """
     size = max(1, together or num_micro_batches)
     for sweep in _sweeps(num_sweeps):
@@ -58,11 +62,14 @@ def zigzag(
 
 
 def joined(tokens: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
-    """Neighbouring micro-batches that a layer computes together, by the first of them: its matrices are then brought
-    from memory once for the rows of all, and products of more rows are faster.
+    """Return the micro-batches that a layer computes together, by the first one of each run.
 
-    tokens: of each micro-batch in this sweep; those without any are left out. most: tokens together at most, or one
-    micro-batch (BlockShape.most_joined); 0: each alone.
+    A run consists of neighbours. The layer's matrices are then read from memory once for all
+    sequences of a run. Larger matrix multiplications are also faster.
+
+    tokens: the tokens of each micro-batch in this sweep. Micro-batches without tokens are left out.
+    most: the most tokens of a run (BlockShape.most_joined). A single micro-batch may have more. 0:
+        compute each micro-batch alone.
     """
     found: list[list[int]] = []
     room = 0
@@ -77,9 +84,12 @@ def joined(tokens: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
 
 
 def weight_sequence(num_sweeps: int | None, unit_of_layer: tuple[int, ...]) -> Iterator[int]:
-    """Weight units in the order they are needed, a unit that stays in place between two layers named once.
+    """Yield weight units in the order in which they are needed.
 
-    With tied embeddings the head of a sweep and the embedding of the next share one load. num_sweeps: as of `zigzag`.
+    A unit that stays in place between two layers is named once. With tied embeddings the head of a
+    sweep and the embedding of the next sweep share one load.
+
+    num_sweeps: see `zigzag`.
     """
     last = None
     for _ in _sweeps(num_sweeps):
@@ -97,29 +107,33 @@ Opened = TypeVar("Opened")
 
 
 class WeightUnits(Protocol):
-    """Where weight units come from. decodes: units are decoded once they are open."""
+    """The source of weight units. `decodes`: units are decoded once they are open."""
 
     @property
     def decodes(self) -> bool: ...
 
     def nbytes(self, unit: int) -> int:
-        """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
+        """Return the ring bytes of one load of a unit; 0 if all its rows are used in place."""
 
     def load(self, unit: int, region: Region) -> list[Done]:
-        """Start filling the region."""
+        """Start filling the region with the unit."""
 
 
 class _Loads:
-    """The source of a stream of weight units, whose keys are (n, unit): the n-th time that the sweeps name the unit.
+    """The source of a stream of weight units with keys (n, unit).
 
-    Groups of experts that their block's router has not chosen are not needed. waits: they are loaded once it has
-    chosen; otherwise ahead of it.
+    n counts how often the sweeps have named the unit. A group of experts is not needed if its
+    block's router has chosen none of them.
+
+    waits: groups of experts are loaded after the router has chosen; otherwise they are loaded
+        before.
     """
 
     def __init__(self, units: WeightUnits, layers: Sequence[Layer], waits: bool) -> None:
         self._units, self._waits = units, waits
         self._groups = {layer.unit: layer for layer in layers if layer.kind == "experts"}
-        self.chosen: dict[int, tuple[int, frozenset[int]]] = {}  # by block: for which n, and which experts
+        # By block: the n of the attention unit when the router chose, and the chosen experts.
+        self.chosen: dict[int, tuple[int, frozenset[int]]] = {}
 
     def nbytes(self, key: WeightKey) -> int:
         return self._units.nbytes(key[1])
@@ -137,7 +151,7 @@ class _Loads:
         return layer is None or chosen is None or not chosen.isdisjoint(layer.experts)
 
     def _chosen_for(self, number: int, layer: Layer) -> frozenset[int] | None:
-        """The experts of the layer's block that are used this time; None where its router has not chosen yet."""
+        """Return the experts that this load needs, or None if the router has not chosen yet."""
         found = self.chosen.get(layer.block)
         return found[1] if found is not None and found[0] == number else None
 
@@ -145,8 +159,10 @@ class _Loads:
 class BaseWeightStream(ABC, Generic[Opened]):
     """The open weight unit, and the loads ahead of it.
 
-    sweeps: of `layers`; None for any number. ahead: loads besides the one in use. waits: groups of experts are loaded
-    once their block's router has chosen, those that it has chosen; otherwise they are loaded ahead.
+    sweeps: how often `layers` are walked; None for any number.
+    ahead: the number of loads besides the one in use.
+    waits: groups of experts are loaded once their block's router has chosen, and only chosen
+        groups; otherwise they are loaded ahead.
     """
 
     def __init__(
@@ -165,14 +181,20 @@ class BaseWeightStream(ABC, Generic[Opened]):
 
     @abstractmethod
     def _open(self, unit: int, region: Region | None) -> Opened:
-        """What compute uses of a unit that is loaded: its streamed bytes are in the region."""
+        """Return what compute uses of a loaded unit.
+
+        The unit's streamed bytes are in the region.
+        """
 
     @abstractmethod
     def _decode(self, unit: int, region: Region | None) -> tuple[Opened, bool]:
-        """The same, decoded; and whether compute still uses the region."""
+        """Return the decoded form of a loaded unit, and whether compute still uses the region."""
 
     def choose(self, block: int, experts: Iterable[int]) -> None:
-        """The router of the block, whose attention unit is open, has chosen these for all micro-batches."""
+        """Record the experts that a block's router has chosen for all micro-batches.
+
+        The attention unit of the block must be open.
+        """
         self._loads.chosen[block] = self._number, frozenset(experts)
 
     def prefetch(self) -> None:
@@ -180,9 +202,10 @@ class BaseWeightStream(ABC, Generic[Opened]):
         self._stream.prefetch()
 
     def open(self, unit: int, fence: Callable[[], Waitable]) -> Opened:
-        """Wait for `unit` and open it. Another unit that is open is closed: its last reader is done with the fence.
+        """Wait for `unit` and open it. Another open unit is closed.
 
-        fence: makes an event that is done when what was computed up to now is; called where somebody waits for it.
+        fence: returns an event that is done when all compute issued so far is done. The last reader
+            of the closed unit is done with it. It is called only if somebody waits for it.
         """
         if unit != self.unit:
             if self._region is not None:
@@ -193,8 +216,12 @@ class BaseWeightStream(ABC, Generic[Opened]):
         return self.opened
 
     def decode(self, fence: Callable[[], Waitable]) -> Opened:
-        """Decode the unit that was just opened; its region is free from then on, unless compute still uses it. fence:
-        as of `open`."""
+        """Decode the unit that was just opened.
+
+        Its region is free afterwards unless compute still uses it.
+
+        fence: see `open`.
+        """
         if self.decodes and self.unit >= 0:
             self.opened, uses_region = self._decode(self.unit, self._region)
             if not uses_region and self._region is not None:
@@ -215,40 +242,51 @@ def _numbered(sequence: Iterable[int]) -> Iterator[WeightKey]:
 
 
 class Runner(Protocol):
-    """What a walk drives."""
+    """The operations that a walk calls."""
 
     def span(self, lane: str, name: str) -> AbstractContextManager[object]:
-        """Record what is done within it in the timeline."""
+        """Record in the timeline what is done within this context."""
 
     def fence(self) -> Waitable:
-        """Done when all compute issued so far is."""
+        """Return an event that is done when all compute issued so far is done."""
 
     def begin_step(self, step: Step) -> str | None:
-        """The phase of the step's rows (prefill, decode or mixed); None where the layer has nothing to do for the
-        micro-batch: it has no rows, its tokens chose no expert of the group, or an earlier step has computed them
-        (`joined`). Each micro-batch has a step of attention: KV units come one after the other."""
+        """Return the phase of the step's sequences: prefill, decode or mixed.
+
+        Return None if the layer has nothing to do for the micro-batch. That is so if the
+        micro-batch has no sequences, if its tokens chose no expert of the group, or if an earlier
+        step has computed them (`joined`). Each micro-batch has its own attention step, because KV
+        units come one after another.
+        """
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
-        """Hidden states are loaded, into the region or where they live."""
+        """Open hidden states that are loaded, either into the region or at their home."""
 
     def open_cache(self, key: UnitKey, region: Region | None) -> None:
-        """The same of a KV unit."""
+        """Open a KV unit that is loaded, either into the region or at its home."""
 
     def compute(self, step: Step) -> None: ...
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        """Start storing what has changed; returns what the region's next writer waits for. fence: makes one, where
-        there is a next writer."""
+        """Start storing what has changed in a KV unit.
+
+        Return what the region's next writer waits for.
+
+        fence: makes an event; called only if there is a next writer.
+        """
 
     def close_hidden(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        """The same of hidden states."""
+        """Start storing hidden states.
+
+        Return what the region's next writer waits for. `fence` is as in `close_cache`.
+        """
 
     def end_layer(self, step: Step) -> bool:
-        """All micro-batches have been through a layer; True ends the block."""
+        """Note that all micro-batches have been through a layer. Return True to end the block."""
 
 
 class Tiers(Protocol):
-    """Where KV units and hidden states come from, and the buffers that they come into."""
+    """The sources of KV units and hidden states, and the buffers that they are loaded into."""
 
     @property
     def cache(self) -> Source[UnitKey]: ...
@@ -257,15 +295,17 @@ class Tiers(Protocol):
     def hidden(self) -> Source[UnitKey]: ...
 
     def ring(self, name: str) -> Ring | None:
-        """The buffer of that name; None where nothing comes into it."""
+        """Return the buffer of that name, or None if nothing is loaded into it."""
 
 
 class Walk:
     """The steps of a block, and the KV units and hidden states that are loaded ahead of them.
 
-    sweeps: for how many there is something to load; None for any number. count: micro-batches; together: those that
-    share each weight load (zigzag). A walk holds no `Runner`: the engine's memory would be held in a
-    circle of references.
+    A walk holds no `Runner`: a circle of references would keep the engine's memory alive.
+
+    sweeps: the number of sweeps with something to load; None for any number.
+    count: the number of micro-batches.
+    together: micro-batches that share each weight load (`zigzag`).
     """
 
     def __init__(
@@ -291,7 +331,7 @@ class Walk:
         self._hidden: Stream[UnitKey] = Stream(tiers.ring("hidden ring"), keys, tiers.hidden, ahead[1])
 
     def run(self, runner: Runner, weights: BaseWeightStream[Any], order: Iterable[Step] | None = None) -> None:
-        """Run the block until the runner ends it; `order` may cut it short."""
+        """Run the block until the runner ends it. `order` may cut it short."""
         for step in order or self._order:
             phase = runner.begin_step(step)
             if phase is not None:
@@ -334,13 +374,15 @@ class Walk:
         if is_fresh and weights.decodes:
             with runner.span("compute", "unpack_weights"):
                 weights.decode(runner.fence)
-        weights.prefetch()  # into the space of the unit that has just been closed
+        weights.prefetch()  # this may use the space of the unit that was just closed
 
     def _give_back(
         self, stream: Stream[UnitKey], region: Region | None, stores: list[Waitable], runner: Runner
     ) -> None:  # fmt: skip
-        """The next writer of the region waits for its stores; without overlap the next step does, or for compute where
-        there are none."""
+        """Give the region back. Its next writer waits for the stores.
+
+        Without overlap, wait here for the stores, or for compute if there are none.
+        """
         stream.give_back(region, stores)
         if not self._overlap:
             wait_all(stores or [runner.fence()])

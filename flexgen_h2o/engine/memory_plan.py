@@ -1,4 +1,7 @@
-"""Bytes of every buffer of a run by tier. The engine allocates exactly this list, so what fits here runs."""
+"""Bytes of every buffer of a run by tier.
+
+The engine allocates exactly this list, so what fits here runs.
+"""
 
 from __future__ import annotations
 
@@ -41,51 +44,64 @@ from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, tier_shares
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The largest block of a run. rows, tokens: of its largest micro-batch, in the prefill sweep.
+    """The largest block of a run, from which the buffers are sized.
 
-    slots: KV slots of a row in each transformer block. record: what is kept of a row besides columns. sharing: tokens
-    of the longest prompt that shares a prefix with others, or 0. common: columns of the prefix that all rows have in
-    one copy, outside of slots. scores: do prompts' tokens get log-probabilities? whole_head: are more logits wanted
-    than one of each row in a sweep, so that the head is not cut (`head_rows`)? attending: tokens of a micro-batch that
-    attend at a time at most, or 0 for all of them: its prompts come in parts (SweepInput.parts).
+    `workload.shape_of` or `shape_of_blocks` makes it.
     """
 
+    # Sequences of the largest micro-batch.
     rows: int
     micro_batches: int
+    # Tokens of the largest micro-batch in the prefill sweep.
     tokens: int
+    # KV slots of a sequence in each transformer block.
     slots: tuple[int, ...]
+    # What is kept of a sequence besides its KV entries.
     record: RowRecord = NO_RECORD
+    # Tokens of the longest prompt that shares a prefix with others, or 0.
     sharing: int = 0
+    # KV entries of the prefix that all sequences have in one copy, outside of slots.
     common: int = 0
+    # Whether tokens of prompts get log-probabilities.
     scores: bool = False
+    # Whether a sequence needs logits of more than one token in a sweep. The head is then not cut
+    # (`head_rows`).
     whole_head: bool = False
+    # The most tokens of a micro-batch that attend at a time, or 0 for all. A larger micro-batch
+    # attends in parts of its prompts (SweepInput.parts).
     attending: int = 0
 
     @property
     def logits(self) -> int:
-        """Rows of logits at a time."""
+        """Rows of logits that exist at a time."""
         return max(self.rows, min(SCORED_CHUNK, self.tokens)) if self.scores else self.rows
 
     @property
     def most_tokens(self) -> int:
-        """Of a micro-batch in any sweep."""
+        """The most tokens of a micro-batch in any sweep."""
         return max(self.tokens, self.rows)
 
     @property
     def most_attending(self) -> int:
-        """Tokens that an attention layer has queries, keys and values of at a time: of rows that share a prefix all."""
+        """The most tokens for which queries, keys and values exist at a time in an attention layer.
+
+        Sequences that share a prefix cannot be split, so all their tokens count.
+        """
         return self.most_tokens if self.sharing else min(self.attending or self.most_tokens, self.most_tokens)
 
     def most_joined(self, kind: LayerKind) -> int:
-        """Tokens of several micro-batches that a layer of a kind computes together at most (loop.joined). But for
-        experts no more than the buffers of a step have room for anyway: decode steps are joined, prompts seldom."""
+        """Return the most tokens of micro-batches that a layer of this kind computes together.
+
+        See loop.joined. Except for experts, the limit is the room that the step buffers have
+        anyway. So decode steps are joined, and prompts seldom.
+        """
         if kind == "experts":
             return JOINED_TOKENS
         return self.most_tokens if kind == "mlp" else self.most_attending
 
     @property
     def joined(self) -> int:
-        """Tokens that a group of experts computes together at most."""
+        """The most tokens that a group of experts computes together."""
         return max(self.most_tokens, min(JOINED_TOKENS, self.micro_batches * self.most_tokens))
 
     @property
@@ -93,11 +109,11 @@ class BlockShape:
         return max(self.slots)
 
     def has_slots(self, slots: tuple[int, ...]) -> bool:
-        """Are there as many in each transformer block?"""
+        """Return whether each transformer block has at least so many slots."""
         return all(mine >= asked for mine, asked in zip(self.slots, slots, strict=True))
 
     def covers(self, other: BlockShape) -> bool:
-        """Do buffers of this shape serve the other one too?"""
+        """Return whether buffers of this shape also serve the other shape."""
         mine, theirs = (
             (s.rows, s.micro_batches, s.tokens, s.most_attending, s.sharing, s.common, s.scores, *s.slots)
             for s in (self, other)
@@ -105,7 +121,10 @@ class BlockShape:
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
     def union(self, other: BlockShape) -> BlockShape:
-        """The smallest shape that covers both, of rows of one eviction policy and model."""
+        """Return the smallest shape that covers both.
+
+        They must be of one eviction policy and model.
+        """
         names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores", "whole_head")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
         slots = tuple(map(max, self.slots, other.slots))
@@ -115,7 +134,7 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class Depth:
-    """How many units each ring holds: 1 means that a load waits for the unit before it."""
+    """How many units each ring holds. 1 means that a load waits for the unit before it."""
 
     weights: int
     cache: int
@@ -128,41 +147,45 @@ OVERLAPPED = (Depth(6, 4, 4), Depth(4, 3, 3), Depth(3, 3, 3), Depth(2, 2, 2), SE
 
 @dataclass(frozen=True)
 class Buffer:
-    """One allocation: `name` says what for, `tier` whose budget it is charged to."""
+    """One allocation."""
 
+    # What the buffer is for.
     name: str
+    # The tier whose budget is charged.
     tier: str
     nbytes: int
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All buffers of a run and the shapes that they were sized for. head_rows: as of ModelSpec."""
+    """All buffers of a run and the shapes for which they were sized. `memory_plan` makes it."""
 
     buffers: tuple[Buffer, ...]
+    # (name, bytes) of each step buffer.
     workspace: tuple[tuple[str, int], ...]
     shape: BlockShape
     depth: Depth
+    # As in ModelSpec.
     head_rows: int = 0
 
     def serves(self, shape: BlockShape) -> bool:
-        """Do its buffers suffice for blocks of this shape?"""
+        """Return whether the buffers suffice for blocks of this shape."""
         return self.shape.covers(shape) and not (self.head_rows and shape.whole_head)
 
     def bytes_on(self, tier: str) -> int:
         return sum(b.nbytes for b in self.buffers if b.tier == tier)
 
     def size(self, name: str) -> int:
-        """Bytes of the buffer called `name` over all tiers."""
+        """Return the bytes of the buffer called `name` over all tiers."""
         return sum(b.nbytes for b in self.buffers if b.name == name)
 
     def overflow(self, budgets: dict[str, int | None]) -> dict[str, int]:
-        """Bytes over budget by tier; empty when the plan fits."""
+        """Return the bytes over budget by tier, or an empty dict if the plan fits."""
         limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
         return {tier: over for tier, budget in limits.items() if (over := self.bytes_on(tier) - budget) > 0}
 
     def _other_ways(self, tier: str) -> str:
-        """Flags besides the budget that would still lower what this tier holds."""
+        """Return the flags besides the budget that would still lower what this tier holds."""
         ways = []
         if self.shape.rows * self.shape.micro_batches > 1:
             ways.append("lower --gpu-batch-size or --num-gpu-batches")
@@ -188,7 +211,10 @@ class MemoryPlan:
 
 
 def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Of all weights in the format of the checkpoint, plain numbers in a dtype of `itemsize`."""
+    """Return the bytes of all weights in the format of the checkpoint.
+
+    Unquantised numbers have `itemsize` bytes.
+    """
     if spec.quantization is None:
         return spec.num_weights * itemsize
     layouts = layouts_of(weight_format(spec, Policy(), itemsize), tuple(spec.tensors))
@@ -196,9 +222,12 @@ def checkpoint_bytes(spec: ModelSpec, itemsize: int) -> int:
 
 
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
-    """Bytes that each tier sets aside for a micro-batch of at most `tokens`.
+    """Return the bytes that each tier sets aside for a micro-batch of at most `tokens` tokens.
 
-    A row more than the share: with fewer tokens, rounding may give a tier one row more.
+    Each tier has room for one row more than its share: with fewer tokens, rounding may give it one
+    row more.
+
+    row_bytes: bytes of one token.
     """
     return {
         tier: round_up((math.ceil(tokens * share) + 1) * row_bytes, PAGE)
@@ -208,6 +237,7 @@ def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, 
 
 
 def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
+    """Return whether hidden states must be brought to the device before a layer uses them."""
     return any(s > 0 and is_streamed(t, device_is_host) for t, s in zip(TIERS, shares, strict=True))
 
 
@@ -215,8 +245,11 @@ def kv_layout(
     spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: RowRecord | None, itemsize: int,
     device_is_host: bool,
 ) -> UnitLayout:  # fmt: skip
-    """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares. record: None in a transformer
-    block with a window (`record_in`), which records nothing and reads all columns that it holds."""
+    """Return the layout of the KV unit of a micro-batch under the policy's cache shares.
+
+    record: None in a transformer block with a window (`record_in`), which records nothing and reads
+        all KV entries that it holds.
+    """
     shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
     streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
     return UnitLayout(
@@ -226,29 +259,44 @@ def kv_layout(
 
 
 def record_in(spec: ModelSpec, block: int, record: RowRecord) -> RowRecord | None:
-    """What `kv_layout` asks of a transformer block, where rows that keep all or some columns have `record`."""
+    """Return the `record` argument of `kv_layout` for a transformer block.
+
+    record: what the eviction policy keeps in blocks without a window.
+    """
     return record if spec.window(block) is None else None
 
 
 def packing_of(spec: ModelSpec, policy: Policy) -> KVPacking | None:
-    """How KV columns are compressed; None where they are not."""
+    """Return how KV entries are compressed, or None if they are not."""
     return KVPacking.of(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
 
 
 def kv_sizes_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVSizes:
-    """What KV columns take; with bf16's itemsize for policies that count bytes."""
+    """Return the sizes of KV entries.
+
+    The default itemsize is bf16's, for eviction policies that count bytes.
+    """
     return KVSizes(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize)
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
-    """Does attention run on the host: where the device is host memory, and with --cpu-cache-compute."""
+    """Return whether attention runs on the host.
+
+    It does if the device is host memory, or with --cpu-cache-compute.
+    """
     return device_is_host or policy.cpu_cache_compute
 
 
 def makes_graphs(spec: ModelSpec, policy: Policy, in_one_launch: bool) -> bool:
-    """Are decode steps graphs, on a card that makes them (engine/graphs.py): do those of as many rows launch the same,
-    with all that they read and write where it was? in_one_launch: of the eviction policy's Needs. Routers are asked in
-    the middle of a step, and without overlap each step is waited for."""
+    """Return whether decode steps may become CUDA graphs (engine/graphs.py).
+
+    Steps of as many sequences must launch the same kernels, and everything that they read and write
+    must stay in place. So all weights, KV cache and hidden states are on the GPU. Routers rule
+    graphs out, because they are asked in the middle of a step. So does a run without overlap,
+    because each step is waited for.
+
+    in_one_launch: as in Needs of the eviction policy.
+    """
     shares = policy.weight_shares, policy.cache_shares, policy.hidden_shares
     stays = all(on_device == 1 for on_device, *_ in shares) and not attends_on_host(policy, False)
     alike = in_one_launch and policy.attn_sparsity == 1 and not spec.experts
@@ -258,11 +306,11 @@ def makes_graphs(spec: ModelSpec, policy: Policy, in_one_launch: bool) -> bool:
 def head_rows(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> int:
-    """Rows of the head's table that are a weight unit (ModelSpec.head_rows); 0: all of them.
+    """Return the rows of the head's table that form a weight unit; 0: all of them.
 
-    The ring has room for the largest units, of which the head often is one. In parts it takes no more than other layers
-    do, but then the logits of all micro-batches of a block are held until the last part: it is cut where that is fewer
-    bytes in all.
+    See ModelSpec.head_rows. The ring has room for the largest units, and the head often is one. In
+    parts it takes no more than other layers. But then the logits of all micro-batches of a block
+    are held until the last part. So the head is cut only if that takes fewer bytes in all.
     """
     form = weight_format(spec, policy, itemsize)
     rows = 0 if shape.whole_head else even_head_rows(spec, policy, form, device_is_host)
@@ -271,14 +319,18 @@ def head_rows(
     models = (spec, with_head_rows(spec, rows))
     whole, cut = (sum(weight_bytes(model, policy, form, device_is_host, depth.weights)) for model in models)
     more_logits = (shape.micro_batches - 1) * shape.rows * spec.vocab_size * itemsize
-    more_staging = STAGING_BYTES if spec.shares_table else 0  # of the thread that reads rows of the table
+    # The thread that reads rows of the table needs a staging buffer.
+    more_staging = STAGING_BYTES if spec.shares_table else 0
     return rows if cut + more_logits + more_staging < whole else 0
 
 
 def memory_plan(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> MemoryPlan:
-    """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
+    """Return all buffers of a run.
+
+    `itemsize`: bytes of the compute dtype, in which weights and KV are held.
+    """
     spec = with_head_rows(spec, head_rows(spec, policy, shape, itemsize, device_is_host, depth))
     tokens, form = shape.most_tokens, weight_format(spec, policy, itemsize)
     weights = weight_bytes(spec, policy, form, device_is_host, depth.weights)
@@ -286,7 +338,7 @@ def memory_plan(
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
         workspace |= int8_sizes(spec, shape.joined if spec.experts else tokens, form.requantises)
-    # A stage of a pipeline exchanges the hidden states of a micro-batch with one neighbour or two.
+    # A stage of a pipeline exchanges the hidden states of a micro-batch with one or two neighbours.
     neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
     row_threads = any(tensor.looked_up for tensor in spec.embedding)
     column_threads = policy.cache_shares[1] > 0 and not attends_on_host(policy, device_is_host)
@@ -320,7 +372,10 @@ def plan_within(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool,
     budgets: dict[str, int | None],
 ) -> MemoryPlan:  # fmt: skip
-    """The plan with the deepest look-ahead that fits the budgets. DoesNotFitError when not even the shallowest does."""
+    """Return the plan with the deepest look-ahead that fits the budgets.
+
+    Raise DoesNotFitError if not even the shallowest one fits.
+    """
     for depth in OVERLAPPED if policy.overlap else (SEQUENTIAL,):
         plan = memory_plan(spec, policy, shape, itemsize, device_is_host, depth)
         if not plan.overflow(budgets):
@@ -355,7 +410,7 @@ def _cache_buffers(
 
 
 def hidden_row_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, ...]:
-    """Bytes that a token takes in each field of the hidden states (engine/stores.Hidden)."""
+    """Return the bytes of a token in each field of the hidden states (models.Hidden)."""
     width = spec.hidden_size * itemsize
     return (width, width, 4 * spec.experts.per_token, 4 * spec.experts.per_token) if spec.experts else (width,)
 

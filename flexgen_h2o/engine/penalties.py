@@ -1,4 +1,7 @@
-"""What changes a row's logits before its next token is chosen: transformers' logits processors, own ones of each."""
+"""Penalties: changes of a sequence's logits before its next token is chosen.
+
+They are transformers' logits processors. Each answer has its own processors.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,12 @@ from flexgen_h2o.models.load import Model
 
 
 class Penalties:
-    """The processors of one answer, made at its first token. They see all tokens in front of the next one.
+    """The logits processors of one answer, made at its first token.
 
-    ends: tokens that end the answer. most: new tokens it may have.
+    They see all tokens in front of the next one.
+
+    ends: tokens that end the answer.
+    most: the most new tokens of the answer.
     """
 
     def __init__(self, generation: GenerationConfig, ends: Sequence[int], most: int) -> None:
@@ -23,11 +29,15 @@ class Penalties:
         self._ends = ends
         self._most = most
         self._processors: list[Processor] | None = None
-        self._ids: torch.Tensor | None = None  # (1, tokens), where the logits are
+        self._ids: torch.Tensor | None = None  # (1, tokens), on the logits' device
 
     def __call__(self, before: Sequence[int], own: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits (1, vocab) in fp32 as they are after `before`, the same at each step, and the answer's
-        own tokens up to now."""
+        """Return the changed logits, (1, vocab) fp32.
+
+        before: the tokens in front of the answer, the same at each step.
+        own: the answer's own tokens up to now.
+        logits: (1, vocab) of any float dtype.
+        """
         device = logits.device
         if self._processors is None or self._ids is None:
             ends = [token for token in self._ends if 0 <= token < logits.shape[1]]
@@ -43,12 +53,12 @@ class Penalties:
 
 
 def penalties_maker(model: Model, params: SamplingParams) -> Callable[[], Penalties | None] | None:
-    """Return what makes the penalties of each answer of a conversation; None if there are none."""
+    """Return a function that makes the penalties of each answer; None if there are none."""
     return None if penalties_of(model, params) is None else partial(penalties_of, model, params)
 
 
 def penalties_of(model: Model, params: SamplingParams) -> Penalties | None:
-    """Return the penalties of an answer that the model gives; None if nothing changes its logits."""
+    """Return the penalties of an answer of the model, or None if nothing changes its logits."""
     generation = model.generation.with_penalty(params.repetition_penalty)
     if not generation.settings:
         return None

@@ -1,6 +1,7 @@
 """Prompts in and completions out: reading and checking prompts, writing the output file.
 
-Knows nothing of models: `encode` is a function from text to token ids, None without a tokenizer.
+This module knows nothing of models. `encode` is a function from text to token ids, or None without
+a tokenizer.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 
-# Codes of rows that have no answer through no fault of theirs: their logits are not finite, or something raised that
-# no check foresaw.
+# Codes of prompts that have no answer through no fault of theirs: their logits are not finite, or
+# there was an exception that no check foresaw.
 CODE_NOT_FINITE = "not_finite"
 CODE_INTERNAL = "internal_error"
 BENCHMARK_TEXT = "Paris is the capital city of"
@@ -37,40 +38,52 @@ _FIRST_PLAIN_ID = 4
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a run. index: its place in the input. text: None when it was given as token ids."""
+    """One prompt of a run."""
 
+    # Its place in the input.
     index: int
     token_ids: tuple[int, ...]
+    # None if the prompt was given as token ids.
     text: str | None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was generated for the prompt at `index`.
+    """The answer to one prompt. RequestTable makes it."""
 
-    text: None without a tokenizer. finish_reason: stop or length. logprobs: one for each of token_ids, if asked for.
-    prompt_logprobs: one for each token of the prompt, None for the first, if asked for. error: why it has no answer,
-    in runs that go on beside such rows; finish_reason is then error. error_code: CODE_NOT_FINITE or CODE_INTERNAL.
-    """
-
+    # The place of the prompt in the input.
     index: int
+    # The text of the prompt; None if it was given as token ids.
     prompt: str | None
+    # None without a tokenizer.
     text: str | None
     token_ids: list[int]
+    # "stop", "length" or "error".
     finish_reason: str
+    # One for each of `token_ids`, if asked for.
     logprobs: list[TokenLogprobs] | None = None
+    # One for each token of the prompt, None for the first, if asked for.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    # Why there is no answer, in runs that continue without such sequences. finish_reason is then
+    # "error".
     error: str | None = None
+    # CODE_NOT_FINITE or CODE_INTERNAL; "" without an error.
     error_code: str = ""
 
     @property
     def logprob(self) -> float:
-        """The log-probability of all of token_ids. UsageError where no `logprobs` were asked for."""
+        """The log-probability of all of token_ids.
+
+        Raises UsageError if no `logprobs` were asked for.
+        """
         return math.fsum(one.logprob for one in self._logprobs_of("logprob", 0))
 
     @property
     def is_greedy(self) -> bool:
-        """Was each of token_ids the likeliest? UsageError where not even the likeliest one's was asked for."""
+        """Whether each of token_ids was the likeliest token.
+
+        Raises UsageError if not even one likeliest token was asked for.
+        """
         found = self._logprobs_of("is_greedy", 1)
         return all(one.top[0][0] == token for token, one in zip(self.token_ids, found, strict=True))
 
@@ -82,11 +95,14 @@ class Completion:
 
 
 def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Prompt]:
-    """Prompts of a UTF-8 file in its order: `.txt`, one a line, or `.jsonl`, `prompt` or `prompt_token_ids` a line.
+    """Return the prompts of a UTF-8 file in its order.
 
-    Blank lines are skipped, so `index` counts prompts, not lines; other keys of a JSON object are ignored, and null
-    is the same as absent. Spaces around a text prompt are kept. Token ids must be in [0, vocab_size).
-    Raises UsageError naming `--prompts FILE:LINE`.
+    A `.txt` file has one prompt per line. A `.jsonl` file has one object per line, with `prompt` or
+    `prompt_token_ids`. Blank lines are skipped, so `index` counts prompts, not lines. Other keys of
+    a JSON object are ignored, and null is the same as absent. Spaces around a text prompt are kept.
+    Token ids must be in [0, vocab_size).
+
+    Raise UsageError that names `--prompts FILE:LINE`.
     """
     read_line = {".txt": lambda line: line, ".jsonl": prompt_of_json}.get(path.suffix.lower())
     if read_line is None:
@@ -103,8 +119,10 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
 
 
 def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
-    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`. UsageError for one that cannot be read
-    or has more than MOST_LINE_BYTES."""
+    """Yield the lines of a UTF-8 file that are not blank, each after its `FLAG FILE:LINE`.
+
+    Raise UsageError if the file cannot be read or a line has more than MOST_LINE_BYTES.
+    """
     try:
         for number, (raw, goes_on) in enumerate(read_lines(path), start=1):
             place = f"{flag} {path}:{number}"
@@ -125,10 +143,14 @@ def prompts_from_python(
     inputs: Sequence[str | Sequence[int]], encode: Encode | None, vocab_size: int, positions: int | None = None,
     name: str = "prompts",
 ) -> list[Prompt]:  # fmt: skip
-    """Prompts from strings and token ids (lists, tuples, 1-D numpy arrays or torch tensors of ints), any mix.
+    """Return prompts from strings and token ids, in any mix.
 
-    Checked as those of a file; raises UsageError naming `prompts[i]`, or what else they are called. No inputs give no
-    prompts. positions: as of `make_prompt`.
+    Token ids are lists, tuples, 1-D numpy arrays or torch tensors of ints. They are checked like
+    those of a file. No inputs give no prompts.
+
+    Raise UsageError that names `prompts[i]`, or `name` in place of `prompts`.
+
+    positions: see `make_prompt`.
     """
     if isinstance(inputs, str | bytes):
         raise UsageError(f"{name}: a list of {name} is needed, not one string; write [{name.removesuffix('s')}]")
@@ -144,18 +166,22 @@ def prompts_from_python(
 
 
 def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size: int) -> list[Prompt]:
-    """`count` copies of FlexGen's benchmark prompt, each exactly `length` tokens.
+    """Return `count` copies of FlexGen's benchmark prompt, each of exactly `length` tokens.
 
-    The text's tokens are repeated after what the tokenizer puts first (BOS); FlexGen pads with masked tokens on the
-    left instead. With encode=None: seeded ids that depend on `length` and `vocab_size` only, without the four special
-    ones where the vocabulary has more. Raises UsageError.
+    The text's tokens are repeated after what the tokenizer puts first (BOS). FlexGen pads with
+    masked tokens on the left instead. With encode=None the ids are random with a fixed seed and
+    depend on `length` and `vocab_size` only. They leave out the four special ids if the vocabulary
+    has more.
+
+    Raise UsageError for bad arguments, and if the tokenizer does not belong to the model.
     """
     check_int("number of prompts", count, low=1)
     check_int("--prompt-len", length, low=1)
     check_int("vocab_size", vocab_size, low=1)
     text: str | None = None
     if encode is not None and (whole := encode(BENCHMARK_TEXT)):
-        # What a tokenizer puts around an empty text, as far as the real one starts with it, is its prefix.
+        # The prefix is what a tokenizer puts around an empty text, as far as the real text starts
+        # with it.
         same = takewhile(lambda pair: pair[0] == pair[1], zip(encode(""), whole, strict=False))
         prefix = [first for first, _ in same]
         body = whole[len(prefix) :] or whole
@@ -173,7 +199,7 @@ def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size
 
 
 def check_output_path(path: Path) -> None:
-    """Refuse, before the run, an --output that could not be written after it: UsageError."""
+    """Raise UsageError, before the run, if --output could not be written after it."""
     if path.suffix.lower() != ".jsonl":
         raise UsageError(f"--output {path}: the file name must end in .jsonl")
     folder = Path(os.path.realpath(path)).parent
@@ -186,9 +212,10 @@ def check_output_path(path: Path) -> None:
 
 
 def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
-    """Write completions as JSON lines in input order; the file appears whole or not at all.
+    """Write completions as JSON lines in input order. The file appears whole or not at all.
 
-    Raises FlexgenError naming --output when it cannot be written (a full disk, a folder that went away).
+    Raise FlexgenError that names --output if it cannot be written (a full disk, a folder that went
+    away).
     """
     try:
         with replacing(path) as file:
@@ -199,7 +226,10 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
 
 
 def output_row(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON, without log-probabilities: the files of batch have them."""
+    """Return a completion as JSON, without log-probabilities.
+
+    The output files of batch have those.
+    """
     return {
         "index": completion.index, "prompt": completion.prompt, "text": completion.text,
         "token_ids": completion.token_ids, "finish_reason": completion.finish_reason,
@@ -217,7 +247,10 @@ def _finite(text: str) -> float:
 
 
 def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a name that stands twice, Python would keep the last value and say nothing of the others."""
+    """Return the members as a dict. Raise ValueError if a name occurs twice.
+
+    Python would keep the last value and say nothing of the others.
+    """
     found = dict(members)
     if len(found) < len(members):
         name = Counter(name for name, _ in members).most_common(1)[0][0]
@@ -225,12 +258,13 @@ def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# Without Python's NaN and Infinity, and without numbers that would become infinite: no JSON could be written of them.
+# This decoder refuses Python's NaN and Infinity, and numbers that would become infinite: they could
+# not be written as JSON again.
 STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_with_each_name_once)
 
 
 def object_of_json(line: str) -> dict[str, Any]:
-    """The JSON object that a line of a .jsonl file is."""
+    """Return the JSON object in a line of a .jsonl file."""
     try:
         body = STRICT_JSON.decode(line)
     except (ValueError, RecursionError) as error:
@@ -241,7 +275,7 @@ def object_of_json(line: str) -> dict[str, Any]:
 
 
 def prompt_of_json(line: str) -> object:
-    """The value of the one key that a line of a .jsonl file must have."""
+    """Return the value of the one prompt key that a line of a .jsonl file must have."""
     body = object_of_json(line)
     given = {key: body[key] for key in ("prompt", "prompt_token_ids") if body.get(key) is not None}
     if len(given) != 1:
@@ -257,8 +291,11 @@ def prompt_of_json(line: str) -> object:
 def make_prompt(
     index: int, given: object, encode: Encode | None, vocab_size: int, positions: int | None = None
 ) -> Prompt:
-    """A prompt of a text or of token ids. UsageError says what is wrong with it; TooLongError: more ids than
-    `positions`, before they are checked one by one (of a text, `encode` says so)."""
+    """Return a prompt made of a text or of token ids.
+
+    Raise UsageError that says what is wrong with it. Raise TooLongError if there are more ids than
+    `positions`, before they are checked one by one. For a text, `encode` raises it.
+    """
     if not isinstance(given, str):
         size = len(given) if isinstance(given, list | tuple) or getattr(given, "ndim", 0) else 0  # type: ignore[arg-type]
         if positions is not None and size > positions:
@@ -274,7 +311,10 @@ def make_prompt(
 
 
 def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as plain ints; arrays and tensors are taken by their `tolist`, without importing their libraries."""
+    """Return token ids as plain ints.
+
+    Arrays and tensors are read by their `tolist`, without importing their libraries.
+    """
     values = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(values, list | tuple):
         raise UsageError(f"a prompt is a string or a list of token ids, not {type(given).__name__}")

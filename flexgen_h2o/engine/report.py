@@ -1,6 +1,7 @@
-"""What a run was: the run report as JSON, FlexGen's summary and log lines.
+"""The report of a run: the run report as JSON, FlexGen's summary and log lines.
 
-Imports no torch: commands check the files that they will write before anything heavy is loaded.
+This module imports no torch: commands check the files that they will write before anything heavy is
+loaded.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ MEASURED_BUSY = (
 NOT_MEASURED = "this machine was not measured (flexgen-h2o hardware: 1 to 2 minutes)"
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 PREDICTIONS = ("prefill_s", "decode_s")
-# FlexGen's first two decode sweeps are counted as measured; the mean of the later ones stands for the rest.
+# FlexGen counts the first two decode sweeps as measured. The mean of the later ones stands for the
+# rest.
 _WARM_SWEEPS = 2
 
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """One phase of a run. tokens: prompt tokens processed (prefill) or tokens generated (decode, total)."""
+    """One phase of a run."""
 
     seconds: float
+    # Prompt tokens processed (prefill), or tokens generated (decode, total).
     tokens: int
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second; 0.0 for a phase that took no time, so that it stays a JSON number."""
+        """Tokens per second; 0.0 for a phase that took no time, so that it stays a JSON number."""
         return self.tokens / self.seconds if self.seconds > 0 and math.isfinite(self.seconds) else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -54,47 +57,64 @@ class PhaseReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """The run report (docs/reference/files.md). Bytes are ints, times seconds; mappings have the keys named here.
+    """The run report (docs/reference/files.md).
 
-    prompt_len, gen_len: the longest prompt and the most new tokens asked for. decode.tokens: tokens generated after
-    each row's first one. peak_bytes: device, host, disk; io_bytes: `IO_LINKS`; both also by kind (`weights`, `kv`,
-    `hidden`, and for peak_bytes the other buffers of the memory plan), with the same sums. kv: slots, bytes,
-    full_bytes; predicted: `PREDICTIONS`, None where nothing was predicted. projected: decode was cut short and scaled
-    up. model_bytes, cache_bytes, hidden_bytes: the sizes of FlexGen's summary. extra: more facts, JSON values.
+    `make_report` makes it. Bytes are ints and times are seconds.
     """
 
+    # The name of the model.
     model: str
     policy: Policy
+    # The eviction policy as JSON.
     eviction: Mapping[str, Any]
+    # Tokens of the longest prompt.
     prompt_len: int
+    # The most new tokens that were asked for.
     gen_len: int
     num_prompts: int
     prefill: PhaseReport
+    # Its tokens are those generated after the first one of each sequence.
     decode: PhaseReport
+    # By tier: device, host, disk.
     peak_bytes: Mapping[str, int]
+    # By link: `IO_LINKS`.
     io_bytes: Mapping[str, int]
+    # `peak_bytes` by kind, with the same sums: `weights`, `kv`, `hidden`, and the other buffers of
+    # the memory plan.
     peak_bytes_by_kind: Mapping[str, Mapping[str, int]]
+    # `io_bytes` by kind, with the same sums: `weights`, `kv`, `hidden`.
     io_bytes_by_kind: Mapping[str, Mapping[str, int]]
+    # Keys: slots, bytes, full_bytes (`_kv_facts`).
     kv: Mapping[str, int]
+    # Keys: `PREDICTIONS`. None if nothing was predicted.
     predicted: Mapping[str, float | None]
+    # The three sizes in FlexGen's summary (`sizes_of`).
     model_bytes: int
     cache_bytes: int
     hidden_bytes: int
+    # Whether decode was cut short and scaled up.
     projected: bool = False
+    # More facts, as JSON values.
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def total(self) -> PhaseReport:
-        """Generated tokens over prefill + decode time, as FlexGen counts: prefill gives each row its first token."""
+        """Generated tokens over prefill and decode time, as FlexGen counts.
+
+        Prefill gives each sequence its first token.
+        """
         return PhaseReport(self.prefill.seconds + self.decode.seconds, self.num_prompts + self.decode.tokens)
 
     @property
     def spared_tokens(self) -> int:
-        """Prompt tokens that prefill was not fed, because rows that begin alike share them."""
+        """Prompt tokens that prefill was not fed, because sequences that begin alike share them."""
         return self.prefill.tokens - int(self.extra.get("prefill_fed_tokens", self.prefill.tokens))
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values; a number that JSON cannot hold (NaN, infinity) becomes None."""
+        """Return the report as JSON values.
+
+        A number that JSON cannot hold (NaN, infinity) becomes None.
+        """
         body: dict[str, Any] = {}
         for one in fields(self):
             value = getattr(self, one.name)
@@ -108,9 +128,10 @@ def make_report(
     engine: Engine, part: ModelPart, table: RequestTable, scheduler: Scheduler, before: Mapping[str, Mapping[str, int]],
     predicted: Mapping[str, float | None], facts: Mapping[str, Any],
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run; of all ranks, where it is one of a pipeline's.
+    """Return the report of a finished run. In a pipeline it covers all ranks.
 
-    before: what the engine had moved before it, by kind and lane. facts: more, for `extra`.
+    before: the bytes that the engine had moved before the run, by kind and lane.
+    facts: more entries for `extra`.
     """
     blocks, common, eviction = scheduler.stats, scheduler.common, part.eviction
     now = engine.io_bytes_by_kind
@@ -164,10 +185,12 @@ def make_report(
 
 
 def joint_report(ranks: Sequence[tuple[RunReport, Sequence[int], int]]) -> RunReport:
-    """The report of a pipeline from those of its ranks, each with its transformer blocks and the bytes it sent.
+    """Return the report of a pipeline.
 
-    Seconds are the last rank's, where a sweep ends when its tokens are chosen; bytes are sums. `extra.ranks` has each
-    rank's own.
+    Seconds are those of the last rank, where a sweep ends when its tokens are chosen. Bytes are
+    sums. `extra.ranks` has the values of each rank.
+
+    ranks: the report of each rank, its transformer blocks, and the bytes that it sent.
     """
     reports = [report for report, _, _ in ranks]
     first, last = reports[0], reports[-1]
@@ -204,10 +227,12 @@ def joint_report(ranks: Sequence[tuple[RunReport, Sequence[int], int]]) -> RunRe
 
 
 def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: int) -> tuple[int, int, int]:
-    """Bytes of weights as the checkpoint has them, plain numbers in the compute dtype; of the full KV cache and of the
-    hidden states of all rows at their longest.
+    """Return the bytes of all weights, of the full KV cache, and of the hidden states.
 
-    sizes: how many rows there are of each (prompt tokens, most new tokens).
+    Weights count as in the checkpoint, unquantised numbers in the compute dtype. KV cache and
+    hidden states are those of all sequences at their longest.
+
+    sizes: how many sequences there are of each (prompt tokens, most new tokens).
     """
     tokens = sum((prompt + new) * number for (prompt, new), number in sizes.items())
     column = spec.kv_bytes_per_token(itemsize) // spec.num_blocks
@@ -216,14 +241,19 @@ def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: in
 
 
 def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, int]:
-    """Bytes of one key and value of all kv-heads in one layer: in their slots, and uncompressed."""
+    """Return the bytes of one KV entry of all KV heads in one layer.
+
+    The two numbers are the bytes in its slots and uncompressed.
+    """
     sizes = kv_sizes_of(spec, policy, itemsize)
     return spec.num_kv_heads * sizes.column_bytes, spec.kv_bytes_per_token(itemsize) // spec.num_blocks
 
 
 def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:
-    """Mean bytes of a row in one layer beside its columns, such as what lies beside packed slots. Not the record of
-    slots."""
+    """Return the mean bytes of a sequence in one layer besides its KV entries.
+
+    An example is what is stored beside packed slots. The record of slots does not count.
+    """
     beside = [
         kv_layout(spec, policy, 1, slots, record_in(spec, block, need.record), itemsize, True).beside_bytes
         for block, slots in enumerate(need.slots)
@@ -234,9 +264,14 @@ def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: in
 def _kv_facts(
     column: tuple[int, int], beside: int, slots: int, blocks: Sequence[BlockStats], copied: int
 ) -> dict[str, int]:
-    """Slots of the row that has the most; mean bytes of KV held in a decode sweep, and of the full cache.
+    """Return the `kv` field of a run report.
 
-    column: as of `column_bytes`. beside: as of `row_bytes`. copied: bytes of KV outside of slots, the whole time.
+    slots: those of the sequence that has the most. bytes: mean bytes of KV held in a decode sweep.
+        full_bytes: the same of the full cache.
+
+    column: see `column_bytes`.
+    beside: see `row_bytes`.
+    copied: bytes of KV outside of slots, held the whole time.
     """
     counted = [b for b in blocks if b.later] or [b for b in blocks if b.sweeps]
     sweeps = max(1, sum(max(1, b.later) for b in counted))
@@ -248,7 +283,7 @@ def _kv_facts(
 
 
 def sizes_line(model_bytes: int, cache_bytes: int, hidden_bytes: int) -> str:
-    """FlexGen's line before the run (GB is 2**30 bytes there)."""
+    """Return FlexGen's line before the run (its GB is 2**30 bytes)."""
     return (
         f"model size: {model_bytes / GIB:.3f} GB, cache size: {cache_bytes / GIB:.3f} GB, "
         f"hidden size (prefill): {hidden_bytes / GIB:.3f} GB"
@@ -256,7 +291,7 @@ def sizes_line(model_bytes: int, cache_bytes: int, hidden_bytes: int) -> str:
 
 
 def eviction_line(report: RunReport) -> str:
-    """Which KV columns were kept, and how much of the full cache that was."""
+    """Return the line about which KV entries were kept, and how much of the full cache that was."""
     share = report.kv["bytes"] / max(1, report.kv["full_bytes"])
     common = report.extra.get("common_prefix", {}).get("tokens", 0)
     behind = f" behind one copy of {common} tokens for all" if common else ""
@@ -267,11 +302,11 @@ def eviction_line(report: RunReport) -> str:
 
 
 def prediction_line(report: RunReport) -> str:
-    """What the planner said, beside what was measured."""
+    """Return the line with the planner's prediction and the measured times."""
     said, profile = report.predicted, report.extra.get("profile")
     if said["prefill_s"] is None or said["decode_s"] is None:
         return f"predicted: nothing, the profile {profile} does not know this dtype"
-    if profile == "nominal":  # round figures of some machine: several times off
+    if profile == "nominal":  # these are round figures of some machine, and several times off
         return f"predicted: nothing, {NOT_MEASURED}"
     phases = (("prefill", said["prefill_s"], report.prefill), ("decode", said["decode_s"], report.decode))
     figures = ", ".join(f"{name} {s:.3f} s (measured {phase.seconds:.3f} s)" for name, s, phase in phases)
@@ -280,7 +315,7 @@ def prediction_line(report: RunReport) -> str:
 
 
 def ranks_line(report: RunReport) -> str:
-    """Which layers each rank of a pipeline had, and the most bytes it held."""
+    """Return the line with each rank's layers and the most bytes that it held."""
     ranks = [
         f"{one['rank']}: blocks {one['blocks'][0]} to {one['blocks'][1] - 1}, "
         f"at most {sum(one['peak_bytes'].values()) / GIB:.3f} GB held"
@@ -290,7 +325,10 @@ def ranks_line(report: RunReport) -> str:
 
 
 def log_block(report: RunReport) -> str:
-    """FlexGen's five tab-separated log lines, without a newline at the end; its own scripts parse lines 3 to 5."""
+    """Return FlexGen's five tab-separated log lines, without a newline at the end.
+
+    Its own scripts parse lines 3 to 5.
+    """
     sizes = (
         f"model size: {report.model_bytes / GIB:.3f} GB\tcache size: {report.cache_bytes / GIB:.3f} GB\t"
         f"hidden size (p): {report.hidden_bytes / GIB:.3f} GB"
@@ -305,9 +343,11 @@ def log_block(report: RunReport) -> str:
 
 
 def log_file_name(model: str, policy: Policy, prompt_len: int, gen_len: int) -> str:
-    """FlexGen's automatic name, such as fo-30b-gbs4-ngbs2-prompt512-gen32-percent-0-100-0-100-0-100-cpu-cache.log.
+    """Return FlexGen's automatic name of the log file.
 
-    model: a hub id or a folder; what follows the last hyphen of its last part names the size.
+    An example is fo-30b-gbs4-ngbs2-prompt512-gen32-percent-0-100-0-100-0-100-cpu-cache.log.
+
+    model: a hub id or a folder. The size is what follows the last hyphen of its last part.
     """
     last = model.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
     size = re.sub(r"[^A-Za-z0-9._]", "_", last.rsplit("-", 1)[-1]) or "model"
@@ -320,7 +360,10 @@ def log_file_name(model: str, policy: Policy, prompt_len: int, gen_len: int) -> 
 
 
 def append_log(path: Path, report: RunReport) -> None:
-    """Append the log block to a file. Raises FlexgenError naming it."""
+    """Append the log block to a file.
+
+    Raise FlexgenError that names the file if it cannot be written.
+    """
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(log_block(report) + "\n")
@@ -329,11 +372,15 @@ def append_log(path: Path, report: RunReport) -> None:
 
 
 def project_decode_seconds(sweep_seconds: Sequence[float], gen_len: int) -> float:
-    """Seconds that all gen_len - 1 decode sweeps would take, from those of the first few (--cut-gen-len).
+    """Return the seconds that all gen_len - 1 decode sweeps would take.
 
-    sweep_seconds: measured decode sweeps in order, without the prefill sweep. As FlexGen: the first two as they
-    are, the mean of the others for each of the rest; with one or two sweeps the last stands for the rest.
-    Raises UsageError when decode sweeps are needed and none was measured.
+    They are projected from those of the first few (--cut-gen-len). The rule is FlexGen's: the first
+    two sweeps count as they are, and the mean of the others counts for each of the rest. With one
+    or two sweeps the last one stands for the rest.
+
+    Raise UsageError if decode sweeps are needed and none was measured.
+
+    sweep_seconds: seconds of the measured decode sweeps in order, without the prefill sweep.
     """
     needed = gen_len - 1
     if needed <= len(sweep_seconds):
@@ -346,7 +393,10 @@ def project_decode_seconds(sweep_seconds: Sequence[float], gen_len: int) -> floa
 
 
 def _json_safe(value: Any) -> Any:
-    """`value` in JSON's own types; numbers of other libraries by their `item`, anything unknown as text."""
+    """Return `value` in JSON's own types.
+
+    Numbers of other libraries are read by their `item`, and anything unknown becomes text.
+    """
     if isinstance(value, Mapping):
         return {str(key): _json_safe(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,8 @@
-"""The requests of a run: one table of their parameters, rows and completions, and a scheduler of the rows.
+"""The requests of a run, and a scheduler of their sequences.
 
-With continuous batching (`--refill`) a row that finishes gives its place in the running block to the next one, which
-prefills in the sweep in which the others decode and shares their weight load.
+One table has the parameters, sequences and completions. With continuous batching (`--refill`) a
+finished sequence gives its place in the running block to the next one. The new sequence prefills in
+the sweep in which the others decode, and shares their weight load.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from flexgen_h2o.models.load import Model
 
 Params = SamplingParams | Sequence[SamplingParams] | TokenSource
 More = Callable[[], tuple[Sequence[Prompt], Sequence[SamplingParams]] | None]
-STOPS_KEPT = 1024  # sets of stop strings: every row may have its own, and there may be any number of rows
+# Cached sets of stop strings. The cache is bounded because each of any number of sequences may
+# have its own set.
+STOPS_KEPT = 1024
 
 
 @dataclass(frozen=True)
 class ForcedTokens:
-    """Teacher forcing: rows take the tokens that they are given, whatever the logits: `tokens[row][step]`."""
+    """Teacher forcing: sequences take given tokens, `tokens[index][step]`, whatever the logits."""
 
     tokens: Mapping[int, Sequence[int]]
     max_tokens_per_sweep: int = 1
@@ -56,7 +59,11 @@ def forced_rows(
     prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], eviction: Eviction, spec: ModelSpec,
     max_tokens_per_sweep: int,
 ) -> tuple[list[Prompt], ForcedTokens]:  # fmt: skip
-    """Prompts of token ids, each with the tokens that it is to take. UsageError where they do not fit together."""
+    """Return prompts of token ids, and the tokens that each of them is to take.
+
+    Raise UsageError if a prompt and its continuation do not fit the model's positions or the
+    eviction policy.
+    """
     read = prompts_from_python(prompts, None, spec.vocab_size)
     after = prompts_from_python(continuations, None, spec.vocab_size, name="continuations")
     if len(read) != len(after):
@@ -72,14 +79,19 @@ def forced_rows(
 
 
 class RequestTable:
-    """The requests of a run: parameters, sampler, stop criteria, rows, completions.
+    """The requests of a run: parameters, sampler, stop criteria, sequences, completions.
 
-    params: of all prompts, or each one's own in the order of `prompts`, or the source of all tokens. rows: of
-    `prompts`, with nothing generated; those that `add` returns are not kept. sizes: how many rows there are of each
-    `Row.size`. prompt_tokens: that are computed in prefill. decoded: tokens that finished rows got after their first.
+    params: those of all prompts, or a list with one for each of `prompts`, or the source of all
+        tokens.
 
-    Raises UsageError, as `add` does, for another number of params, for stop strings without a tokenizer, and for a
-    prompt that is longer than the model's positions.
+    Attributes:
+    rows: the sequences of `prompts`, with nothing generated. Those that `add` returns are not kept.
+    sizes: how many sequences there are of each `Row.size`.
+    prompt_tokens: tokens that are computed in prefill.
+    decoded: tokens that finished sequences got after their first one.
+
+    The constructor and `add` raise UsageError if the number of params is wrong, if there are stop
+    strings but no tokenizer, or if a prompt is longer than the model's positions.
     """
 
     def __init__(self, prompts: Sequence[Prompt], params: Params, model: Model, eviction: Eviction) -> None:
@@ -89,7 +101,7 @@ class RequestTable:
         self._spares_rows = False
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
         eos, tokenizer = model.spec.eos_token_ids, model.tokenizer
-        self._criteria = lru_cache(STOPS_KEPT)(
+        self._make_criteria = lru_cache(STOPS_KEPT)(
             lambda stop, ignore, stop_ids: StopCriteria(stop, () if ignore else eos, tokenizer, stop_ids)
         )
         self.sizes: Counter[tuple[int, int]] = Counter()
@@ -103,11 +115,11 @@ class RequestTable:
         self.rows = self.add(prompts, each)
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Row]:
-        """Rows for more prompts, each with its own params."""
+        """Return sequences for more prompts, each with its own params."""
         if len(params) != len(prompts):
             raise UsageError(f"params: {len(params)} for {len(prompts)} prompts; give one for each")
         for one in params:
-            self._criteria(one.stop, one.ignore_eos, one.stop_token_ids)
+            self._make_criteria(one.stop, one.ignore_eos, one.stop_token_ids)
         self._params |= {p.index: one for p, one in zip(prompts, params, strict=True)}
         rows = [self._row(prompt) for prompt in prompts]
         self.sizes.update(row.size for row in rows)
@@ -136,7 +148,7 @@ class RequestTable:
         return row
 
     def _scored_row(self, prompt: Prompt, params: SamplingParams, most: int) -> Row:
-        """A row that takes the tokens of params.score, in decode steps or behind its prompt."""
+        """Return a sequence that takes params.score, in decode steps or behind its prompt."""
         spec, score, top = self.model.spec, params.score or (), params.logprobs or 0
         in_prompt = params.score_mode == PREFILL
         if max(score) >= spec.vocab_size:
@@ -156,10 +168,13 @@ class RequestTable:
         )  # fmt: skip
 
     def _echoed_row(self, prompt: Prompt, params: SamplingParams, most: int) -> Row:
-        """A row whose prompt gets log-probabilities: what of it goes beyond the budget is taken in decode steps."""
+        """Return a sequence whose prompt gets log-probabilities.
+
+        The part of the prompt beyond the KV budget is taken in decode steps.
+        """
         policy, ids, asked = self._eviction, prompt.token_ids, params.max_tokens
         length, top = len(ids), params.prompt_logprobs or 0
-        # Two new tokens or more: slots for them are enough for any number of decode steps.
+        # Slots for two new tokens or more are enough for any number of decode steps.
         size = (length, max(2, min(most, asked)))
         fed = length
         if policy.needs.record and getattr(policy, "while_decoding", False):
@@ -178,14 +193,15 @@ class RequestTable:
         )  # fmt: skip
 
     def decoding(self, callbacks: Callbacks) -> Decoding:
-        """How the rows get their tokens."""
+        """Return how the sequences get their tokens."""
         if self._source is not None:
             return Decoding(self._source, self._source.end, callbacks, self._source.known_tokens)
         self._spares_rows = callbacks.spares_rows
         goes_on = callbacks.goes_on
 
         def end(row: Row) -> str | None:
-            # A row takes all the tokens that it is given, and its own first one comes out of the same sweep.
+            # A sequence takes all its given tokens; its first generated one comes out of the
+            # same sweep.
             has_own = len(row.token_ids) > len(row.given)
             reason = None
             if row.error is None:
@@ -201,10 +217,10 @@ class RequestTable:
 
     def _criteria_of(self, row: Row) -> StopCriteria:
         params = self._params[row.prompt.index]
-        return self._criteria(params.stop, params.ignore_eos, params.stop_token_ids)
+        return self._make_criteria(params.stop, params.ignore_eos, params.stop_token_ids)
 
     def finish(self, rows: Sequence[Row]) -> list[Completion]:
-        """Count finished rows, forget their parameters, and return their completions."""
+        """Count finished sequences, forget their parameters, and return their completions."""
         found = []
         for row in rows:
             assert row.finish_reason is not None
@@ -239,7 +255,10 @@ class RequestTable:
         return Completion(row.prompt.index, row.prompt.text, text, token_ids, reason, logprobs, of_prompt)
 
     def finish_rest(self) -> list[Completion]:
-        """The same of rows that were cut short, as of length."""
+        """Finish the sequences that were cut short, and return their completions.
+
+        Their reason is "length".
+        """
         rest = [row for row in self.rows if row.finish_reason is None]
         for row in rest:
             row.finish_reason = "length"
@@ -248,9 +267,12 @@ class RequestTable:
     def schedule(
         self, blocks: list[list[list[Row]]], refill: bool, more: More | None = None, common: int = 0
     ) -> Scheduler:
-        """Schedule the rows, given as blocks. refill, more: as of `LLM.run`; common: as of `Scheduler`.
+        """Return a scheduler of the sequences, given as blocks.
 
-        Rows that all end together gain nothing by waiting and stay in their blocks.
+        Sequences that all end together gain nothing by waiting, so they stay in their blocks.
+
+        refill, more: see `LLM.run`.
+        common: see `Scheduler`.
         """
         params = (self._params[row.prompt.index] for row in self.rows)
         can_stop = any(
@@ -270,10 +292,17 @@ class RequestTable:
 
 
 class Scheduler:
-    """When rows run: in blocks one after another, or, with `more`, in one block that all others join in their order.
+    """Decides when sequences run.
 
-    more: further rows when all have joined; none: that was all. common: tokens that all rows begin with and that are
-    not fed again. stats: of the blocks that have run. joined: rows that have joined the running block.
+    They run in blocks one after another, or in one block that all others join in order.
+
+    more: returns further sequences once all have joined, or none at the end. If it is given,
+        sequences join the running block.
+    common: tokens that all sequences begin with and that are not fed again.
+
+    Attributes:
+    stats: one entry for each block that has run.
+    joined: the number of sequences that have joined the running block.
     """
 
     def __init__(
@@ -287,20 +316,26 @@ class Scheduler:
         self.joined = 0
 
     def most_sweeps(self, loads: int) -> int | None:
-        """How often the weights are loaded, `loads` micro-batches sharing them; None where rows join: nobody knows."""
+        """Return how often the weights are loaded, or None if sequences may join.
+
+        The number is unknown if sequences may join.
+
+        loads: micro-batches that share each load.
+        """
         if self.is_continuous:
             return None
         return sum(max(r.max_new for batch in block for r in batch) * -(-len(block) // loads) for block in self.blocks)
 
     def take(self, places: int, tokens: int) -> list[Row]:
-        """The rows that join now: at most `places`, with at most `tokens` prompt tokens in all.
+        """Return the sequences that join now.
 
-        A prompt that is too long for what is left waits, and shorter ones behind it may pass; it is asked first the
-        next time.
+        They are at most `places`, with at most `tokens` prompt tokens in all. A prompt that is too
+        long for the rest of `tokens` waits, and shorter ones behind it may pass. It is tried first
+        the next time.
         """
         taken: list[Row] = []
         waiting: list[Row] = []
-        while len(taken) < places and tokens > 0 and (self._queue or (not waiting and self._read_on())):
+        while len(taken) < places and tokens > 0 and (self._queue or (not waiting and self._read_more())):
             row = self._queue.popleft()
             length = len(row.prompt.token_ids) - self.common
             if length <= tokens:
@@ -312,7 +347,7 @@ class Scheduler:
         self.joined += len(taken)
         return taken
 
-    def _read_on(self) -> bool:
+    def _read_more(self) -> bool:
         if self._more is not None:
             self._queue.extend(self._more())
         return bool(self._queue)

@@ -1,6 +1,7 @@
-"""Everything that a run holds: buffers by tier, transfer lanes, stores of weights, KV cache and hidden states.
+"""Everything that a run holds.
 
-Every byte is allocated here, as the memory plan lists it, before the first sweep.
+That is buffers by tier, transfer lanes, and stores of weights, KV cache and hidden states. Every
+byte is allocated here, as the memory plan lists it, before the first sweep.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ from flexgen_h2o.tiers.stream import Ring, tier_shares
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 LANE_THREADS = {"disk_read": READ_THREADS, "disk_write": WRITE_THREADS, "h2d": 1, "d2h": 1}
-KINDS = {"weight": "weights", "cache": "kv", "hidden": "hidden"}  # what lanes move, by how their operations' names end
+# Kinds of bytes that lanes move, by the last word of the operation's name.
+KINDS = {"weight": "weights", "cache": "kv", "hidden": "hidden"}
 DROPPED_PATIENCE_S = 10.0
-COPIED_HOMES = ("weights", "cache", "hidden")  # host buffers whose bytes are copied to a card and back: pinned
+# Host buffers whose bytes are copied to a GPU and back. They are pinned.
+COPIED_HOMES = ("weights", "cache", "hidden")
 
 
 class Engine:
-    """Resources of a run. A context manager: leaving it ends the worker threads and removes the scratch folder.
+    """The resources of a run, as a context manager.
 
-    So does the end of the process, and of the last reference: threads and clean-up hold no reference to the engine.
+    Leaving it ends the worker threads and removes the scratch folder. The end of the process and of
+    the last reference do the same: threads and clean-up hold no reference to the engine.
     """
 
-    _first_process: ClassVar[int | None] = None  # in which an engine was opened
+    _first_process: ClassVar[int | None] = None  # the id of the process that opened an engine
 
     def __init__(
         self, part: ModelPart, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
@@ -63,7 +67,7 @@ class Engine:
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
         self.timeline = timeline
         self.budgets = site.budgets
-        self._checkpoint = checkpoint  # marks its folder as in use as long as there is the object
+        self._checkpoint = checkpoint  # its folder counts as in use as long as this object exists
         self.layers = layers_of(spec, policy)
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
@@ -79,9 +83,9 @@ class Engine:
             self.workspace = Workspace(self._buffers["workspace", device.tier], sizes, dtype)
             self.weights = WeightStore(self.layers, checkpoint, shares, form, self.mover, self.workspace, decoded)
             stack.callback(self.weights.close)
-            # Left in reverse: the threads end before the files that they use are closed.
+            # The stack unwinds in reverse: threads end before the files that they use.
             stack.callback(self.lanes.close)
-            interrupts.check()  # a signal may have got lost in an import
+            interrupts.check()  # a signal may have been lost during an import
             self.weights.load_resident(self._arenas("weights"))
             checkpoint.check_unchanged()
             overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -93,7 +97,7 @@ class Engine:
             arenas, count = self._arenas("hidden"), len(self.layers.layers)
             fields = hidden_fields(spec, dtype)
             self.hidden = HiddenStore(self.mover, fields, shares, count, arenas, self._files.get("hidden"))
-            self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
+            self.wire: Wire | None = None  # the link to the other ranks of a pipeline
             if part.pipeline is not None:
                 self.wire = Wire(part.pipeline, device, self._buffers["wire", device.tier])
                 stack.callback(self.wire.close)
@@ -112,8 +116,11 @@ class Engine:
 
     @staticmethod
     def check_not_forked() -> None:
-        """UsageError in a child of os.fork() whose parent has opened an engine: its threads, and those of OpenMP, are
-        not in the child, which would wait for them for ever."""
+        """Raise UsageError in a child of os.fork() whose parent has opened an engine.
+
+        The threads of the engine and of OpenMP do not exist in the child, which would wait for them
+        for ever.
+        """
         forks.check_threads()
         if Engine._first_process not in (None, os.getpid()):
             raise UsageError(
@@ -131,12 +138,15 @@ class Engine:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Most bytes that each tier held; disk is the offload dir, without the checkpoint."""
+        """The most bytes that each tier held. Disk is the offload dir, without the checkpoint."""
         return {tier: self.plan.bytes_on(tier) for tier in TIERS}
 
     @property
     def peak_bytes_by_kind(self) -> dict[str, dict[str, int]]:
-        """The same by kind: KINDS, and the plan's other buffers by name."""
+        """The most bytes by kind and tier.
+
+        Kinds are those of KINDS, and the plan's other buffers by name.
+        """
         found = {kind: dict.fromkeys(TIERS, 0) for kind in KINDS.values()}
         for b in self.plan.buffers:
             held = found.setdefault(KINDS.get(b.name, b.name), dict.fromkeys(TIERS, 0))
@@ -144,7 +154,10 @@ class Engine:
         return found
 
     def _compile_for_card(self, part: ModelPart) -> None:
-        """On a card: kernels are compiled, or found on disk, for the model's sizes before the first sweep is timed."""
+        """On a GPU, compile kernels for the model's sizes before the first sweep is timed.
+
+        Kernels that are on disk already are read.
+        """
         spec, needs = self.spec, part.eviction.needs
         pairs = 0 if spec.rotary is None else len(spec.rotary.frequencies)
         sizes = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, pairs
@@ -164,7 +177,8 @@ class Engine:
                 self._files[b.name] = file = scratch.create(f"{b.name}.bin", b.nbytes)
                 stack.callback(file.close)
         for b in self.plan.buffers:
-            if b.tier != "disk" and b.name not in ("temporaries", "staging"):  # these two are taken by their users
+            # Temporaries and staging are allocated by the code that uses them.
+            if b.tier != "disk" and b.name not in ("temporaries", "staging"):
                 pinned = b.name in COPIED_HOMES and self.policy.pin_weight
                 on_host = self.device.host_staging if pinned else host_buffer
                 take = self.device.buffer if b.tier == self.device.tier else on_host
@@ -174,12 +188,12 @@ class Engine:
         return {tier: buffer for (what, tier), buffer in self._buffers.items() if what == name}
 
     def ring(self, name: str) -> Ring | None:
-        """The plan's ring of that name; None where nothing comes into it."""
+        """Return the plan's ring of that name, or None if nothing is loaded into it."""
         buffers = list(self._arenas(name).values())
         return Ring(buffers[0]) if buffers else None
 
     def common_prefix(self, columns: int) -> list[PartView]:
-        """Room for one copy of so many KV columns, as the plan has it."""
+        """Return the plan's room for one copy of so many KV entries."""
         spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
         return common_views(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
 
@@ -187,8 +201,9 @@ class Engine:
 def _close_dropped(stack: contextlib.ExitStack, owner: int) -> None:
     """Close what an engine without references held.
 
-    Garbage collection may call this in any line of any thread: one of the engine's own, or one with a lock that these
-    need to end. So another thread closes, and the wait for it is bounded.
+    Garbage collection may call this in any line of any thread. That may be a thread of the engine,
+    or one with a lock that the engine's threads need to end. So another thread closes, and the wait
+    for it is bounded.
     """
     with interrupts.held():
         closing = threading.Thread(target=stack.close, name="closing")
@@ -198,5 +213,5 @@ def _close_dropped(stack: contextlib.ExitStack, owner: int) -> None:
                 closing.join(DROPPED_PATIENCE_S)
                 return
         except RuntimeError:
-            pass  # newer Pythons start no thread as they end, and collect no garbage then
+            pass  # newer Pythons start no thread while they shut down; they collect no garbage then
         stack.close()

@@ -1,4 +1,4 @@
-"""Sampling parameters, the sampler and stop strings. Sees logits and token ids only."""
+"""Sampling parameters and the sampler. It sees logits and token ids only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from flexgen_h2o.core.settings import SamplingParams as SamplingParams
 from flexgen_h2o.core.units import SAMPLING_CHUNK
 from flexgen_h2o.kernels.workspace import is_queued, upload
 
-NOT_FINITE = -1  # in place of the token of a row whose logits are not finite
-_NUCLEUS_GUESS = 1024
+NOT_FINITE = -1  # stands for the token of a sequence whose logits are not finite
+_NUCLEUS_GUESS = 1024  # tokens that are sorted first for top-p; if they are too few, all are sorted
 
 
 def check_params(params: object) -> SamplingParams | Sequence[SamplingParams]:
-    """One SamplingParams, or a list with one for each prompt; None: the defaults. UsageError names the entry."""
+    """Return one SamplingParams, or a list with one for each prompt. None gives the defaults.
+
+    Raise UsageError that names the wrong entry.
+    """
     if params is None:
         return SamplingParams()
     if isinstance(params, SamplingParams):
@@ -34,33 +37,40 @@ def check_params(params: object) -> SamplingParams | Sequence[SamplingParams]:
 
 
 class Sampler:
-    """Chooses the next token of each row.
+    """Chooses the next token of each sequence.
 
-    params: of all rows; then a draw depends on (seed, row, step) alone. Or each row's own, by its index; then a draw
-    depends on (its seed, step) alone, and rows that ask for the same get the same.
+    params: those of all sequences, or a mapping with each sequence's own by its index. With one for
+        all, a draw depends only on (seed, sequence index, step). With own ones it depends only on
+        (its seed, step), so sequences that ask for the same get the same.
     """
 
     def __init__(self, params: SamplingParams | Mapping[int, SamplingParams]) -> None:
         self._params = params
 
     def sample(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        """The next token id of each row; waits for it.
+        """Return the next token id of each sequence, and wait for it.
 
-        logits: [b, V], any float dtype and device; -inf forbids a token. rows: the rows' indices in the run; steps:
-        tokens each has generated already. Both have b non-negative entries and, with the seed, fix the random number.
-        Raises NotFiniteError when a row holds NaN, +inf or nothing finite.
+        Raise NotFiniteError if a row of logits holds NaN, +inf or nothing finite.
+
+        logits: [b, V], any float dtype and device; -inf forbids a token.
+        rows: the indices of the b sequences in the run, non-negative.
+        steps: b entries, the tokens that each sequence has generated already. With the seed, `rows`
+            and `steps` fix the random number.
         """
         return check_finite(self.choose(logits, rows, steps).tolist(), rows, steps) if len(rows) else []
 
     def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> Tensor:
-        """The same without waiting: (b,) int64 where the logits are, NOT_FINITE where `sample` would raise. b > 0."""
+        """Return the next tokens without waiting: (b,) int64 on the device of the logits.
+
+        A token is NOT_FINITE if `sample` would raise. b must be above 0.
+        """
         best, chosen = logits.max(dim=-1)
         drawing = self._drawing(rows)
         if drawing:
             alike = isinstance(self._params, SamplingParams)
             order = [place for places in drawing.values() for place in places]
             drawn = [_uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in order]
-            pairs = torch.tensor([order, drawn], dtype=torch.float64, device="cpu")  # places are exact, too
+            pairs = torch.tensor([order, drawn], dtype=torch.float64, device="cpu")  # places fit
             numbers = upload(pairs, logits.device)
             sizes = [len(places) for places in drawing.values()]
             for params, part in zip(drawing, numbers.split(sizes, dim=1), strict=True):
@@ -69,13 +79,13 @@ class Sampler:
                 else:
                     places = part[0].long()
                     chosen[places] = _draw(logits, params, part[1], places)
-        return chosen.masked_fill(best - best != 0, NOT_FINITE)  # infinity less itself is not a number
+        return chosen.masked_fill(best - best != 0, NOT_FINITE)  # infinity minus infinity is NaN
 
     def _of(self, row: int) -> SamplingParams:
         return self._params if isinstance(self._params, SamplingParams) else self._params[row]
 
     def _drawing(self, rows: Sequence[int]) -> dict[SamplingParams, list[int]]:
-        """Places of the rows that are not greedy, grouped by temperature, top-k and top-p."""
+        """Return the places of sequences that are not greedy, by temperature, top-k and top-p."""
         alike: dict[tuple[float, int, float], list[int]] = {}
         for place, row in enumerate(rows):
             if not (p := self._of(row)).greedy:
@@ -84,7 +94,11 @@ class Sampler:
 
 
 class NotFiniteError(FlexgenError):
-    """Logits of a row that are not finite. reason: without the row. places: of all such rows among those sampled."""
+    """The logits of a sequence are not finite.
+
+    reason: the message without the sequence's index.
+    places: the places of all such sequences among those that were sampled.
+    """
 
     def __init__(self, row: int, where: str, places: Sequence[int] = ()) -> None:
         why = "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
@@ -93,12 +107,15 @@ class NotFiniteError(FlexgenError):
         super().__init__(f"logits of row {row} {where} are not finite: {why}")
 
     def __reduce__(self) -> tuple[type[NotFiniteError], tuple[int, str, tuple[int, ...]]]:
-        """Pickled, for an actor's driver; an exception's own way would call __init__ with the message alone."""
+        """Return how to pickle the error, for an actor's driver.
+
+        The default of exceptions would call __init__ with the message alone.
+        """
         return NotFiniteError, self._given
 
 
 def check_finite(tokens: list[int], rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """The tokens, as of `Sampler.choose`. NotFiniteError where one of them is NOT_FINITE."""
+    """Return the tokens of `Sampler.choose`. Raise NotFiniteError if one of them is NOT_FINITE."""
     bad = [place for place, token in enumerate(tokens) if token == NOT_FINITE]
     if bad:
         raise NotFiniteError(rows[bad[0]], f"at step {steps[bad[0]]}", bad)
@@ -106,11 +123,16 @@ def check_finite(tokens: list[int], rows: Sequence[int], steps: Sequence[int]) -
 
 
 def _draw(logits: Tensor, params: SamplingParams, drawn: Tensor, places: Tensor | None = None) -> Tensor:
-    """The tokens, (n,) int64, at `drawn`, (n,) float64 in [0, 1), of the cumulative probabilities of the rows at
-    `places`, or of all."""
+    """Return the drawn tokens, (n,) int64.
+
+    A token is found at `drawn` in the cumulative probabilities of its row of logits.
+
+    drawn: (n,) float64 in [0, 1).
+    places: the rows of logits that draw; None: all.
+    """
     height = max(1, SAMPLING_CHUNK // logits.shape[1])
     chosen: list[Tensor] = []
-    # Rows are independent; in chunks, the temporaries stay small however many rows a micro-batch has.
+    # Rows are independent. With chunks the temporaries stay small, however many rows there are.
     for start in range(0, len(drawn), height):
         part = slice(start, start + height)
         rows = logits[part] if places is None else logits[places[part]]
@@ -123,21 +145,30 @@ def _draw(logits: Tensor, params: SamplingParams, drawn: Tensor, places: Tensor 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log-probabilities at one step, before temperature and cuts. top: (token id, of it), likeliest first."""
+    """Natural log-probabilities at one step, before temperature and cuts.
 
+    `token_logprobs` makes it.
+    """
+
+    # Of the chosen token.
     logprob: float
+    # (token id, log-probability) of the likeliest tokens, the likeliest first.
     top: tuple[tuple[int, float], ...]
 
 
 def of_likeliest(found: TokenLogprobs, top: int) -> TokenLogprobs:
-    """With so many of the likeliest, or fewer."""
+    """Return `found` with at most `top` of the likeliest tokens."""
     return TokenLogprobs(found.logprob, found.top[:top])
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
-    """Of each row's chosen token, and of so many of its likeliest. logits: [b, V]; tokens, top: b entries.
+    """Return the log-probabilities of each row's chosen token and of its likeliest tokens.
 
     Forbidden tokens (-inf) are not among the likeliest.
+
+    logits: [b, V].
+    tokens: b entries, the chosen tokens.
+    top: b entries, how many of the likeliest tokens are wanted.
     """
     height = max(1, SAMPLING_CHUNK // logits.shape[1])
     found: list[TokenLogprobs] = []
@@ -154,10 +185,12 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) ->
 
 
 def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities after temperature, then top-k, then top-p: fp32 [b, V], zero for what is cut. Rows sum to 1.
+    """Return the probabilities after temperature, then top-k, then top-p: fp32 [b, V].
 
-    logits: [b, V] with a finite maximum in each row; temperature must be above 0. Of equal logits the lower index is
-    kept first, so that neither batch nor device decides.
+    Tokens that are cut have 0. Each row sums to 1. Of equal logits the lower index is kept first,
+    so that neither batch nor device decides.
+
+    logits: [b, V] with a finite maximum in each row. The temperature must be above 0.
     """
     scores = logits.float()
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / params.temperature
@@ -168,7 +201,7 @@ def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         scores = _keep_first(scores, values[:, -1:], count)
     probabilities = scores.softmax(dim=-1)
     if params.top_p < 1:
-        # Where the host would wait for the answer whether a guess was enough, all are sorted.
+        # Sort all if the host would have to wait to learn whether the guess was enough.
         width = min(vocab, params.top_k or (vocab if is_queued(scores) else _NUCLEUS_GUESS))
         values, order = scores.topk(width, dim=-1)
         cumulative = probabilities.gather(-1, order).double().cumsum(-1)
@@ -181,7 +214,7 @@ def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _keep_first(scores: Tensor, threshold: Tensor, count: Tensor) -> Tensor:
-    """`scores` [b, V] with all but the first `count` [b, 1] by (value, lower index) at -inf.
+    """Return `scores` [b, V] with all but the first `count` [b, 1] by (value, lower index) at -inf.
 
     threshold: [b, 1], the value of the last one kept.
     """
@@ -193,9 +226,10 @@ def _keep_first(scores: Tensor, threshold: Tensor, count: Tensor) -> Tensor:
 
 
 def _uniform(seed: int, row: int, step: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on its three arguments only."""
+    """Return a number in [0, 1) with 53 random bits that depends on its three arguments only."""
     key = np.array([seed, row], dtype=np.uint64)
-    # The generator counts up in the first word: further numbers of a step would not be the next step's.
+    # The generator counts up in the first word, so more numbers of a step would not be those of the
+    # next step.
     counter = np.array([0, step, 0, 0], dtype=np.uint64)
     bits = int(np.random.Philox(key=key, counter=counter).random_raw())
     return (bits >> 11) * 2.0**-53

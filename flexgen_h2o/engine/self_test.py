@@ -1,8 +1,8 @@
-"""Does a KV cache in few bits change this model's answers? A short test on a text of our own.
+"""A short test whether a KV cache in few bits changes this model's answers.
 
-One run has two sequences of the same tokens. The first is all prompt, so that its attention reads keys and values as
-they are. The second takes the last ones in decode steps, so that its attention reads them packed, except for the
-newest ones, as in any run.
+Its text comes with this module. One run has two sequences of the same tokens. The first is all
+prompt, so its attention reads keys and values as they are. The second takes the last tokens in
+decode steps. So its attention reads them packed, except for the newest ones, as in any run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.models.load import Model
 
-MOST_TOKENS = 256  # of the text
+MOST_TOKENS = 256  # tokens of the text that are used
 LEAST_TOKENS = 128
 STEPS = 64  # tokens that the packed sequence takes in decode steps, all in one pass
-MOST_KL = 0.1  # nats per token; SmolLM2-135M has .004 with 4 bits, .009 with 4/3, .021 with 3
+# Nats per token. SmolLM2-135M has .004 with 4 bits, .009 with 4/3, .021 with 3.
+MOST_KL = 0.1
 PACKED = 1  # the index of the packed sequence
-PASSES = 3  # over the weights, at most
-BLOCK_STEP_S = 0.001  # seconds of a decode step of one sequence in a transformer block, besides reading weights
-JOB_OVER_TEST = 50  # a job that takes less than so many times as long as the test does without it
+PASSES = 3  # the most passes over the weights
+# Seconds of a decode step of one sequence in a transformer block, without reading weights.
+BLOCK_STEP_S = 0.001
+JOB_OVER_TEST = 50  # jobs that take less than so many times the test's time run without it
 
 TEXT = """\
 The mill stood where the river bends, a little below the old stone bridge. Every morning before six the miller \
@@ -48,8 +50,10 @@ showed them the names of all who had paid.
 
 
 def tokens_of_test(model: Model) -> list[int]:
-    """Return the token ids of the test text, as many as the model has positions for. Empty if there are too few, if
-    there is no tokenizer, or if the weights are random."""
+    """Return the token ids of the test text, as many as the model has positions for.
+
+    Return [] if there are too few, if there is no tokenizer, or if the weights are random.
+    """
     if model.tokenizer is None or model.random:
         return []
     ids = model.encode_beginning(TEXT, MOST_TOKENS)[: min(MOST_TOKENS, model.spec.max_positions)]
@@ -66,9 +70,12 @@ def requests_of_test(ids: Sequence[int]) -> tuple[list[Prompt], list[SamplingPar
 
 
 def likeliest_divergence(whole: TokenLogprobs, logits: torch.Tensor) -> float:
-    """Return KL(whole || packed) in nats over the likeliest tokens of `whole` and, as one event, all others.
+    """Return KL(whole || packed) in nats over the likeliest tokens of `whole` and, as one event,
+    all others.
 
-    It is at most the divergence over all tokens. logits: (vocab,) of the packed sequence, any float dtype.
+    It is at most the divergence over all tokens.
+
+    logits: (vocab,) of the packed sequence, any float dtype.
     """
     packed = logits.double().log_softmax(dim=-1).cpu()
     ids = torch.tensor([token for token, _ in whole.top], device="cpu")
@@ -81,7 +88,11 @@ def likeliest_divergence(whole: TokenLogprobs, logits: torch.Tensor) -> float:
 
 
 def warning_of(bits: tuple[int, int], kl: float) -> str:
-    """Return the line for the user. bits: of keys and of values; kl: mean divergence in nats, a lower bound."""
+    """Return the line for the user.
+
+    bits: (of keys, of values).
+    kl: mean divergence in nats, a lower bound.
+    """
     keys, values = bits
     asked = str(keys) if keys == values else f"{keys}/{values}"
     better = 4 if min(bits) < 4 else 8

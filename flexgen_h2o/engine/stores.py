@@ -1,11 +1,17 @@
-"""Weights and hidden states on their home tiers, brought to the device unit by unit in schedule order.
+"""Weights and hidden states on their home tiers, and how they are brought to the device.
 
-Weights: resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are
-loaded into a ring ahead of the compute that needs them. Both stay in the format that they are stored in
-(checkpoint/formats): where it is one to be decoded, matrices are decoded into one buffer when their unit is opened.
+They are brought unit by unit in schedule order.
 
-Hidden states: a unit is a micro-batch, (tokens, width); in place where the home is the device, next to those of the
-block's others, else brought into a ring for each layer and stored after it. Nothing here knows a format or a model.
+Weights: resident rows are read once. Streamed rows are loaded into a ring ahead of the compute that
+    needs them. They are those on disk, and those on the host if the device is not host memory. Both
+    stay in the format in which they are stored (checkpoint/formats). If that format must be
+    decoded, matrices are decoded into one buffer when their unit is opened.
+
+Hidden states: a unit is a micro-batch, (tokens, width). If their home is the device, they stay in
+place, next to those of the block's other micro-batches. Otherwise they are brought into a ring for
+each layer and stored after it.
+
+Nothing here knows a format or a model.
 """
 
 from __future__ import annotations
@@ -34,35 +40,42 @@ from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, split_rows, wait_all, wait_all_on_card
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
-_MANY_TASKS = 16  # matrices of a unit, about alike, from which on a thread decodes one: experts, not attention
+# A unit with so many matrices or more is decoded with one thread per matrix. Its matrices are about
+# equally large: they belong to experts, not to attention.
+_MANY_TASKS = 16
 
 
 @dataclass
 class _Piece:
-    """The rows of one stored tensor that a part needs.
-
-    source: their byte range in a file. start: of their room in a load's region; resident: they themselves (uint8).
-    """
+    """The rows of one stored tensor that a part needs. WeightStore makes it."""
 
     stored: StoredRows
+    # The byte range of the rows in a file.
     source: StoredTensor
     nbytes: int
+    # Where their room begins in a load's region, in bytes. WeightStore's constructor sets it.
     start: int = 0
+    # The rows themselves, uint8; None if they are not in memory. `load_resident` sets it.
     resident: torch.Tensor | None = None
 
 
 @dataclass
 class _HeldPart:
-    """Rows of a tensor with one home. rows: as products take them, where they are resident and used as held."""
+    """The rows of a tensor that have one home tier. WeightStore makes it."""
 
     part: Part
+    # One for each stored tensor (values, scales).
     pieces: list[_Piece]
     streamed: bool
+    # The rows as matrix multiplications take them, if they are resident and used as they are held.
     rows: RowParts = ()
 
 
 class _TableRows(Table):
-    """A table on disk: the rows that are wanted are read, each once. held: rows that were read, to look up in."""
+    """A table on disk. The wanted rows are read, each once.
+
+    held: turns rows that were read into parts to look up in.
+    """
 
     def __init__(
         self, mover: Mover, open_file: Callable[[Path], DirectFile], source: StoredTensor,
@@ -85,10 +98,13 @@ class _TableRows(Table):
 
 
 class WeightStore:
-    """Homes of all units. `open_unit` gives the tensors of a unit from its resident rows and a loaded region.
+    """The homes of all weight units.
 
-    form: that the checkpoint is in. workspace: of products in int8, whose dtype is the compute dtype. decoded: memory
-    (uint8) for the open unit's matrices where the format is decoded.
+    `open_unit` returns the tensors of a unit from its resident rows and a loaded region.
+
+    form: the format of the checkpoint.
+    workspace: used by int8 matrix multiplications. Its dtype is the compute dtype.
+    decoded: memory (uint8) for the matrices of the open unit, if the format is decoded.
     """
 
     def __init__(
@@ -127,10 +143,10 @@ class WeightStore:
         return found
 
     def load_resident(self, memory: dict[str, torch.Tensor]) -> None:
-        """Read every row whose home is device or host memory into `memory` (uint8 by tier), in the blocked layout
-        where that is possible.
+        """Read every row whose home is device or host memory into `memory` (uint8 by tier).
 
-        Where the device is host memory, what belongs to the device is in `host` too.
+        Rows are put into the blocked layout if that is possible. If the device is host memory, rows
+        of the device are in `host` too.
         """
         used = dict.fromkeys(memory, 0)
         reads = []
@@ -142,7 +158,8 @@ class WeightStore:
                 home: Memory = "host" if held.part.tier == "host" else "device"
                 reads.append(self._read(piece, piece.resident, home, ()))
         wait_all(reads)
-        tensors = {t.key: number for number, unit in enumerate(self.plan.units) for t in unit.tensors}  # each once
+        # A tensor that two units share occurs once.
+        tensors = {t.key: number for number, unit in enumerate(self.plan.units) for t in unit.tensors}
         for key, number in tensors.items():
             layout, blocks = self._layouts[key], self._blocks(number)
             if not layout.decoded_row_bytes:
@@ -151,19 +168,23 @@ class WeightStore:
                         held.rows = self._as_held(layout, held, None, blocks)
 
     def _blocks(self, unit: int) -> bool:
-        """Are resident rows of this unit blocked: those that are multiplied where they lie?"""
+        """Return whether resident rows of this unit are blocked.
+
+        Those are rows that are multiplied in place.
+        """
         is_multiplied = any(layer.kind != "embedding" for layer in self.plan.layers if layer.unit == unit)
         return self._is_host and not self.decodes and is_multiplied
 
     def check_unchanged(self) -> None:
-        """CheckpointChangedError where a file that sweeps read from is not as it was when the checkpoint was opened.
+        """Raise CheckpointChangedError if a file that sweeps read from has changed.
 
-        What is resident was checked once it was loaded (Engine): nothing that is done to its files reaches it.
+        The file must be as it was when the checkpoint was opened. Resident rows were checked once
+        after loading (Engine). Later changes of their files do not reach them.
         """
         check_unchanged(self._read_in_sweeps)
 
     def nbytes(self, unit: int) -> int:
-        """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
+        """Return the ring bytes of one load of a unit; 0 if all its rows are used in place."""
         return self._sizes[unit]
 
     def load(self, unit: int, region: Region) -> list[Done]:
@@ -173,7 +194,10 @@ class WeightStore:
         return [self._load(piece, region) for held in streamed for piece in held.pieces]
 
     def open_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
-        """The tensors of a loaded unit by role, as row parts in order; without those that are to be decoded."""
+        """Return the tensors of a loaded unit by role, without those to be decoded.
+
+        The row parts of a tensor are in order.
+        """
         found = {}
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.key]
@@ -185,9 +209,13 @@ class WeightStore:
         return found
 
     def decode_unit(self, unit: int, region: Region | None) -> tuple[dict[str, RowParts], bool]:
-        """The other tensors of a loaded unit, and whether the region is still used, by these or by those of
-        `open_unit`. Each is decoded whole, in memory that the next unit overwrites, at once, or once it is wanted so:
-        where codes stay on a card, and on a CPU of experts, which one product of all micro-batches uses."""
+        """Return the decoded tensors of a loaded unit by role, and whether its region is in use.
+
+        The region may be used by these tensors or by those of `open_unit`. Each tensor is decoded
+        whole, into memory that the next unit overwrites. Decoding happens at once, or is deferred
+        until the rows are used. It is deferred if codes stay on a GPU. It is also deferred for
+        experts on a CPU, whose tensors one multiplication for all micro-batches uses.
+        """
         found, tasks, start = {}, list[Callable[[], object]](), 0
         uses_region = self._streams_as_held(unit)
         for tensor in self.plan.units[unit].tensors:
@@ -195,7 +223,7 @@ class WeightStore:
             if not layout.decoded_row_bytes:
                 continue
             nbytes = layout.shape[0] * layout.decoded_row_bytes
-            if (start, layout) not in self._filled:  # rows to decode into: made once, and then filled
+            if (start, layout) not in self._filled:  # made once, then refilled
                 assert self._decoded is not None
                 memory = self._decoded[start : start + nbytes]
                 self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
@@ -216,7 +244,7 @@ class WeightStore:
         return found, uses_region
 
     def _streams_as_held(self, unit: int) -> bool:
-        """Does a loaded region have rows that are used where they are?"""
+        """Return whether a loaded region has rows that are used where they are."""
         tensors = (t for t in self.plan.units[unit].tensors if not self._layouts[t.key].decoded_row_bytes)
         return any(held.streamed for tensor in tensors for held in self._parts[tensor.key])
 
@@ -229,11 +257,11 @@ class WeightStore:
         return self._form.row_parts(layout, self._pieces(held, region), self._workspace, blocks)
 
     def _table_of(self, layout: TensorLayout, rows: torch.Tensor) -> RowParts:
-        """Some rows of a table, as they are held."""
+        """Return some rows of a table, in the format in which they are held."""
         return self._form.row_parts(layout, [rows.view(torch.uint8).view(-1)], self._workspace, blocks=False)
 
     def _pieces(self, held: _HeldPart, region: Region | None) -> list[torch.Tensor]:
-        """uint8, where the device computes on them."""
+        """Return the bytes (uint8) of each piece in the memory that the device computes on."""
         if held.streamed:
             assert region is not None
             return [self._view(piece, region) for piece in held.pieces]
@@ -263,7 +291,9 @@ class WeightStore:
         return self._mover.read("load_weight", dst, memory, source, after)
 
     def _is_direct(self, piece: _Piece) -> bool:
-        """May the file's bytes be computed on as they are, where the reader puts them?"""
+        """Return whether compute can use the file's bytes as they are, where the reader
+        puts them.
+        """
         if not self._is_host or piece.resident is not None:
             return False
         dtype, source = self._converted(piece), piece.source
@@ -272,7 +302,7 @@ class WeightStore:
         return getattr(torch, source.dtype) == dtype and source.offset % dtype.itemsize == 0
 
     def _converted(self, piece: _Piece) -> torch.dtype | None:
-        """What its numbers are held in; None: it is held as stored."""
+        """Return the dtype of the piece's numbers, or None if it is held as stored."""
         if piece.stored.in_float32:
             return torch.float32
         return self._workspace.dtype if piece.stored.is_values else None
@@ -284,7 +314,10 @@ class WeightStore:
 
 
 class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
-    """The tensors of the open unit by role, and the loads ahead of it. sweeps, ahead, waits: as of its base."""
+    """The tensors of the open unit by role, and the loads ahead of it.
+
+    sweeps, ahead, waits: see BaseWeightStream.
+    """
 
     def __init__(
         self, store: WeightStore, ring: Ring | None, sweeps: int | None, ahead: int, waits: bool = False
@@ -301,7 +334,10 @@ class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
 
 
 def hidden_fields(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-    """Of a model's hidden states; their bytes are those of memory_plan.hidden_row_bytes."""
+    """Return (elements per token, dtype) of each field of a model's hidden states.
+
+    Their bytes are those of memory_plan.hidden_row_bytes.
+    """
     fields = [(spec.hidden_size, dtype)]
     if spec.experts:
         fields += [fields[0], (spec.experts.per_token, torch.int32), (spec.experts.per_token, torch.float32)]
@@ -309,9 +345,11 @@ def hidden_fields(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.
 
 
 class HiddenStore:
-    """Hidden states of the current block. fields: elements and dtype that each of `Hidden` has for a token.
+    """The hidden states of the current block.
 
-    memory: uint8 arenas by tier; file: the disk arena.
+    fields: elements and dtype that each field of `Hidden` has for a token.
+    memory: uint8 arenas by tier.
+    file: the disk arena.
     """
 
     def __init__(
@@ -321,21 +359,28 @@ class HiddenStore:
         self._mover, self._fields, self._shares = mover, tuple(fields), shares
         self._last_layer = num_layers - 1
         self._memory, self._file = memory, file
-        self._rows = [width * dtype.itemsize for width, dtype in fields]
+        self._row_bytes = [width * dtype.itemsize for width, dtype in fields]
         self._streamed = hidden_is_streamed(shares, mover.device.is_host)
 
     def begin_block(self, most: list[int], is_open: bool = False) -> None:
-        """most: of each micro-batch, the tokens of its largest sweep. is_open: rows may enter micro-batches that have
-        none."""
-        self._is_open, self._known = is_open, [-1] * len(most)  # the newest sweep whose tokens are settled
-        self._now = [0] * len(most)
+        """Set up the homes of a block's micro-batches.
+
+        most: for each micro-batch, the tokens of its largest sweep.
+        is_open: sequences may enter micro-batches that have none.
+        """
+        # _known_sweeps: for each micro-batch the newest sweep whose tokens are settled.
+        self._is_open, self._known_sweeps = is_open, [-1] * len(most)
+        self._num_tokens = [0] * len(most)
         self._closed: list[tuple[int, int] | None] = [None] * len(most)
         self._stores: list[list[Waitable]] = [[] for _ in most]
-        self._starts = [0] * len(most)  # in a field that is in place: tokens of the micro-batches before, in this sweep
-        self._opened: dict[tuple[int, int], Hidden] = {}  # in place, by the first micro-batch and the last
-        self._offsets: list[list[dict[str, int]]] = []  # of a field, of each micro-batch, by tier
+        # For each micro-batch: tokens of earlier ones in this sweep, in fields that are in place.
+        self._starts = [0] * len(most)
+        # Hidden states in place, by their first and last micro-batch.
+        self._opened: dict[tuple[int, int], Hidden] = {}
+        # Byte offsets into the arenas: [field][micro-batch][tier].
+        self._offsets: list[list[dict[str, int]]] = []
         used = dict.fromkeys(("device", "host", "disk"), 0)
-        for row in self._rows:
+        for row in self._row_bytes:
             self._offsets.append([])
             for tokens in most:
                 self._offsets[-1].append(dict(used))
@@ -343,21 +388,25 @@ class HiddenStore:
                     used[tier] += nbytes
 
     def begin_sweep(self, micro_batch: int, tokens: int) -> None:
-        """`tokens` of the micro-batch from its next embedding on, 0 when it has no rows any more."""
-        known = self._known[micro_batch]
-        if self._is_open and known >= 0 and not self._now[micro_batch]:  # it had none, and no head closed it
+        """Set the tokens of the micro-batch from its next embedding on.
+
+        tokens: 0 if it has no sequences any more.
+        """
+        known = self._known_sweeps[micro_batch]
+        # A micro-batch without tokens was not closed by the head.
+        if self._is_open and known >= 0 and not self._num_tokens[micro_batch]:
             self._closed[micro_batch] = known, self._last_layer
-        self._known[micro_batch] = known + 1
-        self._now[micro_batch] = tokens
+        self._known_sweeps[micro_batch] = known + 1
+        self._num_tokens[micro_batch] = tokens
         self._opened.clear()
 
     def skip(self, key: UnitKey) -> None:
-        """A layer leaves the micro-batch as it is, and does not open it."""
+        """Note that a layer leaves the micro-batch as it is and does not open it."""
         self._closed[key[2]] = key[:2]
 
     def joined(self, most: int) -> dict[int, tuple[int, ...]]:
-        """Micro-batches that a layer may open together, by the first of them (loop.joined)."""
-        return joined(self._now, 0 if self._streamed else most)
+        """Return the micro-batches that a layer may open together, by the first (loop.joined)."""
+        return joined(self._num_tokens, 0 if self._streamed else most)
 
     # Source of a Stream[UnitKey]
 
@@ -366,14 +415,14 @@ class HiddenStore:
 
     def is_needed(self, key: UnitKey) -> bool:
         closed, k = self._closed[key[2]], key[2]
-        if not self._now[k]:
-            return self._is_open and key[0] > self._known[k]  # nobody knows as yet
+        if not self._num_tokens[k]:
+            return self._is_open and key[0] > self._known_sweeps[k]  # not known yet
         return closed is None or key[:2] > closed
 
     def is_ready(self, key: UnitKey) -> bool:
         sweep, layer, k = key
         before = (sweep, layer - 1) if layer else ((sweep - 1, self._last_layer) if sweep else None)
-        return self._closed[k] == before and sweep <= self._known[k]
+        return self._closed[k] == before and sweep <= self._known_sweeps[k]
 
     def load(self, key: UnitKey, region: Region) -> list[Done]:
         _, layer, k = key
@@ -390,33 +439,40 @@ class HiddenStore:
     # Compute side
 
     def open(self, key: UnitKey, region: Region | None, last: int | None = None) -> Hidden:
-        """last: of micro-batches that are opened together (`joined`), of which the key names the first."""
+        """Return the hidden states of one micro-batch, or of several `joined` ones.
+
+        last: the last of several micro-batches; the key names the first.
+        """
         _, layer, k = key
         run = k, k if last is None else last
         if region is None and layer and run in self._opened:
             return self._opened[run]
         if region is not None:
             wait_all_on_card(region.after)
-        elif layer == 0:  # what was there before is of no use any more
-            self._starts[k] = sum(self._now[:k])
-        tokens, fields = sum(self._now[k : run[1] + 1]), zip(self._open(k, region), self._fields, strict=True)
+        elif layer == 0:  # the states of the last sweep are not needed any more
+            self._starts[k] = sum(self._num_tokens[:k])
+        tokens, fields = sum(self._num_tokens[k : run[1] + 1]), zip(self._open(k, region), self._fields, strict=True)
         found: list[Any] = [x[: tokens * n * kind.itemsize].view(kind).view(tokens, n) for x, (n, kind) in fields]
         self._opened[run] = Hidden(*found)
         return self._opened[run]
 
     def _open(self, k: int, region: Region | None) -> list[torch.Tensor]:
-        """The memory of each field."""
+        """Return the memory of each field."""
         if region is not None:
             sizes = self._region_sizes(k)
             return list(region.data[: sum(sizes)].split(sizes))
-        (part,) = split_rows(self._now[k], self._shares)
+        (part,) = split_rows(self._num_tokens[k], self._shares)
         start, memory = self._starts[k], self._memory[part.tier]
-        fields = zip(self._offsets, self._rows, strict=True)
+        fields = zip(self._offsets, self._row_bytes, strict=True)
         return [memory[offsets[0][part.tier] + start * row :] for offsets, row in fields]
 
     def close(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
-        """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for. fence:
-        makes an event that is done when the layer is; not called without a region."""
+        """Store what the layer left, except for the head, which leaves nothing.
+
+        Return what the region's next writer waits for.
+
+        fence: makes an event that is done when the layer is done; not called without a region.
+        """
         sweep, layer, k = key
         done: list[Waitable] = [] if region is None else [fence()]
         stores: list[Waitable] = []
@@ -430,18 +486,21 @@ class HiddenStore:
         return [*done, *stores]
 
     def settle(self) -> None:
-        """Wait for stores under way, so that the next block may use the homes anew."""
+        """Wait for stores under way, so that the next block may reuse the homes."""
         for stores in self._stores:
             wait_all(stores)
 
     def _region_sizes(self, k: int) -> list[int]:
-        """Bytes of each field in a ring's region."""
-        return [round_up(self._now[k] * row, PAGE) for row in self._rows]
+        """Return the bytes of each field in a ring's region."""
+        return [round_up(self._num_tokens[k] * row, PAGE) for row in self._row_bytes]
 
     def _parts(self, k: int, region: Region) -> list[tuple[torch.Tensor, torch.Tensor | FileRange]]:
-        """The region's bytes of each part of a micro-batch, and its home in memory or on disk."""
-        found, parts = list[tuple[torch.Tensor, torch.Tensor | FileRange]](), split_rows(self._now[k], self._shares)
-        for field, row, offsets in zip(self._open(k, region), self._rows, self._offsets, strict=True):
+        """Return for each part of a micro-batch its bytes in the region and its home."""
+        found, parts = (
+            list[tuple[torch.Tensor, torch.Tensor | FileRange]](),
+            split_rows(self._num_tokens[k], self._shares),
+        )
+        for field, row, offsets in zip(self._open(k, region), self._row_bytes, self._offsets, strict=True):
             for part in parts:
                 data, start = field[part.start * row : part.end * row], offsets[k][part.tier]
                 if part.tier != "disk":

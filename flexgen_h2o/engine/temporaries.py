@@ -1,7 +1,8 @@
-"""Bytes that a step takes besides what it is given: its buffers, and upper estimates of what torch allocates and frees.
+"""Bytes that a step takes besides its inputs.
 
-Products in int8 (kernels/int8.py) take step buffers besides, each used by one product at a time. While rows are being
-blocked (kernels/linear.py, int8.py) torch takes temporaries.
+They are step buffers, and upper estimates of what torch allocates and frees. Matrix multiplications
+in int8 (kernels/int8.py) take step buffers besides; one multiplication uses them at a time. While
+rows are being blocked (kernels/linear.py, int8.py), torch takes temporaries.
 """
 
 from __future__ import annotations
@@ -35,18 +36,25 @@ from flexgen_h2o.core.units import (
 if TYPE_CHECKING:
     from flexgen_h2o.engine.memory_plan import BlockShape
 
-UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
-# Of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each.
+# Bytes per weight while torch operations unpack it: codes, halves of them, fp32, the result.
+UNPACK_BYTES = 16
+# Bytes per number of KV while torch operations unpack it. The number, scale and minimum take 4
+# bytes each.
 UNPACK_KV_BYTES = 28
-LARGEST_BYTES = 40  # of a probability while the largest are chosen: itself, sorted, with int64 places and ranks
-RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
-QUERY_KEY_BYTES = 24  # of a number of a key or a query while a policy looks at it
-ROUTER_BYTES = 20  # of a token and expert: logits and probabilities in fp32, and their order
-ROUTING_BYTES = 40  # of a token's choice: its expert, sorted, with int64 places
+# Bytes per probability while the largest are chosen: itself, sorted, with int64 places and ranks.
+LARGEST_BYTES = 40
+# Bytes per KV entry while it is ranked: sums, ranks, sorted copies of both, and int64 indices.
+RANK_BYTES = 48
+QUERY_KEY_BYTES = 24  # per number of a key or a query while an eviction policy looks at it
+ROUTER_BYTES = 20  # per token and expert: logits and probabilities in fp32, and their order
+ROUTING_BYTES = 40  # per expert that a token chose: the expert, sorted, with int64 places
 
 
 def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
-    """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
+    """Return the bytes of the named step buffers for the largest micro-batch.
+
+    See kernels/workspace.py.
+    """
     attending = shape.most_attending
     chunk = min(TOKEN_CHUNK, shape.joined * spec.experts.per_token if spec.experts else shape.most_tokens)
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -66,8 +74,14 @@ def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[s
 
 
 def int8_sizes(spec: ModelSpec, tokens: int, requantises: bool) -> dict[str, int]:
-    """Step buffers by name, for the largest matrix of the model. tokens: the most that a step sees, each as often as it
-    has experts; TOKEN_CHUNK are quantised at a time. requantises: as of the format."""
+    """Return the bytes of the step buffers of int8 multiplications by name.
+
+    They suffice for the largest matrix of the model.
+
+    tokens: the most that a step sees. With experts, each token counts once per chosen expert. At
+        most TOKEN_CHUNK inputs are quantised at a time.
+    requantises: as in the weight format.
+    """
     tensors = chain(spec.embedding, *_blocks(spec), spec.head)
     shapes = [t.shape for t in tensors if len(t.shape) == 2]
     outer, inner = (max(sizes) for sizes in zip(*shapes, strict=True))
@@ -77,13 +91,18 @@ def int8_sizes(spec: ModelSpec, tokens: int, requantises: bool) -> dict[str, int
 
 
 def requantised_bytes(outer: int, inner: int) -> int:
-    """Of int8 rows that a part of an (outer, inner) matrix in 4 bits becomes where the compiled loop does not make
-    them."""
+    """Return the bytes of the int8 rows that a part of an (outer, inner) matrix in 4 bits becomes.
+
+    This is for matrices whose int8 rows the compiled loop does not make.
+    """
     return round_up(min(outer, max(1, REQUANTISE_CHUNK // inner)) * int8_row_bytes(inner), ALIGN)
 
 
 def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
-    """Step buffers by name, for `rows` inputs and matrices of at most (outer, inner); at most INT8_TILE sums exist."""
+    """Return the bytes of step buffers by name for `rows` inputs.
+
+    The matrices have at most `outer` rows and `inner` columns. At most INT8_TILE sums exist.
+    """
     sizes = {
         "int8 inputs": rows * inner,
         "int8 input scales": rows * 4,
@@ -94,12 +113,18 @@ def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
 
 
 def is_blocked(form: WeightFormat, device_is_host: bool) -> bool:
-    """May resident matrices in this form be blocked for products in bf16? On a CPU, dtypes of two bytes are bf16."""
+    """Return whether resident matrices in this form may be blocked for multiplications in bf16.
+
+    On a CPU, dtypes of two bytes are bf16.
+    """
     return device_is_host and not form.decodes and not form.in_int8 and form.itemsize == 2
 
 
 def blocking_bytes(spec: ModelSpec, form: WeightFormat, device_is_host: bool) -> int:
-    """Copy of resident rows that are being blocked, some at a time; in int8 also of their scales and sums."""
+    """Return the bytes of the copy of resident rows that are being blocked, some at a time.
+
+    In int8 the copy has their scales and sums too.
+    """
     if not is_blocked(form, device_is_host) and not (device_is_host and form.in_int8):
         return 0
     itemsize, ends = (1, 3 * INT8_ROW_BYTES) if form.in_int8 else (form.itemsize, 0)
@@ -110,43 +135,47 @@ def blocking_bytes(spec: ModelSpec, form: WeightFormat, device_is_host: bool) ->
 
 
 def _blocks(spec: ModelSpec) -> Iterator[tuple[TensorSpec, ...]]:
-    """Tensors of the transformer blocks, of experts those of the first one: they are alike."""
+    """Return the tensors of the transformer blocks.
+
+    Of experts only those of the first one count: all are alike.
+    """
     experts = (experts[0] for experts in spec.experts.tensors if experts) if spec.experts else ()
     return chain(spec.attention, spec.mlp, experts)
 
 
 @lru_cache(maxsize=16)
 def _blocked_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of the matrices that may be blocked, each once."""
+    """Return (rows, columns) of the matrices that may be blocked, each once."""
     tables = spec.embedding if spec.shares_table else ()
     units = (*_blocks(spec), spec.head, tables)
     return tuple({(t.shape[0], t.shape[1]) for unit in units for t in unit if len(t.shape) == 2})
 
 
 def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: Policy) -> int:
-    """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
+    """Return an upper estimate of the bytes that torch allocates and frees inside one step.
 
-    Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
+    They are for attention, sampling, norms and activations. Packed weights count too. Torch
+    operations unpack them between steps, or multiply them in int8, if nothing is compiled.
     """
     q_width = spec.num_heads * spec.head_dim
     tokens = min(shape.tokens, shape.most_attending)
     prefill = tokens * (q_width * itemsize + 4 * spec.num_heads)
     scores = shape.rows * spec.num_heads * (shape.most_slots + shape.common)
     decode = scores * (8 + itemsize)
-    copies = 2  # keys and values of a shared prefix and of rows' own tokens, put together
-    if shape.common:  # queries by kv-head, what they get from the copy and from slots, and both in fp32
+    copies = 2  # keys and values of a shared prefix, with those of the sequences' own tokens
+    if shape.common:  # queries by KV head; results from the copy and from slots, and both in fp32
         decode += shape.rows * q_width * (4 * itemsize + 8)
-    if shape.record:  # column sums with the tile that they are summed in, ranks and their order
+    if shape.record:  # sums per KV entry with their tile, ranks and their order
         prefill += tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
         decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
     if "norms" in shape.record.names:
         prefill += tokens * spec.num_kv_heads * spec.head_dim * 4
-    if "ranks" in shape.record.names:  # prompts' keys before they are rotated; copies of those in slots
+    if "ranks" in shape.record.names:  # unrotated keys of prompts, and copies of keys in slots
         prefill += tokens * spec.num_kv_heads * spec.head_dim * itemsize
         copies += 1
         row = shape.most_slots * spec.head_dim
         decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
-    if shape.record.query_numbers:  # queries or keys, their copies in fp32, and the lengths of their pairs
+    if shape.record.query_numbers:  # queries or keys, fp32 copies, and the lengths of their pairs
         prefill += QUERY_KEY_BYTES * max(QUERY_CHUNK, tokens * spec.head_dim)
         row = shape.most_slots * spec.head_dim
         each = QUERY_KEY_BYTES + (2 * UNPACK_KV_BYTES if policy.compress_cache else 0)
@@ -159,13 +188,13 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     if spec.windows:  # the mask of some queries within a window
         seen = min(max(shape.sharing, shape.tokens), MASK_ROWS + max(w or 0 for w in spec.windows))
         prefill += MASK_ROWS * seen * itemsize
-    if policy.attn_sparsity < 1:  # probabilities of some rows; their values, or keys and values as they are unpacked
+    if policy.attn_sparsity < 1:  # probabilities of some rows; values, or unpacked keys and values
         row = shape.most_slots * spec.head_dim
         numbers = min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row))
         probabilities = numbers // spec.head_dim * (spec.num_heads // spec.num_kv_heads)
         unpacking = UNPACK_KV_BYTES + 2 * itemsize if policy.compress_cache else 0
         decode += probabilities * LARGEST_BYTES + numbers * (itemsize + unpacking)
-    # Probabilities, sorted and summed in float64 with their indices.
+    # Probabilities are sorted and summed in float64, with their indices.
     logits = shape.logits * spec.vocab_size if spec.head else 0
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, shape.most_tokens)
@@ -180,8 +209,11 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
 
 
 def _routing_bytes(spec: ModelSpec, shape: BlockShape) -> int:
-    """Of a router's probabilities, sorted, of a chunk of tokens; of sorting what tokens chose by expert; and of what
-    experts give, weighed in fp32."""
+    """Return the bytes of routing tokens to experts.
+
+    They are a router's probabilities, sorted, for a chunk of tokens; the sorting of chosen experts;
+    and the experts' results, weighted in fp32.
+    """
     assert spec.experts is not None
     chunk, pairs = min(TOKEN_CHUNK, shape.most_tokens), shape.joined * spec.experts.per_token
     weighed = 4 * min(TOKEN_CHUNK, pairs) * spec.hidden_size
@@ -191,7 +223,10 @@ def _routing_bytes(spec: ModelSpec, shape: BlockShape) -> int:
 def unpacked_cache_bytes(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
 ) -> int:
-    """Of KV that a card unpacks to read, some rows at a time. A host does so in place."""
+    """Return the bytes of the KV entries that a GPU unpacks to read, some sequences at a time.
+
+    A host unpacks in place.
+    """
     on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
     if not policy.compress_cache or not on_card:
         return 0
@@ -202,7 +237,10 @@ def unpacked_cache_bytes(
 def brought_prompt_bytes(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
 ) -> int:
-    """Of keys and values of a prompt that a card has computed and the host packs, a layer at a time."""
+    """Return the bytes of a prompt's keys and values that a GPU computes and the host packs.
+
+    One layer is packed at a time.
+    """
     if device_is_host or not policy.cpu_cache_compute or not policy.compress_cache:
         return 0
     return 2 * shape.most_attending * spec.num_kv_heads * spec.head_dim * itemsize

@@ -1,4 +1,7 @@
-"""Weight units of a model under a policy: which there are, what they take, and how the head is cut. No torch."""
+"""Weight units of a model under a policy: which there are, and how many bytes they take.
+
+The module also decides how the head is cut. It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,18 @@ from flexgen_h2o.core.model import WAITS_BELOW, LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.tiers.stream import Shares, tier_shares
 
-# A part of the head has a multiple of it: of the rows that products are blocked by, and of those that share a scale.
+# The rows of a part of the head are a multiple of this. It is a multiple of the rows by which
+# matrices are blocked, and of the rows that share a scale.
 HEAD_ROWS = 128
-MOST_HEAD_PARTS = 16  # each is a step of each micro-batch
+MOST_HEAD_PARTS = 16  # each part is one step per micro-batch
 
 
 def expert_group(spec: ModelSpec, policy: Policy) -> int:
-    """Experts of a unit; 0 where the model has none. One pass over all of a block is fastest where they stay on the
-    device; but those of a unit are decoded at a time, where they are."""
+    """Return the number of experts of a unit; 0 if the model has none.
+
+    If experts stay on the device, one pass over all experts of a block is fastest. But if they are
+    decoded, all experts of a unit are decoded at a time.
+    """
     if spec.experts is None:
         return 0
     decoded = spec.quantization or (policy.compress_weight and not policy.int8_compute)
@@ -30,59 +37,77 @@ def expert_group(spec: ModelSpec, policy: Policy) -> int:
 
 
 def waits_for_router(spec: ModelSpec, policy: Policy) -> bool:
-    """Are groups of experts loaded once their block's router has chosen, so that those that nobody chose are not? Else
-    they are loaded ahead of it, as all other weights."""
+    """Return whether groups of experts are loaded only after their block's router has chosen.
+
+    Groups that no token chose are then not loaded. Otherwise groups are loaded ahead of the router,
+    like all other weights.
+    """
     if spec.experts is None:
         return False
     return spec.experts.share_used(policy.block_size, expert_group(spec, policy)) < WAITS_BELOW
 
 
 def layer_steps(spec: ModelSpec, policy: Policy) -> tuple[bool, int]:
-    """What decides on the layers of a sweep."""
+    """Return what decides on the layers of a sweep: (sep_layer, experts per unit)."""
     return policy.sep_layer, expert_group(spec, policy)
 
 
 def layers_of(spec: ModelSpec, policy: Policy, head_rows: int | None = None) -> LayerPlan:
-    """The layers of a sweep under a policy. head_rows: of the memory plan, where the model does not have them."""
+    """Return the layers of a sweep under a policy.
+
+    head_rows: that of the memory plan, if it is not in the spec already.
+    """
     spec = spec if head_rows is None else with_head_rows(spec, head_rows)
     return layer_plan(spec, layer_steps(spec, policy))
 
 
-@lru_cache(maxsize=64)  # a mixture of experts has thousands of units, and a search asks for them often
+# A mixture of experts has thousands of units, and a search asks for them often.
+@lru_cache(maxsize=64)
 def layer_plan(spec: ModelSpec, steps: tuple[bool, int]) -> LayerPlan:
     return spec.layers(*steps)
 
 
 def streamed_part_bytes(nbytes: int) -> int:
-    """Ring bytes of stored rows that are streamed: room for their page-aligned file range, wherever in a page it
-    begins."""
+    """Return the ring bytes of stored rows that are streamed.
+
+    They have room for the page-aligned file range, wherever in a page it begins.
+    """
     return round_up(nbytes + PAGE, PAGE)
 
 
 def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightFormat, device_is_host: bool) -> int:
-    """Ring bytes that one load of the unit takes."""
+    """Return the ring bytes that one load of the unit takes."""
     return _unit_bytes(layouts_of(form, unit.tensors), shares, device_is_host).ring
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of a weight unit, or of all together: resident on device and host, in the ring, and unpacked."""
+    """Bytes of one weight unit, or of all together."""
 
+    # Resident on the device.
     device: int
+    # Resident on the host.
     host: int
+    # In the ring of streamed units.
     ring: int
+    # In the buffer of decoded matrices.
     unpacked: int
 
 
 class UnitKinds(NamedTuple):
-    """The weight units of a model, of which there may be thousands, by what they hold: they are of four kinds or so.
+    """The weight units of a model, grouped by what they hold. `unit_kinds` makes it.
 
-    layouts, experts, counts: of each kind the tensors, how many experts, and how many units. cycle: the kinds of what a
-    sweep loads, in order; a unit that two layers share (tied head and next embedding) is loaded once.
+    There may be thousands of units, but they are of about four kinds. Every tuple except `cycle`
+    has one entry for each kind.
     """
 
+    # The tensors of a unit.
     layouts: tuple[tuple[TensorLayout, ...], ...]
+    # The number of experts of a unit.
     experts: tuple[int, ...]
+    # The number of units.
     counts: tuple[int, ...]
+    # The kinds of the units that a sweep loads, in order. A unit that two layers share (tied head
+    # and next embedding) is loaded once.
     cycle: tuple[int, ...]
 
 
@@ -105,7 +130,7 @@ def _unit_kinds(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat) ->
 
 @lru_cache(maxsize=64)
 def loaded_kinds(spec: ModelSpec, steps: tuple[bool, int], kinds: tuple[int, ...]) -> Counter[int]:
-    """How often a sweep loads the weights of each kind of layer (`layer_kinds`)."""
+    """Return how often a sweep loads the weights of each kind of layer (`layer_kinds`)."""
     layers = layer_plan(spec, steps).layers
     before = (layers[-1], *layers)
     return Counter(k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit)
@@ -115,7 +140,11 @@ def loaded_kinds(spec: ModelSpec, steps: tuple[bool, int], kinds: tuple[int, ...
 def layer_kinds(
     spec: ModelSpec, steps: tuple[bool, int], kv_kinds: tuple[tuple[int, int, int | None], ...]
 ) -> tuple[int, ...]:
-    """For each layer the first that computes the same. kv_kinds: of each block, what tells its KV from others'."""
+    """Return for each layer the index of the first layer that computes the same.
+
+    kv_kinds: for each transformer block, (slots, kept, window), which distinguish its KV from that
+        of others.
+    """
     first: dict[tuple[object, ...], int] = {}
     plan, found = layer_plan(spec, steps), []
     for i, layer in enumerate(plan.layers):
@@ -127,7 +156,10 @@ def layer_kinds(
 
 @lru_cache(maxsize=64)
 def _windows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, depth: int) -> frozenset[tuple[int, ...]]:
-    """The kinds of so many loads, one after another, that a ring holds at once."""
+    """Return the sets of kinds of `depth` consecutive loads, which a ring holds at once.
+
+    A load at each place of the cycle may be the first one.
+    """
     cycle = _unit_kinds(spec, steps, form).cycle
     if depth >= len(cycle):
         return frozenset([cycle])
@@ -149,7 +181,7 @@ def _unit_bytes(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_hos
 
 
 def weight_bytes(spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int) -> WeightBytes:
-    """Of all weights, with room for `depth` loads in the ring."""
+    """Return the bytes of all weights, with room for `depth` loads in the ring."""
     shares = tier_shares(policy.weight_shares, device_is_host)
     kinds, windows = unit_kinds(spec, policy, form), _windows(spec, layer_steps(spec, policy), form, depth)
     sizes = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds.layouts]
@@ -159,8 +191,11 @@ def weight_bytes(spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_
 
 
 def even_head_rows(spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool) -> int:
-    """Rows of the head's table that make a unit about as large as those of transformer blocks are on average; 0 where
-    another unit is as large as the head (an embedding of its own, on a card), and where the head cannot be cut."""
+    """Return the rows of the head's table in a unit of even size; 0: do not cut it.
+
+    The unit is about as large as the average one of the transformer blocks. Return 0 if another
+    unit is as large as the head (an embedding of its own, on a GPU), or if the head cannot be cut.
+    """
     return _even_head_rows(spec, layer_steps(spec, policy), form, device_is_host) if spec.head else 0
 
 
@@ -168,7 +203,8 @@ def even_head_rows(spec: ModelSpec, policy: Policy, form: WeightFormat, device_i
 def _even_head_rows(spec: ModelSpec, steps: tuple[bool, int], form: WeightFormat, device_is_host: bool) -> int:
     table, plan, all_on_disk = spec.head[-1], layer_plan(spec, steps), (0.0, 0.0, 1.0)
     looked_up = form.layout(replace(table, looked_up=True))
-    if spec.shares_table and not (device_is_host and looked_up.looked_up):  # the embedding needs it whole
+    # The embedding needs a shared table whole.
+    if spec.shares_table and not (device_is_host and looked_up.looked_up):
         return 0
     others = {x: plan.units[x.unit] for x in plan.layers if x.unit != plan.layers[-1].unit}
     sizes = {x: streamed_bytes(unit, all_on_disk, form, device_is_host) for x, unit in others.items()}

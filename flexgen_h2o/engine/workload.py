@@ -1,6 +1,7 @@
-"""What is to be run, for the planner: rows, lengths, and the KV columns that an eviction policy keeps.
+"""The work that a run has to do, for the planner.
 
-Imports no torch: the planner plans with it before anything heavy is loaded.
+It consists of sequences, lengths, and the KV entries that an eviction policy keeps. This module
+imports no torch: the planner plans with it before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -27,44 +28,57 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkloadShape:
-    """A pile of prompts. prompt_len, gen_len: tokens of the longest prompt, and the most new tokens.
+    """A set of prompts as the planner sees it. `need_of` and `need_of_rows` make it."""
 
-    slots: the most KV slots of a row in each transformer block. kept: columns of its prompt that are left there after
-    prefill. record: what is kept of a row besides its columns, of the longest. scored: prefill sums the columns of
-    whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
-    sequence: the most prompt and new tokens of a row together, where rows keep a share of theirs; otherwise 0.
-    prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
-    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec. in_one_launch: of the
-    policy's Needs. per_sweep: the most tokens of a row in a decode sweep. sharing, scores, whole_head: as of
-    BlockShape, sharing also of some rows that begin alike.
-    """
-
+    # The number of sequences.
     rows: int
+    # Tokens of the longest prompt.
     prompt_len: int
+    # The most new tokens of a sequence.
     gen_len: int
+    # The most KV slots of a sequence in each transformer block.
     slots: tuple[int, ...]
+    # The most KV entries of a sequence's prompt that are left in each transformer block after
+    # prefill.
     kept: tuple[int, ...]
+    # What is kept of a sequence besides its KV entries, for the longest one.
     record: RowRecord = NO_RECORD
+    # Whether prefill sums the attention that each KV entry gets over the whole prompt.
     scored: bool = False
+    # Whether sequences keep a share of their own prompt, instead of a fixed number of KV entries.
     by_length: bool = False
+    # The most prompt and new tokens of a sequence together, if sequences keep a share of both; else
+    # 0.
     sequence: int = 0
+    # Tokens that all prompts begin with, fed once per micro-batch.
     prefix: int = 0
+    # Tokens that all prompts begin with, fed once per block and held in one copy in front of all
+    # slots. At most one of `prefix` and `common` is above 0.
     common: int = 0
+    # As in ModelSpec.
     windows: tuple[int | None, ...] = ()
+    # As in Needs of the eviction policy.
     in_one_launch: bool = True
+    # The most tokens of a sequence in a decode sweep.
     per_sweep: int = 1
+    # As in BlockShape, also if only some sequences begin alike.
     sharing: int = 0
+    # As in BlockShape.
     scores: bool = False
+    # As in BlockShape.
     whole_head: bool = False
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> WorkloadShape:
-        """Of the full cache."""
+        """Return the shape of a run with the full cache."""
         slots = (prompt_len + gen_len - 1,) * num_blocks
         return cls(rows, prompt_len, gen_len, slots, (prompt_len,) * num_blocks)
 
     def union(self, other: WorkloadShape) -> WorkloadShape:
-        """The smallest shape that covers both, of one eviction policy and model."""
+        """Return the smallest shape that covers both.
+
+        They must be of one eviction policy and model.
+        """
         return replace(
             self,
             rows=max(self.rows, other.rows),
@@ -83,13 +97,20 @@ class WorkloadShape:
         )
 
     def in_one_copy(self, common: int) -> WorkloadShape:
-        """The same, with the full cache's columns of `common` first tokens in one copy; windows hold their own."""
+        """Return the shape with the KV entries of the first `common` tokens in one copy.
+
+        This needs the full cache. Layers with windows hold their own entries.
+        """
         left = [(n, m) if window else (n - common, m - common) for n, m, window in self.kinds]
         slots, kept = zip(*left, strict=True)
         return replace(self, slots=slots, kept=kept, prefix=0, common=common, sharing=self.prompt_len)
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
-        """Columns of a row with a prompt of `prompt_len` tokens after a sweep."""
+        """Return the number of KV entries of a sequence after a sweep.
+
+        prompt_len: tokens of its prompt.
+        sweep: 0 is prefill.
+        """
         if self.windows and self.windows[block] is not None:
             return min(round(prompt_len) + sweep, self.slots[block])
         if self.sequence:
@@ -100,10 +121,13 @@ class WorkloadShape:
         return min(round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block])
 
     def _columns_of_sequence(self, block: int, sweep: int, prompt_len: float) -> int:
-        """The longest row's budget cut to a row of `prompt_len` + `gen_len` tokens."""
+        """Return the number of KV entries if the budget is a share of prompt and new tokens.
+
+        The budget of the longest sequence is cut to one of `prompt_len` + `gen_len` tokens.
+        """
         share = min(prompt_len + self.gen_len, self.sequence) / self.sequence
         kept, slots = self.kept[block], self.slots[block]
-        if slots < kept + self.gen_len - 1:  # columns leave while decoding; one slot is the newcomer's
+        if slots < kept + self.gen_len - 1:  # entries leave; one slot is for the new one
             budget = max(1, round((slots - 1) * share))
             return min(min(budget, round(prompt_len)) + sweep, budget + 1)
         left = prompt_len if kept == self.prompt_len else min(prompt_len, kept * share)
@@ -111,49 +135,57 @@ class WorkloadShape:
 
     @property
     def kinds(self) -> list[tuple[int, int, int | None]]:
-        """What tells transformer blocks apart: slots, kept, window."""
+        """(slots, kept, window) of each transformer block. Blocks with equal triples are alike."""
         return [*zip(self.slots, self.kept, self.windows or (None,) * len(self.slots), strict=True)]
 
     def block(self, sizes: Sequence[int]) -> Block:
-        """Micro-batches of so many equal prompts. The first is fed the common prefix."""
+        """Return micro-batches of so many equal prompts. The first one is fed the common prefix."""
         length, before = self.prompt_len, (self.prefix, self.common)
         return tuple(Batch.even(rows, length, *before, opens=k == 0) for k, rows in enumerate(sizes))
 
     def slots_of(self, block: int, prompt_len: int) -> int:
-        """Slots of a micro-batch whose longest prompt has `prompt_len` tokens."""
+        """Return the slots of a sequence in a micro-batch.
+
+        prompt_len: tokens of its longest prompt.
+        """
         return self.slots[block] if prompt_len == self.prompt_len else self.columns(block, self.gen_len - 1, prompt_len)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. tokens: of its prompts; longest: of the longest prompt; pairs: as of prefixes.PromptGroup.
+    """A micro-batch of prompts as the planner sees it."""
 
-    saved: tokens that another row of the micro-batch feeds.
-    """
-
+    # Sequences.
     rows: int
+    # Tokens of the prompts.
     tokens: int
+    # Tokens of the longest prompt.
     longest: int
+    # As in prefixes.PromptGroup.
     pairs: int
+    # Prompt tokens that are not fed, because another sequence of the micro-batch feeds them.
     saved: int = 0
 
     @classmethod
     def of(cls, groups: Sequence[PromptGroup]) -> Batch:
-        """The prompts of a micro-batch."""
+        """Return the micro-batch of these groups of prompts."""
         lengths = [n for group in groups for n in group.lengths]
         pairs, saved = sum(group.pairs for group in groups), sum(group.saved for group in groups)
         return cls(len(lengths), sum(lengths), max(lengths), pairs, saved)
 
     @classmethod
-    @lru_cache(maxsize=4096)  # a search asks for the same few thousands of times
+    @lru_cache(maxsize=4096)  # a search asks thousands of times for the same few
     def even(cls, rows: int, prompt_len: int, prefix: int = 0, common: int = 0, opens: bool = False) -> Batch:
-        """Prompts of `prompt_len` tokens that begin with `common` and `prefix` equal ones (prefixes.group_prompts)."""
+        """Return a micro-batch of prompts of `prompt_len` tokens.
+
+        They begin with `common` and then `prefix` equal tokens (prefixes.group_prompts).
+        """
         group = PromptGroup(prefix, (prompt_len - common - prefix,) * rows, common)
         return cls.of((PromptGroup(common, ()), group) if opens and common else (group,))
 
     @classmethod
     def joined(cls, batches: Sequence[Batch]) -> Batch:
-        """Micro-batches that are computed as one (loop.joined)."""
+        """Return the one micro-batch as which several are computed (loop.joined)."""
         longest = max(b.longest for b in batches)
         rows, tokens, pairs, saved = (sum(getattr(b, n) for b in batches) for n in ("rows", "tokens", "pairs", "saved"))
         return cls(rows, tokens, longest, pairs, saved)
@@ -173,18 +205,24 @@ Block = tuple[Batch, ...]
 
 @dataclass(frozen=True)
 class AutoPolicy:
-    """Batch sizes, shares and the side of attention are chosen for each workload; the rest is taken from `base`."""
+    """A request to choose a policy for each workload.
+
+    Batch sizes, shares and the side of attention are chosen. Everything else is taken from `base`.
+    """
 
     base: Policy = field(default_factory=Policy)
 
 
 def base_of(asked: Policy | AutoPolicy) -> Policy:
-    """The policy that has the switches."""
+    """Return the policy that has the switches."""
     return asked.base if isinstance(asked, AutoPolicy) else asked
 
 
 def read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
-    """A policy, "auto" or a policy file. UsageError for a bad file and for bits of what is not compressed."""
+    """Return the policy of an argument: a policy, "auto", or a policy file.
+
+    Raise UsageError for a bad file, and if bits are set for something that is not compressed.
+    """
     if isinstance(policy, AutoPolicy | Policy):
         check_bits_used(base_of(policy))
         return policy
@@ -194,7 +232,10 @@ def read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | A
 
 
 def even_blocks(policy: Policy, need: WorkloadShape) -> list[tuple[Block, int]]:
-    """The blocks of a pile of equal prompts, as (block, how many like it): full ones, and a last one of the rest."""
+    """Return the blocks of a set of equal prompts, as (block, how many like it).
+
+    The last block has the sequences that do not fill a whole one.
+    """
     full, rest = divmod(need.rows, policy.block_size)
     gbs = policy.gpu_batch_size
     found = [(need.block((gbs,) * policy.num_gpu_batches), full)] if full else []
@@ -205,7 +246,7 @@ def even_blocks(policy: Policy, need: WorkloadShape) -> list[tuple[Block, int]]:
 
 
 def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
-    """The largest block of a pile of equal prompts."""
+    """Return the shape of the largest block of a set of equal prompts."""
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
     sharing = need.sharing if need.common or rows > 1 else 0
@@ -218,15 +259,22 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
 
 
 def _attending(longest: int, decoding: int) -> int:
-    """BlockShape.attending. longest: prompt; decoding: most tokens of a decode sweep."""
+    """Return BlockShape.attending.
+
+    longest: tokens of the longest prompt.
+    decoding: the most tokens of a decode sweep.
+    """
     return max(TOKEN_CHUNK, longest, decoding)
 
 
 def need_of(
     eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int, windows: tuple[int | None, ...] = ()
 ) -> WorkloadShape:
-    """The shape of `rows` rows. sizes: the (prompt tokens, most new tokens) that occur among them. windows: of
-    ModelSpec, for a policy that is `fitted` (eviction.of_model)."""
+    """Return the shape of `rows` sequences.
+
+    sizes: the (prompt tokens, most new tokens) that occur among them.
+    windows: as in ModelSpec, for an eviction policy that is `fitted` (eviction.of_model).
+    """
     blocks = range(num_blocks)
     lengths, most_new = {prompt for prompt, _ in sizes}, max(new for _, new in sizes)
     prompt_len = max(lengths)
@@ -255,10 +303,13 @@ def need_of_rows(
     eviction: Eviction, rows: Sequence[Row], num_blocks: int, windows: tuple[int | None, ...] = (),
     sharing: Sharing | None = None,
 ) -> WorkloadShape:  # fmt: skip
-    """The shape of the rows of a run. windows: as of `need_of`. sharing: when rows share a prefix; None: never.
+    """Return the shape of the sequences of a run.
 
-    Its prefix is one that any two rows share, so that no micro-batch of as many rows feeds more than is planned for
-    equal prompts.
+    The prefix in it is one that any two sequences share. So no micro-batch of as many sequences
+    feeds more than is planned for equal prompts.
+
+    windows: see `need_of`.
+    sharing: when sequences share a prefix; None: never.
     """
     need = need_of(eviction, len(rows), {r.size for r in rows}, num_blocks, windows)
     per_sweep, scores = max(row.max_tokens_per_sweep for row in rows), any(row.scored for row in rows)
@@ -275,7 +326,10 @@ def need_of_rows(
 def shape_of_blocks(
     blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: WorkloadShape, rows: Sequence[Row]
 ) -> BlockShape:
-    """The shape that covers all these blocks of micro-batches of rows. need: of the rows."""
+    """Return the shape that covers all these blocks of micro-batches.
+
+    need: the shape of all sequences.
+    """
     batches = [batch for block in blocks for batch in block]
     most, per_sweep = (
         max(sum(group.rows for group in batch) for batch in batches),

@@ -485,13 +485,6 @@ def prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
 
 
 def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
-<<<<<<< HEAD
-    """Tokens that are fed, and slots of each transformer block: all that tells apart what rows of one kind take of
-    memory. Rows with log-probabilities of their prompts are another kind: of the first two numbers neither kind has
-    no less than the other."""
-    prompt = len(request.prompt.token_ids)
-    echo = request.params.prompt_logprobs is not None
-=======
     """Return the numbers that a row's memory grows with: prompt tokens, and slots per transformer
     block.
 
@@ -499,8 +492,8 @@ def _need(request: Request, eviction: Eviction, spec: ModelSpec) -> Need:
     prompts are a kind of their own. Because of the first two numbers, no row covers a row of the
     other kind.
     """
-    prompt, echo, blocks = len(request.prompt.token_ids), request.params.prompt_logprobs is not None, spec.num_blocks
->>>>>>> wt-doc-jobs
+    prompt = len(request.prompt.token_ids)
+    echo = request.params.prompt_logprobs is not None
     new = most_new_tokens(eviction, spec, prompt, max(1, request.params.max_tokens))
     slots = (eviction.slots(prompt, new, block) for block in range(spec.num_blocks))
     return echo, not echo, prompt, *slots

@@ -106,18 +106,12 @@ def read_sidecar(output: Path) -> Sidecar | None:
 
 
 def differences(before: Sidecar, settings: dict[str, Any], scan: Scan) -> list[str]:
-<<<<<<< HEAD
-    """What a restart would mix, in words, by flag where there is one; empty where it goes on as the output was begun.
-    An input may have grown."""
-    old = {name: value for name, value in _flat(before.settings) if _GONE.get(name) != value}
-    new = dict(_flat(settings))
-=======
     """Return in words, by flag if there is one, what a restart would mix. Empty if nothing differs.
 
     An input may have grown.
     """
-    old, new = (dict(_flat(values)) for values in (before.settings, settings))
->>>>>>> wt-doc-jobs
+    old = {name: value for name, value in _flat(before.settings) if _GONE.get(name) != value}
+    new = dict(_flat(settings))
     found = [
         f"{_flag(name)} was {_short(old.get(name))} and is {_short(new.get(name))}"
         for name in dict.fromkeys([*old, *new])
