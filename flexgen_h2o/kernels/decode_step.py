@@ -30,31 +30,32 @@ InFront = tuple[torch.Tensor | None, torch.Tensor]  # type of StepSlots.before
 
 @dataclass(frozen=True)
 class StepSlots:
-    """Some rows of a KV unit in a decode step.
+    """Describe some rows of a KV unit in a decode step.
 
-    keys, values: (segments, R, S, d), or packed (segments, R, S, W) as `form` says, which has no sinks,
-    and whole columns where it is packed. first: of the unit's rows, the one that is row 0 here; a sequence is
-    `kv_heads` rows. state: (7, sequences) int32 of the whole unit: slots that are filled with the new column; its slot,
-    -1 for that of the row's victim; its position; the range of positions, both ends included, in which a row may lose a
-    slot; what a score gains, fp32 bit by bit; the column's place among whole ones, -1 for none. taken: (R,) int64,
-    written: the slots that the new columns took. scores, positions, victims: as of ScoreState, all or none, and
-    query_weights. before: what the unit's queries attend to in front of the slots, a common prefix or a sink: attention
-    over it alone, (unit's rows, g, d) in q's dtype, None where it has no values; and its log-sum-exp, (unit's rows, g)
-    fp32. With values nothing is packed or scored.
+    R rows; a sequence has `kv_heads` of the unit's rows.
+
+    scores, positions, victims: as of ScoreState, all or none, and query_weights.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    first: int
+    keys: torch.Tensor  # (segments, R, S, d), or packed (segments, R, S, W)
+    values: torch.Tensor  # as `keys`
+    first: int  # row of the unit that is row 0 here
     kv_heads: int
+    # (7, sequences) int32 of the whole unit, by the constants above: FILLED, slots filled including
+    # the new column; SLOT, its slot, or -1 for the slot of the row's victim; POSITION, its
+    # position; OLDEST and NEWEST, the range of positions (inclusive) in which a row may lose a
+    # slot; GAIN, the gain of a score, as fp32 bits; PLACE, its index among whole columns, or -1.
     state: torch.Tensor
-    taken: torch.Tensor
+    taken: torch.Tensor  # (R,) int64, written: the slots of the new columns
     scores: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     victims: torch.Tensor | None = None
     query_weights: torch.Tensor | None = None
     decay: float = 1.0
-    form: SlotForm = WHOLE
+    form: SlotForm = WHOLE  # how slots are stored; without sinks; if packed, with WholeColumns
+    # Attention over a common prefix or a sink in front of the slots: (unit's rows, g, d) in q's
+    # dtype, None for a sink, which has no values; and its log-sum-exp, (unit's rows, g) fp32. With
+    # values, nothing is packed or scored.
     before: InFront | None = None
 
 

@@ -147,12 +147,14 @@ def warm_up_card(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], scored: bool,
     per_query: bool = False, packing: KVPacking | None = None, before: Sequence[int] = (0,),
 ) -> None:  # fmt: skip
-    """Launch once, on zeros, what a model's layers take on a card: Triton compiles each kernel for the model's sizes,
-    and keeps it on disk.
+    """Launch a model's kernels on a card once, on zeros.
 
-    sizes: hidden, heads, kv-heads, numbers of a head, and pairs of rotary embeddings, with which come RMS norms and
-    gated MLPs; 0: none. scored: columns are; per_query: and compared over what the queries that saw them weigh. before:
-    what queries attend to in front of slots (StepSlots.before): 0 nothing, 1 what has no values, 2 what has.
+    Triton compiles each kernel for the model's sizes, and keeps it on disk.
+
+    sizes: hidden, heads, kv-heads, numbers of a head, and pairs of rotary embeddings, which come
+    with RMS norms and gated MLPs (0: none). scored: columns are; per_query: and compared over what
+    the queries that saw them weigh. before: what queries attend to in front of slots
+    (StepSlots.before): 0 nothing, 1 a sink without values, 2 a prefix with values.
     """
     (hidden, heads, kv_heads, width, pairs), zeros = sizes, partial(torch.zeros, device=device)
     q, k, v = (zeros(1, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads))
