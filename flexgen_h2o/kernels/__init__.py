@@ -1,2 +1,4 @@
-"""Operations on plain tensors, one per file: matrices in row parts, attention. They know no models.
+"""Operations on plain tensors, one per file: matrices in row parts, attention.
+
+They know no models.
 """

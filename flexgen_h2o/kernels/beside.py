@@ -86,9 +86,7 @@ WHOLE = SlotForm()
 
 
 def with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return unpacked slots (segments, R, S, d) with keys restored, and whole columns in their
-    slots.
-    """
+    """Return unpacked slots (segments, R, S, d) with keys restored and whole columns filled in."""
     k = whole.restored(k.transpose(0, 1)).transpose(0, 1).contiguous()
     row, entry = (whole.slots >= 0).nonzero(as_tuple=True)
     slot, per_segment = whole.slots[row, entry].long(), k.shape[2]
@@ -128,7 +126,9 @@ def joined(before: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> torch
 
 
 def whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
-    """Return the addresses of the whole columns. Raise ValueError if shapes or dtypes do not fit q.
+    """Return the addresses of the whole columns.
+
+    Raises ValueError if shapes or dtypes do not fit q.
     """
     from flexgen_h2o.kernels.compiled.beside import TILE, WholeAddresses
 

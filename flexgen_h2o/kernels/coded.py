@@ -52,8 +52,9 @@ class Codes:
 
 
 def groupwise_codes(packed: torch.Tensor, bits: int, columns: int) -> Codes:
-    """Return the Codes of packed rows (n, row bytes) uint8, made by `packed.pack_rows` in 4 or 8
-    bits.
+    """Return the Codes of packed rows (n, row bytes) uint8.
+
+    packed: made by `packed.pack_rows` in 4 or 8 bits.
     """
     packing, words = SlotPacking(columns, bits), packed.view(torch.int32)
     params = words[:, packing.value_words :]
@@ -89,8 +90,9 @@ def multiply_coded_reference(
 
 
 def multiply_together(found: Sequence[Product]) -> list[Product]:
-    """Run products with at most FEW_ROWS input rows each in one launch on a card, for each shape
-    and kind of weights.
+    """Run products with few input rows in one launch on a card, for each shape and kind of weights.
+
+    Few are at most FEW_ROWS.
 
     Weights that are not in few bits are included. Returns the other products, and those that would
     be alone in a launch.
@@ -112,8 +114,9 @@ def multiply_together(found: Sequence[Product]) -> list[Product]:
 
 
 def _few_of(product: Product) -> _Few | None:
-    """Return the product for `multiply_together`, or None if it has too many rows or another kind
-    of part.
+    """Return the product for `multiply_together`, or None if that does not support it.
+
+    It supports at most FEW_ROWS input rows, and CodedRows or DenseRows as the part.
     """
     part, inputs, bias, out, adds = product
     if len(inputs) > FEW_ROWS:
@@ -184,8 +187,9 @@ def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few]
 
 
 def are_multiplied(codes: Codes, decoded: torch.Tensor) -> bool:
-    """Return whether codes can be multiplied without decoding them first: on a card, or in the
-    compiled loop.
+    """Return whether codes can be multiplied without decoding them first.
+
+    They can on a card, and in the compiled loop.
 
     decoded: tensor to which they would be decoded, as in `CodedRows`.
     """
@@ -196,9 +200,7 @@ def are_multiplied(codes: Codes, decoded: torch.Tensor) -> bool:
 
 
 class CodedRows(RowPart):
-    """Hold rows (n, columns) as codes, and decode them to `decoded` when the decoded rows are first
-    needed.
-    """
+    """Hold rows (n, columns) as codes, and decode them to `decoded` when that is first needed."""
 
     def __init__(self, codes: Codes, decoded: DenseRows) -> None:
         self.kept, self._decoded, self._is_decoded = codes, decoded, False

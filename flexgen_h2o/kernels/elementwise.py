@@ -167,8 +167,9 @@ def add_weighted_reference(x: torch.Tensor, tokens: torch.Tensor, weights: torch
 
 
 class Rotation:
-    """Apply the rotary embeddings of a model: pairs of numbers of a head rotate by position x
-    frequency.
+    """Apply the rotary embeddings of a model.
+
+    Pairs of numbers of a head rotate by position x frequency.
 
     frequencies: (pairs,) fp32; scaling: from config.Rotary. Angles, sines and cosines are in fp32,
     products in the dtype of what is rotated.

@@ -19,7 +19,9 @@ from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, par
 
 
 def block_width(width: int) -> int:
-    """Return how many numbers of a head are mixed: 64 of 64, 32 of 96, 16 of 80, 1 of an odd width.
+    """Return how many numbers of a head are mixed with each other.
+
+    They are 64 of 64, 32 of 96, 16 of 80, and 1 of an odd width.
     """
     return width & -width
 

@@ -49,9 +49,7 @@ class _Inputs:
     zero: int = 0  # 0 or ZERO
 
     def around(self, zero: int) -> torch.Tensor:
-        """Return the codes with `zero` added; they are changed in place if they have the other
-        zero.
-        """
+        """Return the codes with `zero` added, changed in place if they have the other zero."""
         if self.zero != zero:
             self.codes.bitwise_xor_(ZERO)
             self.zero = zero
@@ -114,8 +112,9 @@ class _MultipliedInInt8(RowPart):
         return len(self.packed)
 
     def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, _Inputs]]:
-        """Quantise x in the workspace, TOKEN_CHUNK rows at a time, and yield the rows and their
-        _Inputs.
+        """Quantise x in the workspace, and yield slices of rows with their _Inputs.
+
+        A slice has TOKEN_CHUNK rows, except the last one.
         """
         for start in range(0, len(x), TOKEN_CHUNK):
             rows = slice(start, min(start + TOKEN_CHUNK, len(x)))
@@ -214,8 +213,7 @@ class RequantisedRows(_MultipliedInInt8):
 
 
 def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows (n, columns) of any float dtype, on the host, as packed rows (n, row bytes)
-    uint8.
+    """Pack rows (n, columns) of any float dtype, on the host, as (n, row bytes) uint8.
 
     |code x scale - value| <= scale / 2, except for the rounding of float32. Raises ValueError if a
     value is not finite.
@@ -351,7 +349,9 @@ def _int_mm(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute `int8_products` as exact products in float32, some columns and some rows at a time.
+    """Compute `int8_products` as exact products in float32.
+
+    Some columns and some rows of the weight are multiplied at a time.
     """
     out.zero_()
     step = UNPACK_CHUNK // _EXACT
@@ -416,8 +416,9 @@ def blank_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
 
 
 def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
-    """Fill int8 rows in order, (n, int8_row_bytes(columns)) uint8, from packed rows (n, packed row
-    bytes) uint8.
+    """Fill int8 rows in order from packed rows of 4 bits.
+
+    packed: (n, packed row bytes) uint8; out: (n, int8_row_bytes(columns)) uint8.
 
     A row's scale is the largest magnitude that its groups can hold, |least| or |least + 15 x
     scale|, divided by 127. It follows from the scales and least values of the groups, so the values
@@ -438,8 +439,9 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
 
 
 def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
-    """Compute `requantise_rows` in torch operations, UNPACK_CHUNK values at a time, with the same
-    bits.
+    """Compute `requantise_rows` in torch operations, with the same bits.
+
+    UNPACK_CHUNK values are converted at a time.
 
     out: rows in order, (n, int8_row_bytes(columns)) uint8.
     """

@@ -230,8 +230,9 @@ def set_number(element, at, i, x):  # type: ignore[no-untyped-def]
 
 @jit
 def rounded(element, x):  # type: ignore[no-untyped-def]
-    """Return x as it would be read back after it was stored: rounded to bf16 or fp16 if elements
-    are.
+    """Return x as it would be read back after it was stored.
+
+    It is rounded to bf16 or fp16 if elements are.
     """
     if is_half(element):
         return half_to_float(float_to_half(x))
@@ -262,8 +263,7 @@ def _emit_look(builder: Any, at: Any) -> Any:
 
 
 def _tell(_context: Any, at: Any, number: Any) -> Any:
-    """Store the number at the address so that a thread that reads it sees all earlier writes too.
-    """
+    """Store the number at the address, so that its readers see all earlier writes too."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         address, value = arguments
@@ -279,8 +279,9 @@ _tell_number: Any = intrinsic(_tell)
 
 @jit
 def wait_past(at, number, looks):  # type: ignore[no-untyped-def]
-    """Wait until another number is at the address, which another thread writes with
-    `tell_and_wait`.
+    """Wait until another number is at the address.
+
+    Another thread writes it with `tell_and_wait`.
 
     Returns False if the number has not changed after `looks` looks.
     """

@@ -92,8 +92,9 @@ Product = tuple[RowPart, Any, torch.Tensor | None, torch.Tensor, bool]
 
 @dataclass(frozen=True)
 class DenseRows(RowPart):
-    """Hold rows (n, columns) in the compute dtype, in order; or a vector (n,), which is never
-    split.
+    """Hold rows (n, columns) in the compute dtype, in order, or a vector (n,).
+
+    A vector is never split.
     """
 
     rows: torch.Tensor
@@ -135,8 +136,7 @@ class DenseRows(RowPart):
 
 @dataclass(frozen=True)
 class InputRows(DenseRows):
-    """Hold rows (n, outputs) of a matrix that is stored for x W, so that each row belongs to an
-    input.
+    """Hold rows (n, outputs) of a matrix that is stored for x W: each row belongs to an input.
 
     The sum over inputs is rounded after each part.
     """
@@ -285,8 +285,9 @@ def lookup(ids: torch.Tensor, table: RowParts, out: torch.Tensor) -> torch.Tenso
 
 
 def vector(parts: RowParts) -> torch.Tensor:
-    """Return the tensor of one dimension in `parts`. It is never split and always in the compute
-    dtype.
+    """Return the tensor of one dimension in `parts`.
+
+    It is never split and always in the compute dtype.
     """
     (whole,) = parts
     assert isinstance(whole, DenseRows)
@@ -326,8 +327,9 @@ class BlockedRows(RowPart):
 
 
 def block_rows(rows: torch.Tensor) -> RowParts:
-    """Block `rows` (n, columns) in place, and return row parts in order, which share the memory of
-    `rows`.
+    """Block `rows` (n, columns) in place, and return row parts in order.
+
+    The parts share the memory of `rows`.
 
     Rows that cannot be blocked stay as they are. These are all rows if the dtype, device, number of
     columns or CPU is not supported, and rows beyond the last multiple of BLOCK_ROWS.

@@ -33,7 +33,9 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    """Decode packed (n, row bytes) uint8 to out (n, columns), contiguous, rounded to out's dtype.
+    """Decode packed (n, row bytes) uint8 to out (n, columns), contiguous.
+
+    Values are rounded to out's dtype.
     """
     if triton.takes(out) and packed.stride(0) % WORD == 0:
         return _unpack_on_card(packed, bits, out)
@@ -52,7 +54,9 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
 
 
 class PackedTable(Table):
-    """Hold packed rows (n, row bytes), uint8, and decode those that are looked up. bits: per value.
+    """Hold packed rows (n, row bytes), uint8, and decode those that are looked up.
+
+    bits: per value.
     """
 
     def __init__(self, packed: torch.Tensor, bits: int) -> None:

@@ -31,7 +31,7 @@ ALL_ROWS = 2**31 - 1
 
 
 def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0) -> torch.Tensor:
-    """Return sum of exp(scale x q_i.k_j - lse_i) for each key j.
+    """Return the sum of exp(scale x q_i.k_j - lse_i) for each key j.
 
     The sum is over query rows i >= max(first_row, j) and over the query heads of a kv-group.
 
@@ -114,8 +114,9 @@ def _tile(q: torch.Tensor) -> dict[str, int]:
 def column_sums_reference(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
 ) -> torch.Tensor:
-    """Compute `column_sums` tile by tile: torch multiplies, and a compiled loop adds if there is
-    one.
+    """Compute `column_sums` tile by tile.
+
+    torch multiplies, and a compiled loop adds if there is one.
     """
     batch, kv_heads, n, width = k.shape
     group, before = q.shape[1] // kv_heads, n - q.shape[2]
@@ -336,8 +337,9 @@ def _hidden(products: torch.Tensor, window: int | None) -> torch.Tensor:
 def _row_pieces(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield a few rows at a time, each with the keys that it may see, so that masks and work stay
-    small.
+    """Yield a few rows at a time, each with the keys that it may see.
+
+    So masks and work stay small.
     """
     before = k.shape[2] - q.shape[2]
     for start in range(0, q.shape[2], MASK_ROWS):
@@ -451,8 +453,9 @@ def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
 
 
 def _efficient_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
-    """Run torch's memory-efficient attention, for cards and dtypes without flash attention (Turing,
-    float32).
+    """Run torch's memory-efficient attention on a card.
+
+    It is for cards and dtypes without flash attention (Turing, float32).
 
     It supports only whole prompts. It has no shared kv-heads, so it runs for one query head of each
     kv-head at a time, and no keys are copied. It returns more log-sum-exps than there are rows.

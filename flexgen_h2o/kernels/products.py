@@ -1,5 +1,6 @@
-"""Run products in the compiled loop of compiled/products.py: bf16, or int8 weights with uint8
-inputs.
+"""Run products in the compiled loop: bf16, or int8 weights with uint8 inputs.
+
+The loop is in compiled/products.py.
 
 The loop uses AMX instructions if the CPU has them, else AVX-512, else AVX2. With AMX, oneDNN in
 torch multiplies bf16 rows in order as fast as the loop would. Without AVX-512, torch multiplies
@@ -148,9 +149,7 @@ def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bo
 
 
 def _kind_of(jobs: Sequence[Job], inputs: torch.dtype) -> np.number[Any]:
-    """Return a number whose type tells the loop the dtype of the inputs and the instructions to
-    use.
-    """
+    """Return a number whose type tells the loop the inputs' dtype and the instructions."""
     is_float = inputs == torch.bfloat16
     if has_amx() and not any(job.words % _AMX_WORDS for job in jobs):
         return np.int16(0) if is_float else np.int8(0)

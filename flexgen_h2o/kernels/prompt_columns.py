@@ -121,8 +121,9 @@ def put_prompts(
     k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots,
     lines: triton.Lines | None = None,
 ) -> None:  # fmt: skip
-    """Write columns of prompts to the slots 0, 1, ... of their rows: one launch, or two if slots
-    are packed.
+    """Write columns of prompts to the slots 0, 1, ... of their rows.
+
+    It is one launch, or two if slots are packed.
 
     k, v: (b, n, kv_heads, d), with the numbers of a head adjacent. kept: (b, kv_heads, count)
     int64, ascending, the tokens whose columns stay. scores: (b, kv_heads, n) fp32, if slots record
@@ -231,8 +232,9 @@ def keep_whole(
 
 
 def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.Lines, smooths: bool) -> None:
-    """Launch the kernel that computes `begin_whole_reference`, which `put_prompts_reference`
-    includes.
+    """Launch the kernel for `begin_whole_reference`.
+
+    The launch has no reference, because `put_prompts_reference` includes it.
     """
     (*_, kv_heads, width), wide = k.shape, triton.power_of_two(k.shape[3], 16)
     sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], LEAST_RANGE

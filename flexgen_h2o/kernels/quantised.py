@@ -212,8 +212,9 @@ def _turned(stored: torch.Tensor) -> torch.Tensor:
 
 
 def parted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of words (n, m) int32, from the lowest bits on, as (n, m x 32 / bits)
-    float32.
+    """Return the codes of words (n, m) int32 as (n, m x 32 / bits) float32.
+
+    A word holds its codes from the lowest bits on.
     """
     shifts = bits * torch.arange(32 // bits, device=words.device, dtype=torch.int32)
     return (words.unsqueeze(2) >> shifts).bitwise_and_((1 << bits) - 1).flatten(1).float()
@@ -310,8 +311,9 @@ def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
 
 
 def _fills_strips(rows: int, first: int, out: BlockedInt8) -> bool:
-    """Return whether a loop fills these rows: strips of STRIP_ROWS rows of whole groups of GROUP
-    columns.
+    """Return whether a loop fills these rows.
+
+    It fills strips of STRIP_ROWS rows of whole groups of GROUP columns.
 
     The loop needs a CPU with AVX2.
     """

@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreState:
-    """Column scores of R rows with C slots, on the device of the keys, each tensor contiguous; updated in place.
+    """Hold the column scores of R rows with C slots; `attend` updates them in place.
 
-    scores: (R, C) fp32. positions: (R, C) int32, distinct within a row and not negative. oldest, newest: (R,) int32,
-    the range of positions, both ends included, in which a row may lose a slot. gains: (R,) fp32. victims: (R,) int32,
-    written. now: (R,) int32, the position of each row's newest column, and query_weights: (more than `now`,) fp32, what
+    All tensors are contiguous and on the device of the keys.
+
+    now: (R,) int32, the position of each row's newest column, and query_weights: (more than `now`,) fp32, what
     0, 1, 2, ... queries weigh together, where the victim is that of the lowest score over what the queries that saw its
     column weigh.
     """
 
-    scores: torch.Tensor
-    positions: torch.Tensor
-    oldest: torch.Tensor
-    newest: torch.Tensor
+    scores: torch.Tensor  # (R, C) fp32
+    positions: torch.Tensor  # (R, C) int32, distinct within a row and not negative
+    oldest: torch.Tensor  # (R,) int32, first position of the range in which a row may lose a slot
+    newest: torch.Tensor  # (R,) int32, last position of that range
     decay: float
-    gains: torch.Tensor
-    victims: torch.Tensor
+    gains: torch.Tensor  # (R,) fp32
+    victims: torch.Tensor  # (R,) int32, written
     now: torch.Tensor | None = None
     query_weights: torch.Tensor | None = None
 
@@ -79,12 +79,14 @@ def attend(
     and values if they are not packed. filled: (R,) int32, from 1 to segments x S. Returns (R, g, d)
     in q's dtype. A row's result depends on that row alone, not on S, on other rows or on threads.
 
-    state: it is updated, which changes no bit of the result.
-    scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for
-    j < filled; victims[r] = the slot j < filled of the lowest new score, NaN below all, among those
-    with oldest <= positions[r, j] <= newest, on equal scores the one of the lowest position; -1 if
-    there is none. With query_weights scores are compared over query_weights[now[r] + 1 -
-    positions[r, j]].
+    state: it is updated, which changes no bit of the result. For all slots j < filled:
+
+    - scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j).
+    - victims[r] = the slot j of the lowest new score, with NaN below all, among the slots with
+      oldest <= positions[r, j] <= newest. If scores are equal, it is the slot of the lowest
+      position. It is -1 if there is no such slot.
+
+    With query_weights scores are compared over query_weights[now[r] + 1 - positions[r, j]].
     """
     if not loops_can_read(q, keys, values, form):
         return attend_reference(q, keys, values, filled, scale, state, form)
@@ -137,8 +139,9 @@ def attend_largest(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, share: float,
     form: SlotForm = WHOLE,
 ) -> torch.Tensor:  # fmt: skip
-    """Return `attend` over only the values with the largest probabilities: FlexGen's
-    `--attn-sparsity`.
+    """Return `attend` over only the values with the largest probabilities.
+
+    It is FlexGen's `--attn-sparsity`.
 
     Slots contain columns in their order, the newest last. In a row with n columns, each query uses
     the newest column, and of the others the int(share x (n - 1)) with the largest probabilities. If
@@ -240,8 +243,9 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None) -> 
 
 
 def loops_can_read(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: SlotForm = WHOLE) -> bool:
-    """Return whether the compiled loops can read these tensors: in the CPU's memory, slots of whole
-    words.
+    """Return whether the compiled loops can read these tensors.
+
+    They read slots of whole words in the CPU's memory.
     """
     if keys.dtype == torch.int32:  # packed slots
         return is_compiled_beside_card(q) and (form.whole is None or q.shape[2] * q.itemsize % WORD == 0)
@@ -281,8 +285,9 @@ def slots_job(
     tensors: tuple[torch.Tensor, ...], most: int, scale: float, sinks: torch.Tensor | None,
     lse: torch.Tensor | None = None,
 ) -> Slots:  # fmt: skip
-    """Return the sizes and addresses that the loops read and write; raise ValueError if they do not
-    fit.
+    """Return the sizes and addresses that the loops read and write.
+
+    Raises ValueError if they do not fit.
 
     tensors: q, keys, values, filled, out.
     """
@@ -297,8 +302,9 @@ def slots_job(
 
 
 def of_values(job: Slots, values: torch.Tensor) -> Slots:
-    """Return a job over packed keys, changed for the pass over values, whose slots have another
-    size.
+    """Return a job over packed keys, changed for the pass over values.
+
+    Slots of values have another size.
     """
     return job._replace(words=values.shape[3], segment_words=values.stride(0))
 
@@ -325,8 +331,9 @@ def check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: KVPacking
 
 
 def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
-    """Return the addresses of the state's tensors; raise ValueError if their shapes or dtypes do
-    not fit.
+    """Return the addresses of the state's tensors.
+
+    Raises ValueError if their shapes or dtypes do not fit.
     """
     from flexgen_h2o.kernels.compiled.slots import Scores
 
@@ -420,8 +427,7 @@ def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None
 
 
 def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """Copy slot slots[r, -1] to columns[r, i] for the last i, and for each earlier i with the same
-    slot.
+    """Copy slot slots[r, -1] to the last columns[r, i], and to earlier ones of the same slot.
 
     Arguments as in `put_slots`.
     """
@@ -449,8 +455,7 @@ def _index(area: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots | None:
-    """Return the sizes and addresses for the loops, or None if the loops cannot handle the tensors.
-    """
+    """Return the sizes and addresses for the loops, or None if they do not support the tensors."""
     (keys, values), (column_keys, column_values) = areas, columns
     (rows, count), length, item = slots.shape, keys.shape[2], keys.itemsize
     right = keys.shape[:3] == values.shape[:3] and keys.stride(0) == values.stride(0) and keys.shape[1] == rows

@@ -101,7 +101,7 @@ def warm_up(
     device: torch.device, dtype: torch.dtype, scored: bool, packing: KVPacking | None = None, rolling: bool = False,
     rotary: bool = False, weights: Callable[[torch.device, torch.dtype], None] | None = None,
 ) -> None:  # fmt: skip
-    """Run the CPU's kernels once on zeros, for `compile_subprocess`.
+    """Run the kernels of a model's layers once on zeros, for `compile_subprocess`.
 
     scored: columns have scores, so prompts' scores are computed too. packing: packing of the KV
     slots. rolling: keys are rotated when they are read. rotary: the model has rotary embeddings,

@@ -106,15 +106,17 @@ def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:
 
 
 def is_queued(tensor: torch.Tensor) -> bool:
-    """Return whether operations on the tensor are queued on a card, so that the host would wait for
-    its values.
+    """Return whether operations on the tensor are queued on a card.
+
+    If so, the host would wait for its values.
     """
     return tensor.device.type != "cpu"
 
 
 def upload(host: torch.Tensor, where: torch.device) -> torch.Tensor:
-    """Copy a host tensor to a device. A card copies it in the order of its stream, without anyone
-    waiting.
+    """Copy a host tensor to a device.
+
+    A card copies it in the order of its stream, without anyone waiting.
     """
     pinned = host.pin_memory() if where.type == "cuda" else host
     return pinned.to(where, non_blocking=True)

@@ -1,5 +1,4 @@
-"""Emit LLVM vector code for compiled loops: common instructions, and intrinsics for numba's loops.
-"""
+"""Emit LLVM vector code for compiled loops: instructions, and intrinsics for numba's loops."""
 
 from __future__ import annotations
 
@@ -77,8 +76,9 @@ class Emitter:
         return self.builder.sdiv(self.builder.add(count, self.number(size - 1)), self.number(size))
 
     def bf16_pairs(self, words: Any) -> tuple[Any, Any]:
-        """Split a vector of words with two bf16 each into two fp32 vectors: lower halves, and upper
-        halves.
+        """Split a vector of words with two bf16 each into two fp32 vectors.
+
+        The first has the lower halves, the second the upper halves.
         """
         b, floats = self.builder, ir.VectorType(F32, words.type.count)
         low, high = b.shl(words, self.constant(words.type, 16)), b.and_(words, self.constant(words.type, 0xFFFF0000))
@@ -109,8 +109,9 @@ class Emitter:
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), arguments)
 
     def call_by_halves(self, name: str, result: Any, *vectors: Any) -> Any:
-        """Emit an intrinsic on both halves of the vectors, and join the results. result: type of a
-        half.
+        """Emit an intrinsic on both halves of the vectors, and join the results.
+
+        result: type of a half.
         """
         size = vectors[0].type.count // 2
         halves = (list(range(size)), list(range(size, 2 * size)))
@@ -188,7 +189,9 @@ class Emitter:
         self.builder.call(function, [self.pointer(address, ir.IntType(8)), *numbers])
 
     def choose(self, condition: Any, values: tuple[int, int], emit: Callable[[int], None]) -> None:
-        """Emit code for both values; the first runs if the condition is true, the second otherwise.
+        """Emit code for both values.
+
+        The code for the first runs if the condition is true, that for the second otherwise.
         """
         with self.builder.if_else(condition) as branches:
             for branch, value in zip(branches, values, strict=True):
@@ -243,8 +246,7 @@ def emitted(emit: Callable[..., None]) -> Any:
 
 
 def emitted_by_type(meaning: Callable[[Any], Any], emit: Callable[..., None]) -> Any:
-    """Return an intrinsic with two arguments: a number whose type has a meaning, and a tuple of
-    numbers.
+    """Return an intrinsic of a number whose type has a meaning, and of a tuple of numbers.
 
     It runs the code that emit(emitter, meaning of the type, *numbers) emits.
     """

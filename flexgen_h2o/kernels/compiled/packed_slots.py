@@ -201,8 +201,9 @@ def restore_centre(element, at, centres, width, filled, p):  # type: ignore[no-u
 
 @jit
 def exchange(places, newest, p, takes):  # type: ignore[no-untyped-def]
-    """Copy `newest` to its slots in p; or, if `takes`, move p's numbers there to `newest` and leave
-    0.
+    """Copy `newest` to its slots in p; or, if `takes`, move p's numbers to `newest`.
+
+    Numbers that are moved become 0 in p.
     """
     for j in range(newest.shape[1]):
         slot = places[j]
@@ -217,9 +218,7 @@ def exchange(places, newest, p, takes):  # type: ignore[no-untyped-def]
 
 @jit
 def _place(form, chunk):  # type: ignore[no-untyped-def]
-    """Return the first word of a chunk, and the first and the end of the words for which its lanes
-    stand.
-    """
+    """Return a chunk's first word, and the first and the end of the words in its lanes."""
     place = ints_at(form.places + 4 * vectors.PLACE * chunk)
     return place[0], place[2], place[3]
 
@@ -332,8 +331,7 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
 
 @jit
 def put_new(element, forms, job, new, whole, first, end):  # type: ignore[no-untyped-def]
-    """Write new columns of the rows first..end-1 to packed slots, and to the whole columns beside
-    them.
+    """Write new columns of the rows first..end-1 to packed slots, and to the whole columns.
 
     job: a ColumnSlots, whose columns are memory for packed slots. new: the addresses of keys and
     values (rows, width), and of each row's index among its whole columns, int64; -1 for none.

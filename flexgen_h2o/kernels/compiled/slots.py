@@ -123,7 +123,7 @@ def over_row(element, slots, row, gathered, scratch, p):  # type: ignore[no-unty
     words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
     ahead = max(1, AHEAD // (BLOCK * 4 * words)) * BLOCK
     scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
-    tile = vectors.SLOTS * 4 * words  # bytes
+    tile = vectors.SLOTS * 4 * words  # bytes per tile
     at, inside = row.at, np.int64(0)
     for j in range(0, row.filled, BLOCK):
         ahead_at = address_ahead(slots, at, j + ahead, row.filled, inside + ahead, row.next_at)
@@ -231,7 +231,9 @@ def address_ahead(slots, at, j, filled, inside, next_at):  # type: ignore[no-unt
 
 @jit
 def fetch(at, size):  # type: ignore[no-untyped-def]
-    """Prefetch `size` bytes: at most those of a tile, because more would delay what is needed now.
+    """Prefetch `size` bytes.
+
+    They are at most those of a tile, because more would delay what is needed now.
     """
     for line in range(at, at + size, _LINE):
         prefetch((line,))

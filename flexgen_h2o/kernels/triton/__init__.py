@@ -82,7 +82,8 @@ def prompt_table(lines: Lines, where: torch.device) -> torch.Tensor:
 
 
 def batch_strides(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
-    """Return the first `count` strides, with 0 from prompt to prompt if prompts are packed in a
-    batch of one.
+    """Return the first `count` strides of a tensor.
+
+    The stride from prompt to prompt is 0 if prompts are packed in a batch of one.
     """
     return (tensor.stride(0) if len(tensor) > 1 else 0, *tensor.stride()[1:count])

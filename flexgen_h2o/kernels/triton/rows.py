@@ -1,5 +1,7 @@
-"""Kernels on rows: unpacking of weights, RMS norms, gates, weighted sums, rotary embeddings,
-Hadamard.
+"""Kernels on rows.
+
+They unpack weights, and compute RMS norms, gates, weighted sums, rotary embeddings and Hadamard
+transforms.
 
 Each is one launch.
 """

@@ -76,8 +76,7 @@ def attend_packed_step(
     RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BEFORE: tl.constexpr, K_BITS: tl.constexpr, K_SHARING: tl.constexpr,
     K_GROUPS: tl.constexpr, V_BITS: tl.constexpr, V_SHARING: tl.constexpr, V_GROUPS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Run a row of kernels/decode_step.attend_step over packed slots, with the newest columns
-    whole.
+    """Run a row of decode_step.attend_step over packed slots, with the newest columns whole.
 
     k_, v_: for keys and values, the words of lower bits, of codes, of a slot. SHARING: numbers that
     share a scale. windows: number of whole columns; WINDOW: the next power of two.
@@ -148,8 +147,9 @@ def _queries(q, head, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WID
 @triton.jit
 def _begin(before, before_lse, row, query, asked, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
            WIDTH: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
-    """Return the softmax's initial state, including what the queries attend to in front of the
-    slots.
+    """Return the softmax's initial state.
+
+    It includes what the queries attend to in front of the slots.
 
     row: of the unit.
     """
