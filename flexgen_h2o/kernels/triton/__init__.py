@@ -75,7 +75,7 @@ class PromptLine(NamedTuple):
 Lines = tuple[PromptLine, ...]
 
 
-@lru_cache(maxsize=64)  # of a sweep's micro-batches, with each set of budgets
+@lru_cache(maxsize=64)  # one per micro-batch of a sweep, for each set of budgets
 def prompt_table(lines: Lines, where: torch.device) -> torch.Tensor:
     """Return `lines` as (prompts, 8) int32 on a card, copied there once."""
     return upload(torch.tensor(lines, dtype=torch.int32, device="cpu"), where)
