@@ -1,9 +1,7 @@
 """Kernels on rows.
 
 They unpack weights, and compute RMS norms, gates, weighted sums, rotary embeddings and Hadamard
-transforms.
-
-Each is one launch.
+transforms. Each is one launch.
 """
 
 from __future__ import annotations

@@ -149,9 +149,7 @@ def _begin(before, before_lse, row, query, asked, G: tl.constexpr, GROUP: tl.con
            WIDTH: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
     """Return the softmax's initial state.
 
-    It includes what the queries attend to in front of the slots.
-
-    row: of the unit.
+    It includes what the queries attend to in front of the slots. row: of the unit.
     """
     most, total, mixed = softmax_start(GROUP, WIDTH)
     if BEFORE > 0:
