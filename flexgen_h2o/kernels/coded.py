@@ -92,8 +92,8 @@ def multiply_coded_reference(
 def multiply_together(found: Sequence[Product]) -> list[Product]:
     """Run products with few input rows in one launch on a card, for each shape and kind of weights.
 
-    Few are at most FEW_ROWS per product. Weights that are not in few bits are included. Returns the other products, and those that would
-    be alone in a launch.
+    Few are at most FEW_ROWS per product. Weights that are not in few bits are included. Returns the
+    other products, and those that would be alone in a launch.
     """
     alike, others = dict[Hashable, list[tuple[Product, _Few]]](), list[Product]()
     for product in found:
