@@ -1,1 +1,4 @@
-"""One operation a file: matrices in row parts, attention. Plain tensors in and out; nothing here knows a model."""
+"""Operations on plain tensors, one per file: matrices in row parts, attention.
+
+They know no models.
+"""

@@ -1,6 +1,7 @@
-"""What rows attend to beside their slots: the newest columns of a packed cache as they were, and sinks.
+"""Hold what rows attend to in addition to packed slots: whole columns, and sinks.
 
-R = rows, d = head width, as in slots.py.
+Whole columns are the newest columns of a packed cache, unpacked. R = rows, d = head width, as in
+slots.py.
 """
 
 from __future__ import annotations
@@ -21,37 +22,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WholeColumns:
-    """What rows have beside packed slots, on the device of the keys, each tensor contiguous.
+    """Hold the whole columns and the key statistics of rows with packed slots.
 
-    A packed key is (key - centre) / range, number by number. centres, ranges: (R, d) bfloat16, ranges above 0; 0 and 1
-    where keys are not smoothed, so that their room is unused. Some slots have their columns whole, too, which are read
-    in place of what is packed: keys, values (R, N, d) in the queries' dtype, finite; slots: (R, N) int32, all different
-    in a row but for -1, of none. N: a multiple of 4, or 0.
+    A packed key is (key - centre) / range, number by number. If a slot's column is also whole, the
+    whole column is read and the packed one is not. N = whole columns per row, a multiple of 4, or
+    0. All tensors are contiguous and on the device of the keys.
     """
 
-    centres: torch.Tensor
-    ranges: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    slots: torch.Tensor
+    centres: torch.Tensor  # (R, d) bfloat16; 0 if keys are not smoothed
+    ranges: torch.Tensor  # (R, d) bfloat16, above 0; 1 if keys are not smoothed
+    keys: torch.Tensor  # (R, N, d) in the queries' dtype, finite
+    values: torch.Tensor  # as `keys`
+    slots: torch.Tensor  # (R, N) int32: slot of each whole column, distinct within a row; -1: none
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> WholeColumns:
-        """`change` applied to every tensor."""
+        """Return WholeColumns with `change` applied to every tensor."""
         return WholeColumns(*(change(t) for t in vars(self).values()))
 
     def smoothed(self, keys: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """Keys (R, ..., d) of the rows in fp32, as they are packed."""
+        """Return keys (R, ..., d) of the rows as they are packed, in fp32."""
         centres, ranges = (self._along(t[rows], keys) for t in (self.centres, self.ranges))
         return (keys.float() - centres) / ranges
 
     def restored(self, keys: torch.Tensor) -> torch.Tensor:
-        """What `smoothed` has made of keys (R, ..., d), in fp32."""
+        """Invert `smoothed` for keys (R, ..., d); the result is fp32."""
         return keys.float() * self._along(self.ranges, keys) + self._along(self.centres, keys)
 
     def enter(self, places: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """New columns at `slots` (R,), keys and values (R, d), take the places (R,) of those that leave the window; -1
-        for none."""
-        self.slots.masked_fill_(self.slots == slots.int().unsqueeze(1), -1)  # evicted within the window
+        """Add new columns as whole columns, in place of those that leave the window.
+
+        slots: (R,), the slots of the new columns; keys, values: (R, d); places: (R,), index among
+        the whole columns, -1 for none.
+        """
+        # the slot's old column was evicted within the window
+        self.slots.masked_fill_(self.slots == slots.int().unsqueeze(1), -1)
         row = (places >= 0).nonzero().squeeze(1)
         at = row, places[row].long()
         self.keys[at], self.values[at] = keys[row], values[row]
@@ -63,18 +67,16 @@ class WholeColumns:
 
 @dataclass(frozen=True)
 class SlotForm:
-    """How slots are stored, and what rows attend to beside them. packing: None for numbers of the queries' dtype.
+    """Describe how slots are stored, and what rows attend to in addition to them."""
 
-    whole: goes with a packing; without it keys are packed as they are. sinks: (R, g) fp32, contiguous: a logit of each
-    query that joins its softmax and has no value; None: they have none.
-    """
-
-    packing: KVPacking | None = None
-    whole: WholeColumns | None = None
+    packing: KVPacking | None = None  # None: slots are numbers of the queries' dtype
+    whole: WholeColumns | None = None  # only with a packing; None: keys are packed as they are
+    # (R, g) fp32, contiguous: for each query a logit that joins its softmax and has no value. None:
+    # there are no sinks.
     sinks: torch.Tensor | None = None
 
     def rows(self, some: slice) -> SlotForm:
-        """Of some of the rows."""
+        """Return the form of some of the rows."""
         whole = None if self.whole is None else self.whole.map(lambda t: t[some])
         sinks = None if self.sinks is None else self.sinks[some]
         return SlotForm(self.packing, whole, sinks)
@@ -84,7 +86,7 @@ WHOLE = SlotForm()
 
 
 def with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unpacked slots (segments, R, S, d) with their keys as they were, and whole columns in their places."""
+    """Return unpacked slots (segments, R, S, d) with keys restored and whole columns filled in."""
     k = whole.restored(k.transpose(0, 1)).transpose(0, 1).contiguous()
     row, entry = (whole.slots >= 0).nonzero(as_tuple=True)
     slot, per_segment = whole.slots[row, entry].long(), k.shape[2]
@@ -96,7 +98,7 @@ def with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[t
 def unpacked(
     keys: torch.Tensor, values: torch.Tensor, form: SlotForm, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots as numbers of `dtype`, whole columns in their places."""
+    """Return slots as numbers of `dtype`, with whole columns in their slots."""
     if form.packing is None:
         return keys, values
     k = unpack_columns(keys, form.packing.keys, torch.float32)
@@ -107,20 +109,27 @@ def unpacked(
 
 
 def softmax(products: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Of products (R, g, n) fp32, and the sinks; without these where there are none."""
+    """Return the softmax of products (R, g, n) fp32; sinks, if any, join its denominator."""
     if sinks is None:
         return torch.softmax(products, dim=2)
     return products.sub_(torch.logaddexp(products.logsumexp(dim=2), sinks).unsqueeze(2)).exp_()
 
 
 def joined(before: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(R, g, d) fp32: attention over two sets of columns, from that over each, and their log-sum-exps."""
-    share = torch.sigmoid(before[1] - own[1]).unsqueeze(2)  # of exp(before's) in the sum of both
+    """Return attention over two sets of columns, (R, g, d) fp32.
+
+    before, own: attention over each set, and its log-sum-exp.
+    """
+    # share of `before` in the sum of exponentials over both sets
+    share = torch.sigmoid(before[1] - own[1]).unsqueeze(2)
     return torch.lerp(own[0].float(), before[0].float(), share)
 
 
 def whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
-    """Raises ValueError."""
+    """Return the addresses of the whole columns.
+
+    Raises ValueError if shapes or dtypes do not fit q.
+    """
     from flexgen_h2o.kernels.compiled.beside import TILE, WholeAddresses
 
     (rows, count), width = whole.slots.shape, q.shape[2]

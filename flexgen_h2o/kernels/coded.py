@@ -1,9 +1,12 @@
-"""Products with weights in few bits, and with those of experts on a card.
+"""Multiply by weights in few bits, and by the weights of experts on a card.
 
-A CPU's compiled loop decodes a panel at a time in its caches: a matrix that is decoded first is written to memory, and
-read again. On a card, up to FEW_ROWS input rows a product takes as long as its weight takes to come from memory, and
-codes are a quarter of what they are decoded into: they are decoded in registers, in one launch. For more, the weight is
-decoded first, and read by each micro-batch. Products of experts with few rows each are one launch.
+On a CPU, the compiled loop decodes a panel at a time in its caches. If a matrix were decoded first,
+it would be written to memory and read again.
+
+On a card with at most FEW_ROWS input rows, a product takes as long as reading its weight from
+memory. Codes are a quarter of what they are decoded to, so they are decoded in registers, in one
+launch. With more input rows, the weight is decoded first, and every micro-batch reads it. Products
+of experts with few rows each are one launch.
 """
 
 from __future__ import annotations
@@ -23,21 +26,24 @@ from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.quantised import MX_BLOCK, unpack_mxfp4
 from flexgen_h2o.kernels.workspace import cpu_has, is_compiled, upload
 
-ROWS_AT_A_TIME = 32  # of the weight, a program
-_COLUMNS_AT_A_TIME = 128
+ROWS_AT_A_TIME = 32  # rows of the weight per program
+_COLUMNS_AT_A_TIME = 128  # columns of the weight that a program multiplies at a time
 
 
 @dataclass(frozen=True)
 class Codes:
-    """words: (n, W) int32, columns' codes from the lowest bits on. group_params: (n, groups), what `group` columns
-    share: a scale and a least value in an int32, or, in MXFP4, an exponent in a uint8. decode: fills (n, columns) of
-    any float dtype, and returns it. bits: 0 where words are the columns themselves, of a float dtype."""
+    """Hold the rows of a matrix as codes; made by `groupwise_codes`, `mxfp4_codes` or `_few_of`."""
 
+    # (n, W) int32; a word holds the codes of adjacent columns, from the lowest bits on. With bits =
+    # 0 the columns themselves, in a float dtype.
     words: torch.Tensor
+    # (n, groups), shared by `group` columns: a scale and a least value in an int32, or in MXFP4 an
+    # exponent in a uint8.
     group_params: torch.Tensor
-    columns: int
-    group: int
-    bits: int
+    columns: int  # columns per row
+    group: int  # columns per group
+    bits: int  # bits per code; 0: `words` are the columns themselves
+    # fills (n, columns) of any float dtype, and returns it
     decode: Callable[[torch.Tensor], torch.Tensor]
 
     @property
@@ -46,14 +52,17 @@ class Codes:
 
 
 def groupwise_codes(packed: torch.Tensor, bits: int, columns: int) -> Codes:
-    """packed: (n, row bytes) uint8, as `packed.pack_rows` gives it in 4 or 8 bits."""
+    """Return the Codes of packed rows (n, row bytes) uint8.
+
+    packed: made by `packed.pack_rows` in 4 or 8 bits.
+    """
     packing, words = SlotPacking(columns, bits), packed.view(torch.int32)
     params = words[:, packing.value_words :]
     return Codes(words, params, columns, packing.group, bits, partial(unpack_rows, packed, bits))
 
 
 def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor) -> Codes:
-    """blocks, scales: as of `quantised.unpack_mxfp4`."""
+    """Return the Codes of an MXFP4 matrix; blocks and scales as in `quantised.unpack_mxfp4`."""
     decode = partial(unpack_mxfp4, blocks, scales)
     return Codes(blocks.flatten(1).view(torch.int32), scales, scales.shape[1] * MX_BLOCK, MX_BLOCK, 4, decode)
 
@@ -61,8 +70,11 @@ def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor) -> Codes:
 def multiply_coded(
     x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> None:
-    """out = x W^T + bias; adds: to what is there. x: (at most FEW_ROWS, columns), out: (rows, n), of one dtype, whose
-    rows may lie apart; bias: (n,). Weights are rounded to that dtype; sums are in fp32 and rounded once."""
+    """Set out = x W^T + bias in one launch on a card; `adds`: add to what `out` contains.
+
+    x: (at most FEW_ROWS, columns), out: (rows, n), both of one dtype; their rows need not be
+    adjacent. bias: (n,). Weights are rounded to that dtype. Sums are in fp32 and rounded once.
+    """
     (tokens, columns), rows = x.shape, len(codes.words)
     assert tokens <= FEW_ROWS and columns == codes.columns and out.shape == (tokens, rows)
     assert x.stride(1) == out.stride(1) == codes.words.stride(1) == codes.group_params.stride(1) == 1
@@ -72,14 +84,17 @@ def multiply_coded(
 def multiply_coded_reference(
     x: torch.Tensor, codes: Codes, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> None:
-    """`multiply_coded` with the weight decoded first."""
+    """Compute `multiply_coded` in torch operations: the weight is decoded first."""
     weight = codes.decode(x.new_empty(len(codes.words), codes.columns))
     DenseRows(weight).multiply(x, bias, out, adds)
 
 
 def multiply_together(found: Sequence[Product]) -> list[Product]:
-    """Multiply at most FEW_ROWS input rows each with weights of one shape and kind, those that are not in few bits too,
-    in one launch on a card. Returns the other products, and what would be alone in one."""
+    """Run products with few input rows in one launch on a card, for each shape and kind of weights.
+
+    Few are at most FEW_ROWS per product. Weights that are not in few bits are included. Returns the
+    other products, and those that would be alone in a launch.
+    """
     alike, others = dict[Hashable, list[tuple[Product, _Few]]](), list[Product]()
     for product in found:
         few = _few_of(product)
@@ -97,13 +112,17 @@ def multiply_together(found: Sequence[Product]) -> list[Product]:
 
 
 def _few_of(product: Product) -> _Few | None:
-    """None: it is not for `multiply_together`."""
+    """Return the product for `multiply_together`, or None if that does not support it.
+
+    It supports at most FEW_ROWS input rows, and CodedRows or DenseRows as the part.
+    """
     part, inputs, bias, out, adds = product
     if len(inputs) > FEW_ROWS:
         return None
     if isinstance(part, CodedRows):
         return _Few(inputs, part.kept, bias, out, adds)
-    if type(part) is DenseRows and part.rows.stride(1) == 1:  # rows of its subclasses are something else
+    # exact type, because rows of its subclasses mean something else
+    if type(part) is DenseRows and part.rows.stride(1) == 1:
         rows, columns = part.rows, part.rows.shape[1]
         return _Few(inputs, Codes(rows, rows, columns, columns, 0, lambda out: out.copy_(rows)), bias, out, adds)
     return None
@@ -115,7 +134,7 @@ def _multiply_each(found: Sequence[Product]) -> None:
 
 
 class _Few(NamedTuple):
-    """A product, as of `multiply_coded`."""
+    """Hold the arguments of one product, as in `multiply_coded`."""
 
     x: torch.Tensor
     codes: Codes
@@ -125,7 +144,7 @@ class _Few(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What those have in common that are one launch."""
+        """The properties that products must share to run in one launch."""
         codes, bias = self.codes, self.bias
         form = codes.words.shape, codes.columns, codes.group, codes.bits, codes.is_mx
         return *form, *self.strides, self.x.dtype, bias is None, self.adds
@@ -139,13 +158,17 @@ class _Few(NamedTuple):
         return tuple(t.stride(0) for t in (self.x, self.codes.words, self.codes.group_params, self.out))
 
     def places(self, first: _Few) -> list[int]:
-        """How many numbers behind those of `first` each of the tensors begins."""
+        """Return for each tensor how many numbers after the same tensor of `first` it begins."""
         pairs = zip(self.tensors, first.tensors, strict=True)
         return [(own.data_ptr() - its.data_ptr()) // its.itemsize for own, its in pairs]
 
 
 def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few] = ()) -> None:
-    """all_of: several of one kind, `first` among them."""
+    """Launch one product, or several of one kind.
+
+    first: the product whose tensors are the kernel's arguments. all_of: the products of the launch,
+    including `first`; empty: only `first`.
+    """
     codes, rows, table, is_aligned = first.codes, len(first.codes.words), first.codes.words, False
     if all_of:
         places = [few.places(first) for few in all_of]
@@ -162,7 +185,12 @@ def _launch(first: _Few, reference: Callable[[], object], all_of: Sequence[_Few]
 
 
 def are_multiplied(codes: Codes, decoded: torch.Tensor) -> bool:
-    """Do products take them: on a card, or in the compiled loop? decoded: as of `CodedRows`."""
+    """Return whether codes can be multiplied without decoding them first.
+
+    They can on a card, and in the compiled loop.
+
+    decoded: tensor to which they would be decoded, as in `CodedRows`.
+    """
     if triton.takes(codes.words, codes.group_params):
         return True
     whole = codes.bits == 4 and codes.group == (MX_BLOCK if codes.is_mx else GROUP) and not codes.columns % codes.group
@@ -170,7 +198,7 @@ def are_multiplied(codes: Codes, decoded: torch.Tensor) -> bool:
 
 
 class CodedRows(RowPart):
-    """Rows (n, columns) that are decoded, into `decoded`, when they are first wanted whole."""
+    """Hold rows (n, columns) as codes, and decode them to `decoded` when that is first needed."""
 
     def __init__(self, codes: Codes, decoded: DenseRows) -> None:
         self.kept, self._decoded, self._is_decoded = codes, decoded, False

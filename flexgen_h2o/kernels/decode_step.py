@@ -1,6 +1,8 @@
-"""What a KV unit's rows take on a card in one launch: a decode step, in which the new columns take their slots, queries
-attend over the filled slots, scores grow, and each row names its next victim. R, g, d, C, S, W: as in
-kernels/slots.py."""
+"""Run a decode step of the rows of a KV unit on a card, in one launch.
+
+New columns are written to their slots, queries attend over the filled slots, scores grow, and each
+row names its next victim. R, g, d, C, S, W: as in kernels/slots.py.
+"""
 
 from __future__ import annotations
 
@@ -23,51 +25,55 @@ from flexgen_h2o.kernels.slots import (
 
 FILLED, SLOT, POSITION, OLDEST, NEWEST, GAIN, PLACE = range(7)
 
-InFront = tuple[torch.Tensor | None, torch.Tensor]  # of StepSlots.before
+InFront = tuple[torch.Tensor | None, torch.Tensor]  # type of StepSlots.before
 
 
 @dataclass(frozen=True)
 class StepSlots:
-    """Some rows of a KV unit in a decode step.
+    """Describe some rows of a KV unit in a decode step.
 
-    keys, values: (segments, R, S, d), or packed (segments, R, S, W) as `form` says, which has no sinks,
-    and whole columns where it is packed. first: of the unit's rows, the one that is row 0 here; a sequence is
-    `kv_heads` rows. state: (7, sequences) int32 of the whole unit: slots that are filled with the new column; its slot,
-    -1 for that of the row's victim; its position; the range of positions, both ends included, in which a row may lose a
-    slot; what a score gains, fp32 bit by bit; the column's place among whole ones, -1 for none. taken: (R,) int64,
-    written: the slots that the new columns took. scores, positions, victims: as of ScoreState, all or none. per_query:
-    scores are compared over the number of queries that saw their columns. before: what the unit's queries attend to in
-    front of the slots, a common prefix or a sink: attention over it alone, (unit's rows, g, d) in q's dtype, None where
-    it has no values; and its log-sum-exp, (unit's rows, g) fp32. With values nothing is packed or scored.
+    R rows; a sequence has `kv_heads` of the unit's rows. scores, positions and victims are as in
+    ScoreState; either all are given or none.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    first: int
+    keys: torch.Tensor  # (segments, R, S, d), or packed (segments, R, S, W)
+    values: torch.Tensor  # as `keys`
+    first: int  # row of the unit that is row 0 here
     kv_heads: int
+    # (7, sequences) int32 of the whole unit, by the constants above: FILLED, slots filled including
+    # the new column; SLOT, its slot, or -1 for the slot of the row's victim; POSITION, its
+    # position; OLDEST and NEWEST, the range of positions (inclusive) in which a row may lose a
+    # slot; GAIN, the gain of a score, as fp32 bits; PLACE, its index among whole columns, or -1.
     state: torch.Tensor
-    taken: torch.Tensor
+    taken: torch.Tensor  # (R,) int64, written: the slots of the new columns
     scores: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     victims: torch.Tensor | None = None
     decay: float = 1.0
-    per_query: bool = False
-    form: SlotForm = WHOLE
+    per_query: bool = False  # compare scores over the number of queries that saw their columns
+    form: SlotForm = WHOLE  # how slots are stored; without sinks; if packed, with WholeColumns
+    # Attention over a common prefix or a sink in front of the slots: (unit's rows, g, d) in q's
+    # dtype, None for a sink, which has no values; and its log-sum-exp, (unit's rows, g) fp32. With
+    # values, nothing is packed or scored.
     before: InFront | None = None
 
 
 def attend_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: StepSlots, scale: float, out: torch.Tensor
 ) -> None:
-    """q, out: (sequences, heads, d), k, v: (sequences, kv_heads, d), of all rows of the unit; heads lie side by side.
-    Of `out` the rows of `slots` are written, as `slots.attend` of them gives it; q.k is summed in fp32."""
+    """Run the decode step for the rows of `slots`, and write their attention to `out`.
+
+    q, out: (sequences, heads, d), k, v: (sequences, kv_heads, d), of all rows of the unit, with
+    adjacent heads. Only rows of `slots` are written. The result is that of `slots.attend`; q.k is
+    summed in fp32.
+    """
     (segments, rows, length, _), (group, width) = slots.keys.shape, (q.shape[1] // k.shape[1], q.shape[2])
     assert all(t.stride()[1:] == (width, 1) for t in (q, k, v, out))
     columns, products = segments * length, slots.state
     if slots.scores is not None:
         columns = slots.scores.shape[1]
         products = torch.empty(rows, group, columns, dtype=torch.float32, device=q.device)
-    unused = slots.state  # what a kernel that does not read it gets
+    unused = slots.state  # placeholder for arguments that the kernel does not read
     recorded = slots.scores, slots.positions, slots.victims
     of_slots = [unused if t is None else t for t in recorded]
     gains = slots.state[GAIN].view(torch.float32)
@@ -90,25 +96,29 @@ def attend_step(
         constants |= packing_constants(packing)
         constants |= {
             "WINDOW": triton.power_of_two(windows, 16),
-            "num_stages": 1,  # words are loaded for each of their numbers: ahead, they would not fit shared memory
+            # words are loaded once for each of their numbers; with more stages they would not fit
+            # the shared memory
+            "num_stages": 1,
         }  # fmt: skip
     reference = partial(attend_step_reference, q, k, v, slots, scale, out)
     triton.launch(name, (rows,), reference, (*tensors, *sizes), **constants)
 
 
 def segment_step(area: torch.Tensor) -> int:
-    """From a segment to the next; 0 of a single one, whose stride may be any number: a kernel is compiled for
-    multiples of 16."""
+    """Return the stride from a segment to the next, or 0 if there is only one.
+
+    The stride of a single segment may be any number, but a kernel is compiled for multiples of 16.
+    """
     return area.stride(0) if len(area) > 1 else 0
 
 
 def packed_sizes(packing: KVPacking) -> list[int]:
-    """Words of keys and of values: of lower bits, of codes, of a slot."""
+    """Return the words of lower bits, of codes and of a slot; for keys, then for values."""
     return [size for of in (packing.keys, packing.values) for size in (of.low_words, of.value_words, of.words)]
 
 
 def packing_constants(packing: KVPacking) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """Return the constants for which the kernel is compiled."""
     found: dict[str, int] = {}
     for what, of in (("K", packing.keys), ("V", packing.values)):
         found |= {f"{what}_BITS": of.bits, f"{what}_SHARING": of.group, f"{what}_GROUPS": of.groups}
@@ -116,14 +126,17 @@ def packing_constants(packing: KVPacking) -> dict[str, int]:
 
 
 def columns_at_a_time(dtype: torch.dtype, width: int) -> int:
-    """That a row attends to: as many as fit shared memory, where products in fp32 and wide heads take much of it."""
+    """Return how many columns a row attends to at a time.
+
+    They must fit the shared memory; fp32 products and wide heads need much of it.
+    """
     return max(16, (16 if dtype == torch.float32 else 64) // max(1, triton.power_of_two(width) // 128))
 
 
 def attend_step_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: StepSlots, scale: float, out: torch.Tensor
 ) -> None:
-    """`attend_step` in torch operations."""
+    """Compute `attend_step` in torch operations."""
     rows, kv_heads, width = slots.keys.shape[1], slots.kv_heads, q.shape[2]
     unit_rows = torch.arange(slots.first, slots.first + rows, device=q.device)
     state = slots.state[:, unit_rows // kv_heads]

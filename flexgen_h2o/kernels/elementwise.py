@@ -1,7 +1,8 @@
-"""Gates (Shazeer 2020, SwiGLU without its products; that of gpt-oss), RMS norms (Zhang and Sennrich 2019), rotary
-embeddings, and weighted sums of experts' outputs.
+"""Compute gates, RMS norms, rotary embeddings, and weighted sums of experts' outputs.
 
-Rounded where transformers rounds. On the CPU, fp32 and bf16 go through compiled loops.
+Gates: SwiGLU (Shazeer 2020) without its matrix products, and the gate of gpt-oss. RMS norm: Zhang
+and Sennrich 2019. Results are rounded where transformers rounds. On the CPU, fp32 and bf16 use
+compiled loops.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from flexgen_h2o.core.units import NORM_CHUNK, ROTARY_CHUNK
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows, row_slices, some_rows
 
-_ROWS, _COLUMNS = 256, 256  # of weighted sums: rows that are looked at, and columns that are added, at a time on a card
+# weighted sums on a card: rows searched at a time, and columns added at a time
+_ROWS, _COLUMNS = 256, 256
 
 
 def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate = silu(gate) x up, in place; silu in fp32, rounded to the dtype before the product. Returns gate.
+    """Set gate = silu(gate) x up in place, and return it.
 
-    gate, up: (rows, width) of one dtype, contiguous.
+    silu is computed in fp32 and rounded to the dtype before the product. gate, up: (rows, width) of
+    one dtype, contiguous.
     """
     if triton.takes(gate) and gate.is_contiguous() and up.is_contiguous():
         count, reference = gate.numel(), partial(silu_gated_reference, gate, up)
@@ -42,15 +45,15 @@ def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_gated_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu_gated` in torch operations."""
+    """Compute `silu_gated` in torch operations."""
     return F.silu(gate, inplace=True).mul_(up)
 
 
 def clamped_gate(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> torch.Tensor:
-    """out = (up + 1) x gate x sigmoid(alpha x gate), with gate at most `limit` and up within +-`limit` (gpt-oss; OpenAI
-    2025).
+    """Set out = (up + 1) x gate x sigmoid(alpha x gate), and return it (gpt-oss; OpenAI 2025).
 
-    x: (rows, 2 x width), gate and up in turns; out: (rows, width). Both of one dtype, contiguous.
+    gate is first limited to at most `limit`, and up to +-`limit`. x: (rows, 2 x width), gate and up
+    alternate; out: (rows, width). Both of one dtype, contiguous.
     """
     if triton.takes(x) and x.is_contiguous() and out.is_contiguous():
         count, reference = out.numel(), partial(clamped_gate_reference, x, alpha, limit, out)
@@ -70,7 +73,7 @@ def clamped_gate(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor)
 
 
 def clamped_gate_reference(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> torch.Tensor:
-    """`clamped_gate` in torch operations, NORM_CHUNK rows at a time."""
+    """Compute `clamped_gate` in torch operations, NORM_CHUNK rows at a time."""
     for rows, into in zip(x.split(NORM_CHUNK), out.split(NORM_CHUNK), strict=True):
         gate, up = rows[:, ::2].clamp(max=limit), rows[:, 1::2].clamp(-limit, limit)
         into.copy_(up.add_(1).mul_(gate * torch.sigmoid(gate * alpha)))
@@ -78,13 +81,14 @@ def clamped_gate_reference(x: torch.Tensor, alpha: float, limit: float, out: tor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, once: bool = False) -> torch.Tensor:
-    """out = weight x (x / sqrt(mean(x^2) + eps)): in fp32, then rounded to x's dtype, then times the weight.
+    """Set out = weight x (x / sqrt(mean(x^2) + eps)), and return it.
 
-    once: rounded after the weight only, as in gpt-oss.
+    The norm is computed in fp32, rounded to x's dtype, then multiplied with the weight. once: round
+    only after the weight, as in gpt-oss.
 
-    x, out: (rows, width), or contiguous (tokens, heads, width) with a row for each head; they may be the same. weight:
-    (width,). All of one dtype. A row's result depends on that row alone. The compiled loop adds in another order than
-    torch.
+    x, out: (rows, width), or contiguous (tokens, heads, width) with one row per head. They may be
+    the same tensor. weight: (width,). All are of one dtype. A row's result depends on that row
+    alone. The compiled loop adds in another order than torch.
     """
     if not is_compiled(x) and not triton.takes(x):
         return rms_norm_reference(x, weight, eps, out, once)
@@ -112,7 +116,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, once: bool = False
 ) -> torch.Tensor:
-    """`rms_norm` in torch operations, as transformers does it. NORM_CHUNK rows, or tokens, are in fp32 at a time."""
+    """Compute `rms_norm` in torch operations, as transformers does.
+
+    NORM_CHUNK rows, or tokens, are in fp32 at a time.
+    """
     for rows, into in zip(x.split(NORM_CHUNK), out.split(NORM_CHUNK), strict=True):
         wide = rows.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -124,10 +131,10 @@ def rms_norm_reference(
 
 
 def add_weighted(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """out[tokens[i]] += x[i] weights[i], one row after the other; product and sum are rounded to the dtype of x.
+    """Add x[i] weights[i] to out[tokens[i]], one row after the other.
 
-    x: (rows, width), contiguous; tokens: (rows,) int32; weights: (rows,) fp32; out: (tokens, width), contiguous, of the
-    dtype of x.
+    Product and sum are rounded to the dtype of x. x: (rows, width), contiguous; tokens: (rows,)
+    int32; weights: (rows,) fp32; out: (tokens, width), contiguous, of the dtype of x.
     """
     on_card = triton.takes(x)
     if not on_card and not is_compiled(x):
@@ -146,24 +153,26 @@ def add_weighted(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, o
 
     job = row_loops.Weighted(*x.shape, *(t.data_ptr() for t in (x, tokens, weights, out)))
     loop = partial(row_loops.add_weighted_columns, element_of(x.dtype), job)
-    # Each thread has some columns of all rows, so that no two add to one number.
+    # Each thread adds some columns of all rows, so that no two threads add to one number.
     parallel_rows(loop, -(-x.shape[1] // row_loops.COLUMNS), 3 * len(x) * row_loops.COLUMNS * x.itemsize)
 
 
 def add_weighted_reference(x: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """`add_weighted` in torch operations."""
+    """Compute `add_weighted` in torch operations."""
     added = (x * weights.unsqueeze(1)).to(x.dtype)
     if out.device.type == "cpu":
         out.index_add_(0, tokens, added)
-    else:  # a card's index_add_ adds a token's rows in any order
+    else:  # a card's index_add_ adds the rows of a token in any order
         out.index_put_((tokens.long(),), added, accumulate=True)
 
 
 class Rotation:
-    """The rotary embeddings of a model: pairs of numbers of a head rotate by position x frequency.
+    """Apply the rotary embeddings of a model.
 
-    frequencies: (pairs,) fp32, scaling: config.Rotary's. Angles, sines and cosines are in fp32, products in the dtype
-    of what is rotated.
+    Pairs of numbers of a head rotate by position x frequency.
+
+    frequencies: (pairs,) fp32; scaling: from config.Rotary. Angles, sines and cosines are in fp32,
+    products in the dtype of what is rotated.
     """
 
     def __init__(self, frequencies: torch.Tensor, scaling: float) -> None:
@@ -171,7 +180,10 @@ class Rotation:
         self._newest: tuple[torch.Tensor, torch.dtype, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def rotate(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
-        """Rotate heads in place. tensors: (tokens, heads, d) of one dtype; positions: (tokens,) ints, on any device."""
+        """Rotate heads in place.
+
+        tensors: (tokens, heads, d) of one dtype; positions: (tokens,) integers, on any device.
+        """
         if len(tensors) == 2 and triton.takes(*tensors) and all(t.stride(1) == t.shape[2] for t in tensors):
             self._rotate_on_card(tensors[0], tensors[1], positions)
             return
@@ -186,7 +198,7 @@ class Rotation:
         triton.launch("rows.rotate", grid, reference, (*given, *sizes), BLOCK=triton.power_of_two(pairs))
 
     def rotate_reference(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
-        """`rotate` in torch operations, or in compiled loops where they do the same to the bit."""
+        """Compute `rotate` in torch operations, or in compiled loops if they give the same bits."""
         where, dtype = tensors[0].device, tensors[0].dtype
         for here in row_slices(len(positions), 1, most=ROTARY_CHUNK):
             cos, sin = self._newest_angles(some_rows(positions, here).to(where), dtype)
@@ -197,21 +209,22 @@ class Rotation:
                     _rotate(t[here], t[here], cos.unsqueeze(1), sin.unsqueeze(1))
 
     def rotated(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-        """Keys (rows, slots, d), each rotated by its rank, as a tensor of their own; ranks: (rows, slots) int32.
+        """Return a copy of keys (rows, slots, d), each rotated by its rank.
 
-        Slots whose rank is not below the number of slots hold nothing, and may hold anything in the result.
+        ranks: (rows, slots) int32. A slot whose rank is not below the number of slots is empty; its
+        result has no meaning.
         """
         return self._rotated_compiled(keys, ranks) if is_compiled(keys) else self.rotated_reference(keys, ranks)
 
     def rotated_reference(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-        """`rotated` in torch operations."""
+        """Compute `rotated` in torch operations."""
         cos, sin = self._angles(torch.arange(keys.shape[1], device=keys.device), keys.dtype)
         out, index = keys.clone(), ranks.clamp(max=keys.shape[1] - 1).long()
         _rotate(keys, out, cos[index], sin[index])
         return out
 
     def _rotated_compiled(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-        """Rounds once, at the end."""
+        """Compute `rotated` in the compiled loop, which rounds only once, at the end."""
         from flexgen_h2o.kernels.compiled import rows as rotary_loops
 
         (rows, slots, width), pairs = keys.shape, len(self._frequencies)
@@ -228,22 +241,23 @@ class Rotation:
         return out
 
     def _newest_angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_angles`, worked out once where the next layers rotate by the same tensor."""
+        """Return `_angles`, cached for the next layers, which rotate by the same tensor."""
         if self._newest is None or self._newest[0] is not positions or self._newest[1] != dtype:
             self._newest = positions, dtype, self._angles(positions, dtype)
         return self._newest[2]
 
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of positions, each (positions, pairs)."""
+        """Return cosines and sines of positions, each (positions, pairs)."""
         frequencies = self._frequencies.to(positions.device)
         angles = positions.float().unsqueeze(1) * frequencies
         return (angles.cos() * self._scaling).to(dtype), (angles.sin() * self._scaling).to(dtype)
 
 
 def _rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Heads in bf16 (tokens, heads, d), in place, to the bit as `_rotate`; cos, sin: (tokens, pairs) in bf16.
+    """Rotate heads in bf16 (tokens, heads, d) in place, with the same bits as `_rotate`.
 
-    Not for fp32: a compiled loop may fuse a product with a sum, which rounds less often.
+    cos, sin: (tokens, pairs) in bf16. It is not used for fp32, because a compiled loop may fuse a
+    product with a sum, which rounds less often.
     """
     from flexgen_h2o.kernels.compiled import rows as rotary_loops
 
@@ -256,7 +270,10 @@ def _rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None
 
 
 def _rotate(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """out = x with pairs (i, i + pairs) of its last dimension rotated; out may be x. cos, sin: (..., pairs)."""
+    """Set out = x with pairs (i, i + pairs) of its last dimension rotated; `out` may be x.
+
+    cos, sin: (..., pairs).
+    """
     pairs = cos.shape[-1]
     first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
     rotated = (first * cos).sub_(second * sin)

@@ -1,9 +1,9 @@
-"""The Walsh-Hadamard transform of heads, which spreads a large channel over all channels before keys and values are
-packed (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
+"""Apply the Walsh-Hadamard transform to heads before keys and values are packed.
 
-The matrix is orthogonal and symmetric: products of two transformed heads are what they were, and a second transform
-gives back what was transformed. A head whose width is no power of two is transformed in blocks of the largest power of
-two that divides it.
+It spreads a large channel over all channels (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456). The
+matrix is orthogonal and symmetric. So products of two transformed heads do not change, and a second
+transform restores the original. A head whose width is no power of two is transformed in blocks of
+the largest power of two that divides it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, par
 
 
 def block_width(width: int) -> int:
-    """Return the numbers of a head that are mixed with each other: 64 of 64, 32 of 96, 16 of 80, 1 of an odd width."""
+    """Return how many numbers of a head are mixed with each other.
+
+    They are 64 of 64, 32 of 96, 16 of 80, and 1 of an odd width.
+    """
     return width & -width
 
 
 def hadamard(x: torch.Tensor) -> None:
-    """Transform heads in place: x (tokens, heads, d), any float dtype. Sums are in fp32 and rounded once.
+    """Transform heads in place: x (tokens, heads, d), any float dtype.
 
-    The numbers of a head and the heads of a token lie side by side.
+    Sums are in fp32 and rounded once. The numbers of a head and the heads of a token must be
+    adjacent.
     """
     size = block_width(x.shape[2])
     if size == 1 or not x.numel():
@@ -51,7 +55,10 @@ def hadamard(x: torch.Tensor) -> None:
 
 
 def hadamard_reference(x: torch.Tensor) -> None:
-    """`hadamard` in torch operations, ROTARY_CHUNK tokens at a time: the same bits as the compiled loop."""
+    """Compute `hadamard` in torch operations, ROTARY_CHUNK tokens at a time.
+
+    The result has the same bits as that of the compiled loop.
+    """
     size = block_width(x.shape[2])
     for here in row_slices(len(x), 1, most=ROTARY_CHUNK):
         wide, step = x[here].float(), 1

@@ -1,12 +1,14 @@
-"""Products in int8: rows of a weight matrix held in int8, inputs quantised row by row, sums in int32.
+"""Multiply in int8: weight rows in int8, inputs quantised row by row, sums in int32.
 
-out = (input codes x weight codes) x input's scale x weight row's scale. Inputs are quantised once for all matrices that
-they are multiplied with. The compiled loop of kernels/products.py multiplies, where there is one; elsewhere torch
-operations do the same, UNPACK_CHUNK elements at a time; a GPU has never run them.
+out = (input codes x weight codes) x input's scale x weight row's scale. Inputs are quantised once
+for all matrices that they are multiplied with. The compiled loop of kernels/products.py multiplies
+if it supports the CPU. Otherwise torch operations do the same, UNPACK_CHUNK elements at a time.
+They have never run on a GPU.
 
-Packed rows (packing.int8_row_bytes) may be blocked where they lie, in as many bytes, as that loop is fastest with them:
-their values, BLOCK_ROWS rows together and of each 4 columns in turn; the negative sums of these, which the product
-takes off for inputs around 128; the scales. Looked up, a row is gathered from its block.
+Packed rows (packing.int8_row_bytes) may be blocked in place, in the same number of bytes, because
+the loop is fastest with blocked rows. A blocked matrix has three regions. First the values:
+BLOCK_ROWS rows together, 4 columns after 4 columns. Then the negative row sums, which the product
+subtracts for inputs around 128. Then the scales. A look-up gathers a row from its block.
 """
 
 from __future__ import annotations
@@ -25,42 +27,52 @@ from flexgen_h2o.kernels.linear import RowPart, block_words, multiply_all, words
 from flexgen_h2o.kernels.packed import unpack_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows, row_slices
 
-ZERO = 128  # what is added to the inputs' codes for the compiled loop, which takes them as uint8
+ZERO = 128  # added to the inputs' codes for the compiled loop, which reads them as uint8
 _LEVELS = 127.0
-_TINY = 1e-30  # as in compiled/int8.py
+_TINY = 1e-30  # largest magnitude that counts as 0, as in compiled/int8.py
 _IN_CACHE = 8  # reading a row that is still in the cache costs about 1/8 of reading it from memory
-_EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
-_MOST_COLUMNS = 2**16  # for the compiled loop: of 255 x 127 each int32 holds the sum
-# torch._int_mm on a card refuses 16 inputs and fewer, and columns and rows of a weight that are no multiples of 8.
+# number of code products (at most 127 x 127) whose sum float32 holds exactly, in any order
+_EXACT = 1024
+# for the compiled loop: int32 holds the sum of so many products of at most 255 x 127
+_MOST_COLUMNS = 2**16
+# On a card torch._int_mm refuses 16 or fewer inputs, and a weight whose columns or rows are no
+# multiple of 8.
 _CARD_INPUTS, _CARD_MULTIPLE = 32, 8
 
 
 @dataclass
 class _Inputs:
-    """Quantised rows. codes: (rows, columns) uint8, with `zero` (0 or ZERO) added to each; scales: (rows,) float32."""
+    """Hold quantised input rows; made by `_MultipliedInInt8.inputs`."""
 
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zero: int = 0
+    codes: torch.Tensor  # (rows, columns) uint8, with `zero` added to each code
+    scales: torch.Tensor  # (rows,) float32
+    zero: int = 0  # 0 or ZERO
 
     def around(self, zero: int) -> torch.Tensor:
-        """The codes, changed in place where they are around the other number."""
+        """Return the codes with `zero` added, changed in place if they have the other zero."""
         if self.zero != zero:
             self.codes.bitwise_xor_(ZERO)
             self.zero = zero
         return self.codes
 
     def __getitem__(self, rows: slice) -> _Inputs:
-        """Some of the rows, where they lie: from then on only the holder of these changes what they are around, so that
-        no row may be taken twice."""
+        """Return some of the rows, in the same memory.
+
+        After that, only the holder of the slice changes the zero of its rows, so no row may be
+        taken twice.
+        """
         return _Inputs(self.codes[rows], self.scales[rows], self.zero)
 
 
 @dataclass(frozen=True)
 class BlockedInt8:
-    """Some rows of a matrix, as many as a multiple of BLOCK_ROWS. memory: (rows, row bytes) uint8 as packed rows have
-    them, whose values, sums and scales are each together."""
+    """Hold some packed int8 rows of a matrix in blocked layout; made by `blank_int8_rows`.
 
+    The number of rows is a multiple of BLOCK_ROWS.
+    """
+
+    # (rows, row bytes) uint8, as many bytes as packed rows have. It contains all values, then all
+    # sums, then all scales.
     memory: torch.Tensor
 
     def __len__(self) -> int:
@@ -72,34 +84,38 @@ class BlockedInt8:
 
     @property
     def scales(self) -> torch.Tensor:
-        """(n,) float32; a view."""
+        """The scales, (n,) float32; a view."""
         return self.memory.view(-1)[-WORD * len(self) :].view(torch.float32)
 
     def rows_at(self, ids: torch.Tensor) -> torch.Tensor:
-        """(len(ids), columns) int8: the values of rows; ids: int64."""
+        """Return the values of rows `ids` (int64), as (len(ids), columns) int8."""
         values = self.memory.view(-1)[: len(self) * self.columns]
         return words_of_blocks(values, self.columns // WORD, ids).view(torch.int8)
 
 
-BUFFERS = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"  # that a Workspace has
-Packed = torch.Tensor | BlockedInt8  # rows: (n, row bytes) uint8 (packing.int8_row_bytes), or the same blocked
+# names of the slices that a Workspace needs
+BUFFERS = "int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums", "int8 rows"
+# rows: (n, row bytes) uint8 (packing.int8_row_bytes), or the same rows blocked
+Packed = torch.Tensor | BlockedInt8
 
 
 @dataclass(frozen=True)
 class _MultipliedInInt8(RowPart):
-    """Some rows of a matrix. columns: of a row. workspace: where products find room ("int8 ..." of
-    engine/temporaries.int8_sizes)."""
+    """Hold some rows of a matrix that is multiplied in int8."""
 
     packed: Packed
-    columns: int
-    workspace: Workspace
+    columns: int  # columns per row
+    workspace: Workspace  # buffers of products: "int8 ..." in engine/temporaries.int8_sizes
     codes: ClassVar[torch.dtype] = torch.uint8
 
     def __len__(self) -> int:
         return len(self.packed)
 
     def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, _Inputs]]:
-        """Quantised in the workspace, TOKEN_CHUNK rows at a time."""
+        """Quantise x in the workspace, and yield slices of rows with their _Inputs.
+
+        A slice has TOKEN_CHUNK rows, except the last one.
+        """
         for start in range(0, len(x), TOKEN_CHUNK):
             rows = slice(start, min(start + TOKEN_CHUNK, len(x)))
             some = x[rows]
@@ -112,7 +128,7 @@ class _MultipliedInInt8(RowPart):
 
 @dataclass(frozen=True)
 class Int8Rows(_MultipliedInInt8):
-    """Rows that are in int8 already."""
+    """Hold rows that are stored in int8."""
 
     def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         is_taken = is_compiled(out) and self.columns <= _MOST_COLUMNS
@@ -133,7 +149,8 @@ class Int8Rows(_MultipliedInInt8):
         )  # fmt: skip
 
     def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        assert isinstance(self.packed, torch.Tensor)  # blocked rows are for the loop alone
+        # only the compiled loop multiplies blocked rows
+        assert isinstance(self.packed, torch.Tensor)
         codes, ws = inputs.around(0).view(torch.int8), self.workspace
         weight, scales = codes_of(self.packed, self.columns), scales_of(self.packed)
         step = INT8_TILE // len(codes) // _CARD_MULTIPLE * _CARD_MULTIPLE
@@ -141,7 +158,8 @@ class Int8Rows(_MultipliedInInt8):
             rows = slice(first, min(first + step, len(self)))
             sums = ws.get("int8 sums", len(codes), rows.stop - first, dtype=torch.int32)
             int8_products(codes, weight[rows], sums)
-            # In a row of their own: the sums' pass would jump from row to row of the matrix for each of its rows.
+            # Copied to be contiguous: otherwise the pass over the sums would stride through the
+            # matrix for each of its rows.
             column_scales = ws.get("int8 weight scales", rows.stop - first, dtype=torch.float32)
             column_scales.copy_(scales[rows])
             rescale(sums, inputs.scales, column_scales, None if bias is None else bias[rows], out[:, rows], adds)
@@ -158,10 +176,13 @@ class Int8Rows(_MultipliedInInt8):
 
 @dataclass(frozen=True)
 class RequantisedRows(_MultipliedInInt8):
-    """Rows in 4 bits, (n, packed row bytes) uint8, that are multiplied as the int8 rows of `requantise_rows`: by the
-    compiled loop a panel at a time in the caches, elsewhere some rows at a time in the workspace ("int8 rows")."""
+    """Hold rows in 4 bits that are multiplied as the int8 rows of `requantise_rows`.
 
-    packed: torch.Tensor
+    The compiled loop converts a panel at a time in the caches. Otherwise some rows at a time are
+    converted in the workspace ("int8 rows").
+    """
+
+    packed: torch.Tensor  # (n, packed row bytes) uint8
 
     def job(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
         whole = self.columns % GROUP == 0 and len(self) % STRIP_ROWS == 0 and self.columns <= _MOST_COLUMNS
@@ -192,9 +213,10 @@ class RequantisedRows(_MultipliedInInt8):
 
 
 def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
-    """rows: (n, columns), any float dtype, on the host. Returns (n, row bytes) uint8.
+    """Pack rows (n, columns) of any float dtype, on the host, as (n, row bytes) uint8.
 
-    |code x scale - value| <= scale / 2, but for the rounding of float32. Raises ValueError where a value is not finite.
+    |code x scale - value| <= scale / 2, except for the rounding of float32. Raises ValueError if a
+    value is not finite.
     """
     values = rows.float().contiguous()
     if not bool(torch.isfinite(values).all()):
@@ -208,23 +230,24 @@ def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def codes_of(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """(n, columns) int8 of packed rows; a view."""
+    """Return the codes of packed rows, (n, columns) int8; a view."""
     return packed[:, :columns].view(torch.int8)
 
 
 def scales_of(packed: torch.Tensor) -> torch.Tensor:
-    """(n,) float32 of packed rows; a view."""
+    """Return the scales of packed rows, (n,) float32; a view."""
     return packed[:, -INT8_ROW_BYTES:].view(torch.float32)[:, 0]
 
 
-# ---- numbers into codes, and sums into numbers
+# ---- numbers to codes, and sums to numbers
 
 
 def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zero: int = 0) -> None:
-    """Each row of x (n, columns) into codes (int8 or uint8) and one scale, its largest magnitude / 127; 0 for a row of
-    zeros. zero: 0, or ZERO, which is added to each code.
+    """Quantise each row of x (n, columns) to codes (int8 or uint8) and one scale.
 
-    Rows may lie apart, their values may not. A value that is not finite makes the scale infinite or NaN.
+    The scale is the row's largest magnitude / 127, and 0 for a row of zeros. zero: 0, or ZERO,
+    which is added to each code. Rows need not be adjacent, but the values of a row must be. A value
+    that is not finite makes the scale infinite or NaN.
     """
     if not is_compiled(x):
         quantise_rows_reference(x, codes.view(torch.int8), scales)
@@ -243,7 +266,10 @@ def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, ze
 
 
 def quantise_rows_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """`quantise_rows` in torch operations; a value in the middle between two codes may get the other one."""
+    """Compute `quantise_rows` in torch operations.
+
+    A value exactly between two codes may get the other code.
+    """
     for some in row_slices(*x.shape):
         values = x[some].float()
         largest = values.abs().amax(dim=1)
@@ -257,9 +283,10 @@ def rescale(
     sums: torch.Tensor, row_scales: torch.Tensor, column_scales: torch.Tensor, bias: torch.Tensor | None,
     out: torch.Tensor, adds: bool,
 ) -> None:  # fmt: skip
-    """out = sums x row scale x column scale + bias, worked out in float32; adds: to what is there.
+    """Set out = sums x row scale x column scale + bias, computed in float32.
 
-    sums: (rows, columns) int32, contiguous; scales: float32; bias: (columns,) and out (rows, columns) of one dtype.
+    adds: add to what `out` contains. sums: (rows, columns) int32, contiguous; scales: float32;
+    bias: (columns,) and out: (rows, columns), of one dtype.
     """
     if not is_compiled(out):
         rescale_reference(sums, row_scales, column_scales, bias, out, adds)
@@ -281,7 +308,7 @@ def rescale_reference(
     sums: torch.Tensor, row_scales: torch.Tensor, column_scales: torch.Tensor, bias: torch.Tensor | None,
     out: torch.Tensor, adds: bool,
 ) -> None:  # fmt: skip
-    """`rescale` in torch operations."""
+    """Compute `rescale` in torch operations."""
     for some in row_slices(*sums.shape):
         values = sums[some].float().mul_(row_scales[some].unsqueeze(1)).mul_(column_scales)
         if bias is not None:
@@ -289,11 +316,14 @@ def rescale_reference(
         out[some] = values.add_(out[some]) if adds else values
 
 
-# ---- products of codes, as whole numbers
+# ---- products of codes, as integers
 
 
 def int8_products(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out = codes W^T. codes: (rows, columns), weight: (n, columns), both int8; out: (rows, n) int32, contiguous."""
+    """Set out = codes W^T.
+
+    codes: (rows, columns), weight: (n, columns), both int8; out: (rows, n) int32, contiguous.
+    """
     on_card = codes.device.type != "cpu"
     refused = on_card and (codes.shape[1] % _CARD_MULTIPLE or len(weight) % _CARD_MULTIPLE)
     if refused or not _int_mm_works(codes.device):
@@ -303,8 +333,10 @@ def int8_products(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
 
 
 def _int_mm(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """`int8_products` by torch._int_mm. On a card inputs that are too few are filled up, some rows of the weight at a
-    time."""
+    """Compute `int8_products` with torch._int_mm.
+
+    On a card, too few inputs are padded, and then some rows of the weight are multiplied at a time.
+    """
     more = 0 if codes.device.type == "cpu" else _CARD_INPUTS - len(codes)
     if more <= 0:
         torch._int_mm(codes, weight.t(), out=out)
@@ -317,7 +349,10 @@ def _int_mm(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """`int8_products` as products of float32, exact: some columns, and some rows of the weight, at a time."""
+    """Compute `int8_products` as exact products in float32.
+
+    Some columns and some rows of the weight are multiplied at a time.
+    """
     out.zero_()
     step = UNPACK_CHUNK // _EXACT
     for k in range(0, codes.shape[1], _EXACT):
@@ -328,10 +363,14 @@ def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torc
 
 @lru_cache
 def _int_mm_works(where: torch.device) -> bool:
-    """torch._int_mm is private, and instructions of older CPUs cut sums of large products: is it there, and exact?"""
+    """Return whether torch._int_mm exists and is exact here.
+
+    It is private, and instructions of older CPUs saturate sums of large products.
+    """
     codes, weight = (torch.full((n, int8_row_bytes(256)), 127, dtype=torch.int8, device="cpu") for n in (3, 32))
     codes[0, ::2], weight[1], weight[2, 1::2] = -127, -127, -127
-    codes, weight = codes[:, :256].to(where).contiguous(), weight.to(where)[:, :256]  # packed rows lie apart, too
+    # packed rows are not adjacent, so the test's are not either
+    codes, weight = codes[:, :256].to(where).contiguous(), weight.to(where)[:, :256]
     out, want = (torch.empty(3, 32, dtype=torch.int32, device=where) for _ in range(2))
     try:
         _int_mm(codes, weight, out)
@@ -345,10 +384,11 @@ def _int_mm_works(where: torch.device) -> bool:
 
 
 def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
-    """Block packed rows (n, row bytes), uint8, where they lie: parts in order, whose memory is that of `packed`.
+    """Block packed rows (n, row bytes), uint8, in place.
 
-    What cannot be blocked stays as it is: all rows where the device, the number of columns or the CPU is not right, and
-    those beyond a multiple of BLOCK_ROWS.
+    Returns parts in order, which share the memory of `packed`. Rows that cannot be blocked stay as
+    they are. These are all rows if the device, number of columns or CPU is not supported, and rows
+    beyond a multiple of BLOCK_ROWS.
     """
     parts = blank_int8_rows(packed)
     for part in parts:
@@ -362,7 +402,7 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
 
 
 def blank_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
-    """Parts as `block_int8_rows` makes them, of rows that are yet to be filled."""
+    """Return parts as `block_int8_rows` does, for rows that are still to be filled."""
     columns = packed.shape[1] - INT8_ROW_BYTES
     end = len(packed) // BLOCK_ROWS * BLOCK_ROWS
     right = packed.is_contiguous() and columns % BLOCK_ROWS == 0 and columns <= _MOST_COLUMNS
@@ -372,15 +412,18 @@ def blank_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
     return (blocked,) if end == len(packed) else (blocked, packed[end:])
 
 
-# ---- packed rows of 4 bits (kernels/packed.py) into int8 rows
+# ---- packed rows of 4 bits (kernels/packed.py) to int8 rows
 
 
 def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
-    """Fill int8 rows in order, (n, int8_row_bytes(columns)) uint8, from packed rows (n, packed row bytes) uint8.
+    """Fill int8 rows in order from packed rows of 4 bits.
 
-    A row's scale is the largest magnitude that its groups can hold, |least| or |least + 15 x scale|, over 127: it
-    follows from the groups' ends, so values are gone through once. int8 = round(value x 127 / largest). Beside the 4
-    bits' own error, a value is off by at most half of a scale.
+    packed: (n, packed row bytes) uint8; out: (n, int8_row_bytes(columns)) uint8.
+
+    A row's scale is the largest magnitude that its groups can hold, |least| or |least + 15 x
+    scale|, divided by 127. It follows from the scales and least values of the groups, so the values
+    are read only once. int8 = round(value x 127 / largest). In addition to the error of 4 bits, a
+    value is off by at most half of a scale.
     """
     if packed.device.type != "cpu":
         requantise_rows_reference(packed, out, columns)
@@ -396,7 +439,9 @@ def requantise_rows(packed: torch.Tensor, out: torch.Tensor, columns: int) -> No
 
 
 def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
-    """`requantise_rows` in torch operations, UNPACK_CHUNK values at a time, with the same bits.
+    """Compute `requantise_rows` in torch operations, with the same bits.
+
+    UNPACK_CHUNK values are converted at a time.
 
     out: rows in order, (n, int8_row_bytes(columns)) uint8.
     """
@@ -409,7 +454,8 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
         scale, least = ends.view(len(here), -1, 2).unbind(dim=2)
         largest = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1)
         largest = largest.masked_fill(largest < _TINY, 0)
-        steps = torch.full_like(largest, _LEVELS) / largest  # a number over a tensor would be rounded twice
+        # a Python number divided by a tensor would be rounded twice
+        steps = torch.full_like(largest, _LEVELS) / largest
         codes = values.mul_(steps.masked_fill(largest == 0, 0).unsqueeze(1)).round_().to(torch.int8)
         rows.zero_()
         rows[:, :columns] = codes.view(torch.uint8)

@@ -1,12 +1,17 @@
-"""How numba compiles here, and the scalar helpers of all loops. It imports numba (0.2 s): import it lazily.
+"""Compile loops with numba, and define the scalar helpers of all loops.
 
-Loops get addresses, whose tensors the caller keeps alive: no array has to be made of a bf16 tensor, and numba compiles
-each loop once. They hold no lock and start no threads: `workspace.parallel_rows` runs them in parallel.
+The module imports numba (0.2 s), so import it lazily.
 
-A function is compiled for each combination of types that it is called with. 0 as an argument, or as what a variable is
-before a loop, is a type of its own: `np.int64(0)` is not. int32 and uint64 beside int64 are others.
+Loops get addresses, and the caller keeps the tensors alive. So no array has to be made of a bf16
+tensor, and numba compiles each loop once. Loops hold no lock and start no threads:
+`workspace.parallel_rows` runs them in parallel.
 
-`element` is a number whose type says what lies at an address: uint16 stands for bf16, int16 for fp16, float32 for fp32.
+Numba compiles a function for each combination of argument types. A literal 0, as an argument or as
+the value of a variable before a loop, has a type of its own; `np.int64(0)` does not. int32 and
+uint64 are other types than int64.
+
+`element` is a number whose type says what is stored at an address: uint16 stands for bf16, int16
+for fp16, float32 for fp32.
 """
 
 from __future__ import annotations
@@ -20,19 +25,20 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from flexgen_h2o.kernels.numba_guard import numba  # before what else is of numba
+from flexgen_h2o.kernels.numba_guard import numba  # import this before anything else of numba
 
 # isort: split
 from numba.extending import intrinsic
 
-# numba's annotations cover some of it only, and not in all versions.
+# numba annotates only a part of its functions, and not in all versions.
 _njit: Any = numba.njit
 _types: Any = numba.types
 
-# Sums may be reordered and products fused, or nothing vectorises. 'nnan' and 'ninf' are left out on purpose: they let
-# the compiler assume that there is no NaN and no infinity, and a broken model must show, not turn into numbers.
+# Without these, sums may not be reordered and products not fused, so nothing vectorises. 'nnan' and
+# 'ninf' are left out on purpose. They let the compiler assume that there is no NaN and no infinity,
+# but a broken model must show and not turn into numbers.
 FASTMATH = ("reassoc", "contract", "nsz", "arcp", "afn")
-# No wrapper for callers in C, of whom there are none: 5% of the time that compiling takes.
+# No wrapper for callers in C, because there are none: it takes 5% of the compile time.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _ROOM = Path(__file__).parent
 _SOURCES = *sorted(_ROOM.rglob("*.py")), *(_ROOM.parent / "core" / name for name in ("packing.py", "units.py"))
@@ -40,12 +46,18 @@ _STAMP = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for fil
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """numba.njit for a loop over addresses. The compiled code is cached on disk where numba finds a writable folder."""
+    """Compile a loop over addresses with numba.njit.
+
+    The compiled code is cached on disk if numba finds a writable folder.
+    """
     return _jitted(function, fastmath=set(FASTMATH))
 
 
 def jit_rounded(function: Callable[..., Any]) -> Any:
-    """`jit` for what gives the same bits in every loop: each operation is rounded, in the order that is written."""
+    """Compile a function whose result must have the same bits in every loop.
+
+    Each operation is rounded, in the order in which it is written.
+    """
     return _jitted(function, fastmath=False)
 
 
@@ -53,9 +65,10 @@ def _jitted(function: Callable[..., Any], **options: Any) -> Any:
     options |= _OPTIONS
     try:
         compiled = _njit(function, cache=True, **options)
-    except RuntimeError:  # no folder can be written to
+    except RuntimeError:  # no folder is writable
         return _njit(function, **options)
-    # numba compares only the function's own file with the cache; a loop also has what others here, and of core, define.
+    # Numba compares only the function's own file with the cache. A loop also depends on the other
+    # files of this folder and of core, so the stamp covers them all.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP
         compiled._cache.save_overload = _ignoring_full_disk(compiled._cache.save_overload)
@@ -63,7 +76,7 @@ def _jitted(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def _ignoring_full_disk(save: Callable[..., None]) -> Callable[..., None]:
-    """Writing to a full disk fails silently: the next run compiles again."""
+    """Make `save` fail silently if the disk is full; the next run compiles again."""
 
     def saved(*arguments: Any) -> None:
         with suppress(OSError):
@@ -73,7 +86,7 @@ def _ignoring_full_disk(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cast(to: Any, source: Any, emit: Callable[[Any, Any], Any]) -> Any:
-    """An intrinsic that converts a value of numba type `source` to type `to`."""
+    """Return an intrinsic that converts a value of numba type `source` to type `to`."""
 
     @intrinsic
     def cast(_context: Any, _value: Any) -> Any:
@@ -87,7 +100,7 @@ _HALF, _I16 = ir.HalfType(), ir.IntType(16)
 
 
 def _pointer(to: Any, kind: Any) -> Any:
-    """An intrinsic that makes an array of the memory at an address."""
+    """Return an intrinsic that makes an array of the memory at an address."""
     return _cast(_types.CPointer(to), _types.int64, lambda b, x: b.inttoptr(x, kind.as_pointer()))
 
 
@@ -98,7 +111,7 @@ floats_at, ints_at, longs_at = (
 )
 bytes_at, shorts_at = _pointer(_types.uint8, ir.IntType(8)), _pointer(_types.uint16, ir.IntType(16))
 words_at = _pointer(_types.uint32, _I32)
-# The same bits, read as another type.
+# Read the same bits as another type.
 bits_to_float = _cast(_types.float32, _types.uint32, lambda b, x: b.bitcast(x, _F32))
 float_to_bits = _cast(_types.int32, _types.float32, lambda b, x: b.bitcast(x, _I32))
 half_to_float = _cast(_types.float32, _types.uint16, lambda b, x: b.fpext(b.bitcast(x, _HALF), _F32))
@@ -106,18 +119,21 @@ float_to_half = _cast(_types.uint16, _types.float32, lambda b, x: b.bitcast(b.fp
 
 
 def num_planes(element: Any) -> int:
-    """The numbers in a 4-byte word, by the numba type of an element."""
+    """Return how many numbers a 4-byte word holds, for the numba type of an element."""
     return 2 if element in (_types.uint16, _types.int16) else 1
 
 
 def _planes(_context: Any, element: Any) -> Any:
-    """The numbers in a 4-byte word; known at compile time."""
+    """Emit how many numbers a 4-byte word holds; the count is known at compile time."""
     constant = ir.Constant(_I64, num_planes(element))
     return _types.int64(element), lambda *_: constant
 
 
 def _is_half(_context: Any, element: Any) -> Any:
-    """Whether elements are fp16; known at compile time, so that a loop has one of two bodies."""
+    """Emit whether elements are fp16.
+
+    The answer is known at compile time, so a loop is compiled with only one of its two bodies.
+    """
     constant = ir.Constant(ir.IntType(1), element == _types.int16)
     return _types.boolean(element), lambda *_: constant
 
@@ -126,9 +142,10 @@ is_half: Any = intrinsic(_is_half)
 planes: Any = intrinsic(_planes)
 
 LOG2_E, LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
-HIGH = np.uint32(0xFFFF0000)  # the upper half of a word
-_QUIET = np.uint32(0x400000)  # a bit of a NaN; set, the upper half is a NaN too
-# 2**f for |f| <= 1/2 to one part in 10**7, lowest power first; the first is 1, so that 2**0 is.
+HIGH = np.uint32(0xFFFF0000)  # mask of the upper half of a word
+_QUIET = np.uint32(0x400000)  # a bit of a NaN; if it is set, the upper half alone is a NaN too
+# Coefficients of 2**f for |f| <= 1/2, exact to one part in 10**7, lowest power first. The first is
+# 1, so that 2**0 is exactly 1.
 _C0, _C1, _C2, _C3, _C4, _C5 = (
     np.float32(c) for c in (1.0, 0.69314698, 0.24022242, 0.05550734, 0.00967151, 0.00132647)
 )
@@ -136,12 +153,18 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (
 
 @jit
 def keep(array):  # type: ignore[no-untyped-def]
-    """An array whose address is used until here: numba frees it behind its last use by name."""
+    """Keep an array alive up to this call.
+
+    Use it if only the array's address is used: numba frees an array after its last use by name.
+    """
 
 
 @jit
 def exp2(x):  # type: ignore[no-untyped-def]
-    """2**x in fp32, to one part in 10**7. Below 2**-126 it gives 2**-126; NaN stays NaN."""
+    """Return 2**x in fp32, to one part in 10**7.
+
+    Below 2**-126 the result is 2**-126; NaN stays NaN.
+    """
     x = np.float32(-126) if x < np.float32(-126) else x
     x = np.float32(127) if x > np.float32(127) else x
     whole = np.rint(x)
@@ -152,34 +175,41 @@ def exp2(x):  # type: ignore[no-untyped-def]
 
 @jit
 def ordered(bits):  # type: ignore[no-untyped-def]
-    """Map the bits of a float to an int32 that sorts as the float does, positive NaN last; and back again.
+    """Map the bits of a float to an int32 that sorts as the float does, and back again.
 
-    The largest or smallest of integers vectorises; that of floats only if the compiler may forget about NaN.
+    A positive NaN sorts last. The compiler vectorises the maximum or minimum of integers. It
+    vectorises that of floats only if it may ignore NaN.
     """
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 @jit
 def to_bf16(x):  # type: ignore[no-untyped-def]
-    """The bits of x rounded to bf16, half to even, in the upper half; the lower half has no meaning."""
+    """Return x rounded to bf16 (half to even) as bits in the upper half of a word.
+
+    The lower half has no meaning.
+    """
     bits = np.uint32(float_to_bits(x))
     return bits | _QUIET if x != x else bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
 
 
 @jit
 def to_bf16_towards(x, up):  # type: ignore[no-untyped-def]
-    """The nearest bf16 number that is not below x (up) or not above it, the lower half 0; NaN stays NaN."""
+    """Return the nearest bf16 number that is not below x (`up`) or not above x, with lower half 0.
+
+    NaN stays NaN.
+    """
     bits = np.uint32(float_to_bits(x))
     if x != x:
         bits |= _QUIET
-    elif (x < np.float32(0)) != up:  # away from zero
+    elif (x < np.float32(0)) != up:  # round away from zero
         bits += np.uint32(0xFFFF)
     return np.uint32(bits & HIGH)
 
 
 @jit
 def number_at(element, at, i):  # type: ignore[no-untyped-def]
-    """Number i at address `at`, in fp32."""
+    """Return number i at address `at`, in fp32."""
     if is_half(element):
         return half_to_float(shorts_at(at)[i])
     if planes(element) == 2:
@@ -189,7 +219,7 @@ def number_at(element, at, i):  # type: ignore[no-untyped-def]
 
 @jit
 def set_number(element, at, i, x):  # type: ignore[no-untyped-def]
-    """Round x to number i at address `at`."""
+    """Write x, rounded to the element type, as number i at address `at`."""
     if is_half(element):
         shorts_at(at)[i] = float_to_half(x)
     elif planes(element) == 2:
@@ -200,7 +230,10 @@ def set_number(element, at, i, x):  # type: ignore[no-untyped-def]
 
 @jit
 def rounded(element, x):  # type: ignore[no-untyped-def]
-    """x as it would be read back: rounded to bf16 or fp16 if elements are."""
+    """Return x as it would be read back after it was stored.
+
+    It is rounded to bf16 or fp16 if elements are.
+    """
     if is_half(element):
         return half_to_float(float_to_half(x))
     return bits_to_float(to_bf16(x) & HIGH) if planes(element) == 2 else x
@@ -208,23 +241,29 @@ def rounded(element, x):  # type: ignore[no-untyped-def]
 
 @jit
 def decoded(code, ends):  # type: ignore[no-untyped-def]
-    """The number that a code stands for. ends: of its group, the scale in the lower half and the least in the upper."""
+    """Return the number that a code stands for.
+
+    ends: of the code's group; the scale is in the lower half, and the least value in the upper
+    half.
+    """
     scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
     return np.float32(np.int32(code)) * scale + least
 
 
-# ---- Threads that wait for each other awake: sleeping and being woken takes as long as a small loop
+# ---- Threads that wait for each other awake, because sleeping and waking take as long as a small
+# loop
 
 
 def _emit_look(builder: Any, at: Any) -> Any:
-    if machine() in ("x86_64", "AMD64"):  # leaves the core to whoever shares it, for some tens of cycles
+    # the pause leaves the core to its other hardware thread for some tens of cycles
+    if machine() in ("x86_64", "AMD64"):
         pause = builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), ()))
         builder.call(pause, ())
     return builder.load_atomic(builder.inttoptr(at, _I64.as_pointer()), "acquire", 8)
 
 
 def _tell(_context: Any, at: Any, number: Any) -> Any:
-    """Other threads find the number at the address, and then all that was written before."""
+    """Store the number at the address, so that its readers see all earlier writes too."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         address, value = arguments
@@ -240,8 +279,12 @@ _tell_number: Any = intrinsic(_tell)
 
 @jit
 def wait_past(at, number, looks):  # type: ignore[no-untyped-def]
-    """Wait until another number is at the address, as others `tell_and_wait` there; False: it is not after so many
-    looks."""
+    """Wait until another number is at the address.
+
+    Another thread writes it with `tell_and_wait`.
+
+    Returns False if the number has not changed after `looks` looks.
+    """
     looked = 0
     while looked < looks and _look(at) == number:
         looked += 1
@@ -250,13 +293,19 @@ def wait_past(at, number, looks):  # type: ignore[no-untyped-def]
 
 @jit
 def tell_and_wait(to, at, number, looks):  # type: ignore[no-untyped-def]
-    """Write the number to the address `to`, and `wait_past` it at the other. No lock of the interpreter is held then,
-    for which a thread that finds the number would sleep."""
+    """Write the number to the address `to`, then `wait_past` it at the address `at`.
+
+    Meanwhile the interpreter's lock is not held. Otherwise a thread that finds the number would
+    sleep until it gets the lock.
+    """
     _tell_number(to, number)
     return wait_past(at, number, looks)
 
 
 def kept_in() -> Path | None:
-    """The folder in which compiled code is cached, for other processes and later ones; None where there is none."""
+    """Return the folder in which compiled code is cached for other processes and later runs.
+
+    Returns None if there is no such folder.
+    """
     folder = getattr(getattr(exp2, "_cache", None), "cache_path", None)
     return None if folder is None else Path(folder)

@@ -1,13 +1,16 @@
-"""Linear maps and row look-ups over a matrix that is held in row parts.
+"""Multiply by a matrix that is held in row parts, and look its rows up.
 
-A matrix split over tiers arrives as several parts, each a run of its rows; a whole one as a single part. No part is
-ever copied together: each is multiplied where it lies and fills its own columns of the result, or, where rows are
-inputs (`InputRows`), adds its share to all of them.
+A matrix that is split over tiers arrives as several parts, and each is a run of its rows. A matrix
+that is not split arrives as one part. Parts are never copied together: each part is multiplied
+where its memory is. It fills its own columns of the result. If rows belong to inputs (`InputRows`),
+it adds its share to all columns.
 
-In bf16 on a CPU the compiled loop of kernels/products.py multiplies, where there is one, and torch elsewhere: in fp32,
-some of the weight at a time, where the CPU has AVX2 alone. Rows may be in the loop's blocked layout, in which it need
-not bring them first; with AMX it takes only these. They are blocked in place: the bytes are the same in another order,
-so that the memory plan and the owner of the memory need not know.
+In bf16 on a CPU, the compiled loop of kernels/products.py multiplies if it supports the CPU.
+Otherwise torch multiplies: on a CPU with only AVX2 in fp32, a part of the weight at a time.
+
+Rows may be stored in the compiled loop's blocked layout, so that the loop need not rearrange them
+first. With AMX, the loop accepts only blocked rows. Rows are blocked in place. The bytes are the
+same in another order, so the memory plan and the owner of the memory need not know about it.
 """
 
 from __future__ import annotations
@@ -24,54 +27,75 @@ from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS
 from flexgen_h2o.kernels import products, triton
 from flexgen_h2o.kernels.workspace import multiplies_slowly, row_slices, some_rows
 
-_INPUTS = 512  # that are fp32 at a time
+_INPUTS = 512  # input rows that are converted to fp32 at a time
 
 
 class RowPart(ABC):
-    """Some rows of a matrix in the form in which they are multiplied. All parts of a matrix have inputs of one kind."""
+    """Hold some rows of a matrix, in the form in which they are multiplied.
 
-    codes: ClassVar[torch.dtype] = torch.bfloat16  # of inputs, in jobs of the compiled loop
+    All parts of a matrix accept inputs of one kind.
+    """
+
+    # dtype of the inputs in jobs of the compiled loop
+    codes: ClassVar[torch.dtype] = torch.bfloat16
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, Any]]:
-        """x (rows, columns) as products take it, some rows at a time: which rows, and these, of which slices can be
-        taken, each row once. One is used before the next is made."""
-        yield slice(0, x.shape[0]), x  # len() of a tensor takes several times as long
+        """Yield x (rows, columns) in the form that products accept, some rows at a time.
+
+        Each item is the slice of rows and the prepared inputs. The inputs can be sliced, but each
+        row may be taken only once. The caller uses one item before it asks for the next.
+        """
+        yield slice(0, x.shape[0]), x  # len() of a tensor takes several times as long as shape[0]
 
     @abstractmethod
     def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> products.Job | None:
-        """`multiply` as a job of the compiled loop, which goes by address; None where that does not take it."""
+        """Return `multiply` as a job of the compiled loop, or None if the loop does not support it.
+
+        A job holds addresses, so the tensors must outlive it.
+        """
 
     def multiply(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        """out = x W^T + bias; adds: to what is there. bias: (n,), out: (rows, n), whose rows need not be adjacent."""
+        """Set out = x W^T + bias, or add that to `out` if `adds`.
+
+        bias: (n,); out: (rows, n), whose rows need not be adjacent.
+        """
         raise NotImplementedError("is multiplied by the compiled loop alone")
 
     def product(self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> Product:
-        """What this part, whose rows begin at `start` of the matrix, is to do for out (rows, all of the matrix)."""
+        """Return this part's product, as arguments of `multiply`.
+
+        start: first row of this part in the matrix; bias and out: of the whole matrix, out is
+        (rows, all rows of the matrix).
+        """
         here = slice(start, start + len(self))
         return self, inputs, None if bias is None else bias[here], out[:, here], adds
 
     @abstractmethod
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        """The rows `ids` (int64, (n,)) into out (n, columns)."""
+        """Copy the rows `ids` (int64, (n,)) to out (n, columns)."""
 
 
 class Table(RowPart):
-    """Rows that are looked up and never multiplied."""
+    """Hold rows that are looked up and never multiplied."""
 
     def job(self, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor) -> NoReturn:
         raise NotImplementedError("a table is looked up in")
 
 
 RowParts = tuple[RowPart, ...]
-Product = tuple[RowPart, Any, torch.Tensor | None, torch.Tensor, bool]  # a part, and the arguments of `multiply`
+# a part, and the arguments of its `multiply`
+Product = tuple[RowPart, Any, torch.Tensor | None, torch.Tensor, bool]
 
 
 @dataclass(frozen=True)
 class DenseRows(RowPart):
-    """Rows (n, columns) in the compute dtype, in order; or a vector (n,), which is never split."""
+    """Hold rows (n, columns) in the compute dtype, in order, or a vector (n,).
+
+    A vector is never split.
+    """
 
     rows: torch.Tensor
 
@@ -97,7 +121,7 @@ class DenseRows(RowPart):
             torch.addmm(bias, inputs, self.rows.t(), out=out)
 
     def _multiply_in_fp32(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
-        """Some inputs and some outputs at a time."""
+        """Multiply in fp32, converting some inputs and some rows of the weight at a time."""
         for own in row_slices(len(inputs), 1, most=_INPUTS):
             x = inputs[own].float()
             for some in row_slices(*self.rows.shape):
@@ -112,14 +136,16 @@ class DenseRows(RowPart):
 
 @dataclass(frozen=True)
 class InputRows(DenseRows):
-    """Rows (n, outputs) of a matrix that is stored for x W: each belongs to an input. The sum over inputs is rounded
-    after each part."""
+    """Hold rows (n, outputs) of a matrix that is stored for x W: each row belongs to an input.
+
+    The sum over inputs is rounded after each part.
+    """
 
     def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
 
     def job(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """The loop takes rows that belong to outputs."""
+        """Return None: the compiled loop supports only rows that belong to outputs."""
 
     def product(
         self, start: int, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
@@ -131,13 +157,16 @@ class InputRows(DenseRows):
 
 
 def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """out = x W^T + bias. x: (rows, in), weight parts: (out_i, in), bias: (out,), out: (rows, sum out_i)."""
+    """Set out = x W^T + bias, and return it.
+
+    x: (rows, in); weight parts: (out_i, in); bias: (out,); out: (rows, sum of out_i).
+    """
     linear_each(x, ((weight, bias, out),))
     return out
 
 
 def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """out = relu(x W^T + bias), the shapes as of `linear`. Returns out."""
+    """Set out = relu(x W^T + bias), with shapes as in `linear`, and return it."""
     for rows, inputs in weight[0].inputs(x):
         multiply_all(_products(inputs, weight, bias, some_rows(out, rows)), relu=True)
     return out
@@ -146,8 +175,11 @@ def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, ou
 def linear_each(
     x: torch.Tensor, maps: Sequence[tuple[RowParts, torch.Tensor | None, torch.Tensor]], adds: bool = False
 ) -> None:
-    """`linear` of the same inputs with each (weight, bias, out); adds: to what is there. Inputs are prepared once for
-    all weights of a kind: a quantised checkpoint may have some that are plain."""
+    """Run `linear` on the same inputs with each (weight, bias, out).
+
+    adds: add to what `out` contains. Inputs are prepared once for all weights of a kind. A
+    quantised checkpoint may have several kinds, because some of its weights may be plain.
+    """
     kinds: dict[torch.dtype, list[tuple[RowParts, torch.Tensor | None, torch.Tensor]]] = {}
     for one in maps:
         kinds.setdefault(one[0][0].codes, []).append(one)
@@ -163,11 +195,11 @@ def grouped_linear(
     counts: Sequence[int],
     maps: Sequence[tuple[Sequence[RowParts], Sequence[torch.Tensor] | None, torch.Tensor]],
 ) -> None:
-    """`linear_each` of each expert of a group with the rows that are its own.
+    """Run `linear_each` for each expert of a group, with the rows that belong to the expert.
 
-    x: (rows, in), sorted by expert; counts: rows of each expert, 0 among them, whose sum is the rows. maps: of each
-    expert the weight, of each the bias or none at all, and out (rows, sum out_i) of all. What is compiled is one pass
-    over all of them, which the threads share.
+    x: (rows, in), sorted by expert. counts: rows per expert, possibly 0; their sum is the number of
+    rows. maps: (weight per expert, bias per expert or None, out), where out is (rows, sum of out_i)
+    for all experts. The compiled loop runs once for all experts, and its threads share the work.
     """
     from flexgen_h2o.kernels.coded import multiply_together
 
@@ -176,7 +208,8 @@ def grouped_linear(
         for rows, inputs in part.inputs(x):
             found = []
             for expert, own in _of_experts(counts, rows):
-                mine = inputs[own.start - rows.start : own.stop - rows.start]  # taken once: products may change them
+                # sliced only once, because products may change the inputs in place
+                mine = inputs[own.start - rows.start : own.stop - rows.start]
                 for weights, biases, out in maps:
                     if weights[expert][0].codes == kind:
                         bias = None if biases is None else biases[expert]
@@ -185,7 +218,7 @@ def grouped_linear(
 
 
 def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice]]:
-    """Each expert that has any of the rows, and which."""
+    """Yield each expert that has any of the rows, with the slice of rows that belong to it."""
     start = 0
     for expert, count in enumerate(counts):
         first, end = max(start, rows.start), min(start + count, rows.stop)
@@ -197,7 +230,7 @@ def _of_experts(counts: Sequence[int], rows: slice) -> Iterator[tuple[int, slice
 def _products(
     inputs: Any, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> list[Product]:
-    """Of each row part."""
+    """Return one product per row part."""
     if len(weight) == 1:
         return [(weight[0], inputs, bias, out, adds)]
     found, start = [], 0
@@ -208,8 +241,11 @@ def _products(
 
 
 def multiply_all(found: Sequence[Product], relu: bool = False) -> None:
-    """All of them add to what is there, or none of those that the loop takes. These come first: other parts may take
-    the inputs in another form, and change them in place."""
+    """Run all products, each with relu if that is set.
+
+    Products that the compiled loop supports run first and together, and must agree on `adds`. The
+    rest follow one by one. They may convert the inputs in place, so they cannot come earlier.
+    """
     jobs, others = [], list[Product]()
     for part, inputs, bias, out, adds in found:
         job = part.job(inputs, bias, out)
@@ -226,12 +262,15 @@ def multiply_all(found: Sequence[Product], relu: bool = False) -> None:
 
 
 def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None) -> None:
-    """x += inputs W^T + bias, in place: the residual sum. x: (rows, out), inputs: (rows, in)."""
+    """Add inputs W^T + bias to x in place: the residual sum. x: (rows, out), inputs: (rows, in)."""
     linear_each(inputs, ((weight, bias, x),), adds=True)
 
 
 def lookup(ids: torch.Tensor, table: RowParts, out: torch.Tensor) -> torch.Tensor:
-    """Rows of `table` by `ids` (int64, (n,)) into out (n, width). Ids must be in range."""
+    """Copy the rows `ids` (int64, (n,)) of `table` to out (n, width), and return it.
+
+    Ids must be in range.
+    """
     if len(table) == 1:
         table[0].look_up(ids, out)
         return out
@@ -246,14 +285,17 @@ def lookup(ids: torch.Tensor, table: RowParts, out: torch.Tensor) -> torch.Tenso
 
 
 def vector(parts: RowParts) -> torch.Tensor:
-    """A tensor of one dimension, which is never split and always in the compute dtype."""
+    """Return the tensor of one dimension in `parts`.
+
+    It is never split and always in the compute dtype.
+    """
     (whole,) = parts
     assert isinstance(whole, DenseRows)
     return whole.rows
 
 
 def optional_vector(tensors: Mapping[str, RowParts], name: str) -> torch.Tensor | None:
-    """The vector of that name, None where the layer has none."""
+    """Return the vector of that name, or None if the layer has none."""
     return vector(tensors[name]) if name in tensors else None
 
 
@@ -262,10 +304,13 @@ def optional_vector(tensors: Mapping[str, RowParts], name: str) -> torch.Tensor 
 
 @dataclass(frozen=True)
 class BlockedRows(RowPart):
-    """Some rows of a matrix, as many as a multiple of BLOCK_ROWS. memory: (rows, columns), whose values are in another
-    order: of BLOCK_ROWS rows each the first two columns, then the next two."""
+    """Hold some rows of a matrix in the compiled loop's blocked layout.
 
-    memory: torch.Tensor
+    The number of rows is a multiple of BLOCK_ROWS. A block has BLOCK_ROWS rows: first their values
+    of columns 0 and 1, then of columns 2 and 3, and so on.
+    """
+
+    memory: torch.Tensor  # (rows, columns) in the compute dtype; the values are in blocked order
 
     def __len__(self) -> int:
         return len(self.memory)
@@ -282,10 +327,12 @@ class BlockedRows(RowPart):
 
 
 def block_rows(rows: torch.Tensor) -> RowParts:
-    """Block `rows` (n, columns) where they lie: row parts in order, whose memory is that of `rows`.
+    """Block `rows` (n, columns) in place, and return row parts in order.
 
-    What cannot be blocked stays as it is: all rows where the dtype, the device, the number of columns or the CPU is not
-    right, and those beyond the last multiple of BLOCK_ROWS.
+    The parts share the memory of `rows`.
+
+    Rows that cannot be blocked stay as they are. These are all rows if the dtype, device, number of
+    columns or CPU is not supported, and rows beyond the last multiple of BLOCK_ROWS.
     """
     end = len(rows) // BLOCK_ROWS * BLOCK_ROWS
     right = rows.is_contiguous() and rows.shape[1] % BLOCK_ROWS == 0 and products.takes(rows, rows.shape[1])
@@ -297,13 +344,18 @@ def block_rows(rows: torch.Tensor) -> RowParts:
 
 
 def words_of_blocks(memory: torch.Tensor, words: int, ids: torch.Tensor) -> torch.Tensor:
-    """The rows `ids` (int64, (n,)) of blocked ones of so many words, which `memory` (flat) holds: (n, words) int32."""
+    """Return the rows `ids` (int64, (n,)) of blocked rows, as (n, words) int32.
+
+    memory: flat, holds the blocked rows; words: 4-byte words per row.
+    """
     return memory.view(torch.int32).view(-1, words, BLOCK_ROWS)[ids // BLOCK_ROWS, :, ids % BLOCK_ROWS]
 
 
 def block_words(words: torch.Tensor, memory: torch.Tensor) -> None:
-    """Words of rows (n, words) into the order of blocks, in the first bytes of `memory` (flat), which may be that of
-    the rows. n: a multiple of BLOCK_ROWS."""
+    """Write the words of rows (n, words) in blocked order to the first bytes of `memory` (flat).
+
+    `memory` may be the memory of the rows. n must be a multiple of BLOCK_ROWS.
+    """
     out = memory.view(torch.uint8)[: words.numel() * words.itemsize].view(words.dtype)
     step = max(BLOCK_ROWS, BLOCK_CHUNK // (words.shape[1] * words.itemsize) // BLOCK_ROWS * BLOCK_ROWS)
     for some, there in zip(words.split(step), out.split(step * words.shape[1]), strict=True):

@@ -1,4 +1,4 @@
-"""Imports numba, or says in one line which of its settings keeps loops from being compiled.
+"""Import numba, or raise a UsageError that names the setting that keeps loops from being compiled.
 
 Settings are environment variables, or lines of a `.numba_config.yaml` in the working folder.
 """

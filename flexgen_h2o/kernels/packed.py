@@ -1,4 +1,7 @@
-"""Numbers packed into a few bits each (packing.SlotPacking): KV columns and weights. W = words of a slot."""
+"""Pack numbers into a few bits each (packing.SlotPacking): KV columns and weights.
+
+W = words of a slot.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.linear import Table
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, is_compiled_beside_card, parallel_rows
 
-_EXPONENT = 0x7F80  # of a bfloat16; all set: infinite, or not a number
+_EXPONENT = 0x7F80  # exponent bits of a bfloat16; if all are set, it is infinite or NaN
 
 
 def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """`pack_columns` of weights: rows (n, columns), any float dtype, on the host, as (n, row bytes) uint8.
+    """Pack weights with `pack_columns`: rows (n, columns), any float dtype, on the host.
 
-    Raises ValueError where a value is not finite, or a group spans more than float32 does.
+    Returns (n, row bytes) uint8. Raises ValueError if a value is not finite, or a group spans more
+    than float32 does.
     """
     packing = SlotPacking(rows.shape[1], bits)
     packed = pack_columns(rows if is_compiled(rows) else rows.float(), packing)
@@ -29,7 +33,10 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    """Fill out (n, columns), contiguous, with the values of packed (n, row bytes) uint8, rounded to out's dtype."""
+    """Decode packed (n, row bytes) uint8 to out (n, columns), contiguous.
+
+    Values are rounded to out's dtype.
+    """
     if triton.takes(out) and packed.stride(0) % WORD == 0:
         return _unpack_on_card(packed, bits, out)
     if not is_compiled(out):
@@ -47,7 +54,10 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
 
 
 class PackedTable(Table):
-    """Packed rows (n, row bytes), uint8, that are decoded as they are looked up. bits: of a value."""
+    """Hold packed rows (n, row bytes), uint8, and decode those that are looked up.
+
+    bits: per value.
+    """
 
     def __init__(self, packed: torch.Tensor, bits: int) -> None:
         self._packed, self._bits = packed, bits
@@ -71,7 +81,10 @@ def _unpack_on_card(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch
 
 
 def unpack_rows_reference(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    """`unpack_rows` in torch operations, UNPACK_CHUNK values at a time. The same bits: code x scale is exact."""
+    """Compute `unpack_rows` in torch operations, UNPACK_CHUNK values at a time.
+
+    The result has the same bits, because code x scale is exact.
+    """
     packing, step = SlotPacking(out.shape[1], bits), max(1, UNPACK_CHUNK // out.shape[1])
     for start in range(0, len(out), step):
         words = packed[start : start + step].view(torch.int32)
@@ -79,11 +92,14 @@ def unpack_rows_reference(packed: torch.Tensor, bits: int, out: torch.Tensor) ->
     return out
 
 
-_HIGH = -65536  # the upper half of a word
+_HIGH = -65536  # mask of the upper half of a word
 
 
 def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
-    """(..., d) numbers as (..., W) int32. Each is off by at most half its group's scale; NaN makes its group NaN."""
+    """Pack (..., d) numbers as (..., W) int32.
+
+    Each number is off by at most half its group's scale. NaN makes its whole group NaN.
+    """
     if not is_compiled_beside_card(columns):
         return pack_columns_reference(columns, packing)
     from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
@@ -99,12 +115,13 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
 
 
 def pack_columns_reference(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
-    """`pack_columns` in torch operations; a scale or a value may differ by a rounding."""
+    """Compute `pack_columns` in torch operations; a scale or a value may differ by a rounding."""
     x = columns.float()
     short, width = packing.groups * packing.group - packing.width, packing.width
     x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1).unflatten(-1, (packing.groups, packing.group))
     least = _outwards(x.amin(dim=-1, keepdim=True), down=True)
-    # A card multiplies by the reciprocal of a Python number, which is another quotient.
+    # If the divisor is a Python number, a card multiplies by its reciprocal, which gives another
+    # quotient.
     scale = _outwards((x.amax(dim=-1, keepdim=True) - least) / torch.full_like(least, packing.levels), down=False)
     values = ((x - least) / scale).add_(0.5).nan_to_num_(0.0).floor_().clamp_(0, packing.levels).int().flatten(-2)
     words = [_joined(values[..., :width] & _low_mask(packing), packing.low_bits)]
@@ -119,7 +136,7 @@ def _low_mask(packing: SlotPacking) -> int:
 
 
 def _joined(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """(..., n) int32 of so many bits, side by side in words from the lowest bit on."""
+    """Pack (..., n) int32 codes of `bits` bits into words, from the lowest bit on."""
     per_word = 32 // bits
     values = torch.nn.functional.pad(values, (0, -values.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
     shifts = bits * torch.arange(per_word, device=values.device, dtype=torch.int32)
@@ -128,13 +145,13 @@ def _joined(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _parted(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The first `count` values of so many bits that `_joined` has put together."""
+    """Return the first `count` codes of `bits` bits that `_joined` has packed."""
     shifts = bits * torch.arange(32 // bits, device=words.device, dtype=torch.int32)
     return (words[..., None] >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)[..., :count]
 
 
 def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtype) -> torch.Tensor:
-    """(..., W) int32 as (..., d) numbers."""
+    """Decode (..., W) int32 to (..., d) numbers."""
     width, low = packing.width, packing.low_words
     words, ends = packed.split([packing.value_words, packing.groups], dim=-1)
     codes = _parted(words[..., :low], packing.low_bits, width)
@@ -148,7 +165,7 @@ def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtyp
 
 
 def _outwards(x: torch.Tensor, down: bool) -> torch.Tensor:
-    """fp32 numbers rounded down or up to bf16 ones; NaN stays NaN."""
+    """Round fp32 numbers down or up to a bf16 number; NaN stays NaN."""
     bits = x.view(torch.int32)
     rounded = (bits + torch.where((x < 0) == down, 0xFFFF, 0).int()) & _HIGH
     return torch.where(x.isnan(), x, rounded.view(torch.float32))

@@ -1,10 +1,14 @@
-"""Causal attention over prompts with the log-sum-exp, and column scores: the attention that each key received, summed
-over queries, never as an n x n matrix. With more keys than queries, the queries are the last rows of the prompt.
+"""Causal attention over prompts with the log-sum-exp, and the attention that each key received.
 
-On a CPU with AVX2 our compiled loop is used (with AVX-512 2-3x torch's). Exception: whole prompts in bf16 on AMX, where
-torch's fused kernel is 1.3-5.8x ours. There and elsewhere torch computes the log-sum-exp inside its fused attention,
-but returns it only from private operations. They are tried once against `causal_attention_lse_reference` on a small
-case, and not used where they are missing, raise or differ. Those for CUDA have not run on a GPU yet.
+The attention that a key received is summed over queries, never as an n x n matrix. If there are
+more keys than queries, the queries are the last rows of the prompt.
+
+On a CPU with AVX2, our compiled loop is used (with AVX-512 it is 2-3x as fast as torch). The
+exception is whole prompts in bf16 on AMX, where torch's fused kernel is 1.3-5.8x as fast as ours.
+There and on other devices, torch computes the log-sum-exp inside its fused attention, but only
+private operations return it. They are tried once against `causal_attention_lse_reference` on a
+small case. They are not used if they are missing, raise an error or give another result. Those for
+CUDA have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,23 +23,27 @@ from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
 from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, mismatch, multiplies_slowly, parallel_rows
 
-TILE_ROWS = 256  # query rows; fewer where a tile of so many is over TILE_BYTES for each thread
-LEAST_TILE_ROWS = 16  # fewer make matrix products slow
-TILE_BYTES = SCORE_TILE_BYTES  # of all products that exist at a time
-REFERENCE_ROWS = 32  # query rows where all heads of all prompts are worked on at once
+TILE_ROWS = 256  # query rows per tile; fewer if such a tile would exceed TILE_BYTES per thread
+LEAST_TILE_ROWS = 16  # query rows per tile at least; fewer make matrix products slow
+TILE_BYTES = SCORE_TILE_BYTES  # bytes of all products that exist at a time
+REFERENCE_ROWS = 32  # query rows at a time if all heads of all prompts are computed at once
 ALL_ROWS = 2**31 - 1
 
 
 def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0) -> torch.Tensor:
-    """The sum over query rows i >= max(first_row, j) and over the heads of a kv-group of exp(scale x q_i.k_j - lse_i).
+    """Return the sum of exp(scale x q_i.k_j - lse_i) for each key j.
 
-    q: (b, heads, m, d), the last m of n rows; k: (b, kv_heads, n, d), any strides; lse: (b, heads, m) fp32, of
-    `causal_attention_lse`. first_row is counted from the first of all n, as j is. Returns (b, kv_heads, n) fp32.
-    Memory: `TILE_BYTES` of products, and as many queries and keys copied.
+    The sum is over query rows i >= max(first_row, j) and over the query heads of a kv-group.
 
-    fp32 is exact to a few 1e-6. In bf16 the products of a tile are rounded to bf16 (but on a CPU with AVX2 alone), by
-    2**-9 of each at most, so one probability may be off by scale x |q.k| / 512 of itself, to either side; what a column
-    gets from many rows is off by far less.
+    q: (b, heads, m, d), the last m of n rows; k: (b, kv_heads, n, d), any strides; lse: (b, heads,
+    m) fp32, from `causal_attention_lse`. first_row, like j, is counted from the first of all n
+    rows. Returns (b, kv_heads, n) fp32. Memory: `TILE_BYTES` of products, and as many queries and
+    keys copied.
+
+    The result in fp32 is exact to a few 1e-6. In bf16, products of a tile are rounded to bf16, by
+    at most 2**-9 of each (on a CPU with only AVX2 they stay fp32). One probability may thus be off
+    by scale x |q.k| / 512 of itself, in either direction. The sum of a column over many rows is off
+    by far less.
     """
     if triton.takes(q, k, lse):
         return _column_sums_on_card(q, k, lse, scale, first_row)
@@ -59,9 +67,10 @@ def packed_column_sums(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lines: triton.Lines, scale: float,
     last: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`column_sums` on a card, in one launch, of whole prompts of any lengths that lie one behind the other, b = 1.
+    """Run `column_sums` on a card for packed prompts of any lengths, in one launch.
 
-    last: rows of each prompt that count, None for all. Returns (1, kv_heads, tokens) fp32.
+    The prompts are whole and adjacent, and b = 1. last: number of last rows of each prompt that
+    count, None for all. Returns (1, kv_heads, tokens) fp32.
     """
     sums, last = torch.empty(1, *k.shape[1:3], dtype=torch.float32, device=q.device), ALL_ROWS if last is None else last
 
@@ -78,7 +87,11 @@ def _launch_sums(
     tensors: Sequence[torch.Tensor], lines: triton.Lines, scale: float, last: int,
     reference: Callable[[], object],
 ) -> None:  # fmt: skip
-    """tensors: q, k, lse and sums, of a batch or of packed prompts. last: queries of each prompt that count."""
+    """Launch the kernel for column sums.
+
+    tensors: q, k, lse and sums, of a batch or of packed prompts. last: queries of each prompt that
+    count.
+    """
     (q, k, lse, sums), constants = tensors, _tile(tensors[0])
     kv_heads, strides = k.shape[1], [step for t in (q, k, lse) for step in triton.batch_strides(t, 3)]
     sizes = *strides, *triton.batch_strides(sums, 2), kv_heads, q.shape[1] // kv_heads, last, scale
@@ -88,7 +101,11 @@ def _launch_sums(
 
 
 def _tile(q: torch.Tensor) -> dict[str, int]:
-    """Constants of a kernel: so many queries and keys at a time that their tiles fit a T4's shared memory."""
+    """Return the kernel's constants.
+
+    The numbers of queries and keys at a time are small enough that their tiles fit the shared
+    memory of a T4.
+    """
     width, wide = q.shape[3], triton.power_of_two(q.shape[3], 16)
     count = max(16, 128 // q.itemsize // max(1, wide // 128))
     return {"D": width, "WIDTH": wide, "ROWS": count, "KEYS": count}
@@ -97,19 +114,22 @@ def _tile(q: torch.Tensor) -> dict[str, int]:
 def column_sums_reference(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
 ) -> torch.Tensor:
-    """`column_sums` tile by tile: products by torch, sums in a compiled loop where there is one."""
+    """Compute `column_sums` tile by tile.
+
+    torch multiplies, and a compiled loop adds if there is one.
+    """
     batch, kv_heads, n, width = k.shape
     group, before = q.shape[1] // kv_heads, n - q.shape[2]
     dtype = torch.float32 if multiplies_slowly(q.device.type, q.dtype) else q.dtype
     q, lse = q.unflatten(1, (kv_heads, group)), lse.unflatten(1, (kv_heads, group))
     sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
     threads = min(torch.get_num_threads(), batch * kv_heads)
-    row_bytes = group * n * dtype.itemsize  # of one kv-head's products with one row
+    row_bytes = group * n * dtype.itemsize  # bytes of one kv-head's products with one row
     rows = max(LEAST_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
     buffer = torch.empty(max(TILE_BYTES, rows * row_bytes) // dtype.itemsize, dtype=dtype, device=q.device)
     for piece in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
         queries, keys, ends, into = (t[piece].flatten(0, 1) for t in (q, k, lse, sums))
-        # Copied once at most: what is converted is contiguous then.
+        # Keys are copied at most once: after a conversion they are contiguous.
         heads, keys = len(keys), keys.to(dtype, memory_format=torch.contiguous_format).contiguous()
         for start in range(max(before, first_row), n, rows):
             end = min(n, start + rows)
@@ -122,7 +142,10 @@ def column_sums_reference(
 
 
 def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of sequences and of kv-heads, together at most `most` kv-heads each: whole sequences where they fit."""
+    """Yield slices of sequences and of kv-heads, with at most `most` kv-heads in each piece.
+
+    A piece has whole sequences if they fit.
+    """
     if most >= kv_heads:
         step = most // kv_heads
         yield from ((slice(i, i + step), slice(None)) for i in range(0, batch, step))
@@ -132,7 +155,12 @@ def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice
 
 
 def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int) -> None:
-    """lse: (rows, group, count), of the tile's own queries, which begin at row `first`."""
+    """Add a tile's probabilities to `sums`.
+
+    products: (rows, group, count, end), where rows are kv-heads and count is the tile's queries;
+    lse: (rows, group, count), of these queries; sums: (rows, n) fp32; first: row of the first
+    query.
+    """
     rows, group, count, end = products.shape
     if not is_compiled(products):
         p = products.float().mul_(scale).sub_(lse[..., None]).exp_().tril_(first)
@@ -150,8 +178,8 @@ def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: tor
 Result = tuple[torch.Tensor, torch.Tensor]
 _Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], Result]
 
-# Of a self-check: rows on both sides of a tile's edge, the queries where they are fewer, a window, and the tolerance by
-# dtype.
+# Sizes of the self-check: rows on both sides of a tile's edge, the number of queries when there are
+# fewer than keys, a window, and the tolerance by dtype.
 _CHECK_ROWS, _CHECK_LAST, _CHECK_WINDOW = 37, 5, 7
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -159,10 +187,11 @@ _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Causal attention of the last m rows of prompts, or of all, O(n) memory.
+    """Return causal attention of the last m rows of prompts, or of all rows, in O(n) memory.
 
-    q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, m <= n. Returns (b, heads, m, d). window: keys that a
-    query sees, its own and those before it; None: all. Work is that of the keys that are seen.
+    q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, m <= n. Returns (b, heads, m, d).
+    window: number of keys that a query sees, its own and those before it; None: all. Only keys that
+    are seen cost work.
     """
     if _is_compiled(q, k, v):
         return _attend_on_cpu(q, k, v, scale, window)[0]
@@ -174,7 +203,8 @@ def causal_attention(
     if 1 < rows < n or _hides(window, n):
         pieces = _row_pieces(q, k, v, window)
         return _joined([attend(some, a, b, _last_rows(some, a, window)) for some, a, b in pieces])
-    if enable_gqa and _checked(q.device.type, q.dtype, True) is _efficient_cuda:  # torch would write n x n scores
+    # here torch would write n x n scores
+    if enable_gqa and _checked(q.device.type, q.dtype, True) is _efficient_cuda:
         return _efficient_cuda(q, k, v, scale, window)[0]
     return attend(q, k, v, is_causal=rows > 1)
 
@@ -182,10 +212,13 @@ def causal_attention(
 def causal_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
-    """`causal_attention`, and for each query the natural logarithm of the sum of exp(scale x q.k) over its keys.
+    """Return `causal_attention` and its log-sum-exp.
 
-    q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, any strides, m <= n. Returns (b, heads, m, d) in q's
-    dtype and (b, heads, m) fp32.
+    The log-sum-exp of a query is the natural logarithm of the sum of exp(scale x q.k) over its
+    keys.
+
+    q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, any strides, m <= n. Returns (b,
+    heads, m, d) in q's dtype and (b, heads, m) fp32.
     """
     if _is_compiled(q, k, v):
         return _attend_on_cpu(q, k, v, scale, window)
@@ -196,7 +229,7 @@ def causal_attention_lse(
 
 
 def _attend_on_card(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
-    """The result has the heads of a token side by side."""
+    """Run the Triton kernel; in the memory of the result, the heads of a token are adjacent."""
     (batch, heads, rows, width), keys = q.shape, k.shape[2]
     out = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
@@ -213,8 +246,11 @@ def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lines: triton.Lines, scale: float,
     window: int | None, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """`causal_attention_lse` on a card, in one launch, of whole prompts of any lengths that lie one behind the other,
-    b = 1, into `out`, which is as q. Returns the log-sum-exp, (1, heads, tokens) fp32."""
+    """Run `causal_attention_lse` on a card for packed prompts of any lengths, in one launch.
+
+    The prompts are whole and adjacent, and b = 1. The result is written to `out`, which has the
+    shape and dtype of q. Returns the log-sum-exp, (1, heads, tokens) fp32.
+    """
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
     def reference() -> None:
@@ -230,7 +266,10 @@ def _launch_attention(
     tensors: Sequence[torch.Tensor], lines: triton.Lines, scale: float, window: int | None,
     reference: Callable[[], object],
 ) -> None:  # fmt: skip
-    """tensors: q, k, v, out and the log-sum-exp, of a batch or of packed prompts."""
+    """Launch the kernel for attention.
+
+    tensors: q, k, v, out and the log-sum-exp, of a batch or of packed prompts.
+    """
     (q, k, v, _, lse), constants = tensors, _tile(tensors[0])
     assert all(t.stride(3) == 1 for t in (q, k, v))
     strides = [step for t in tensors[:4] for step in triton.batch_strides(t, 3)]
@@ -242,9 +281,10 @@ def _launch_attention(
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Result:
-    """`causal_attention_lse` whose softmax has one more column for each query, without a value, in the memory of both.
+    """Add a sink to the softmax of each query: one more column, without a value.
 
-    out: (b, heads, m, d); lse: (b, heads, m) fp32; sinks: (heads,), the logits.
+    out: (b, heads, m, d); lse: (b, heads, m) fp32; sinks: (heads,), the logits. The result is
+    written to the memory of `out`, and `lse` is overwritten too.
     """
     joined = torch.logaddexp(lse, sinks.float().view(1, -1, 1))
     return out.mul_(lse.sub_(joined).exp_().unsqueeze(3)), joined
@@ -253,7 +293,10 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Res
 def causal_attention_lse_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
-    """`causal_attention_lse` in torch operations, `REFERENCE_ROWS` queries at a time: memory O(n x REFERENCE_ROWS)."""
+    """Compute `causal_attention_lse` in torch operations, `REFERENCE_ROWS` queries at a time.
+
+    Memory: O(n x REFERENCE_ROWS).
+    """
     batch, heads, rows, width = q.shape
     kv_heads, before = k.shape[1], k.shape[2] - rows
     grouped = (batch, kv_heads, heads // kv_heads)
@@ -277,12 +320,15 @@ def _hides(window: int | None, keys: int) -> bool:
 
 
 def _first_key(row: int, window: int | None) -> int:
-    """That the query of row `row` of all sees."""
+    """Return the first key that the query of row `row` (of all n rows) sees."""
     return 0 if window is None else max(0, row + 1 - window)
 
 
 def _hidden(products: torch.Tensor, window: int | None) -> torch.Tensor:
-    """(m, n) bool: what the last m of n rows do not see. products: (..., m, n)."""
+    """Return the mask of keys that the last m of n rows do not see, (m, n) bool.
+
+    products: (..., m, n).
+    """
     rows, n = products.shape[-2:]
     seen = torch.ones(rows, n, dtype=torch.bool, device=products.device).tril_(n - rows)
     return ~(seen if window is None else seen.triu_(n - rows + 1 - window))
@@ -291,7 +337,10 @@ def _hidden(products: torch.Tensor, window: int | None) -> torch.Tensor:
 def _row_pieces(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """A few of the last rows at a time, each with the keys that it may see: masks stay small, and so does the work."""
+    """Yield a few rows at a time, each with the keys that it may see.
+
+    So masks and work stay small.
+    """
     before = k.shape[2] - q.shape[2]
     for start in range(0, q.shape[2], MASK_ROWS):
         end = min(q.shape[2], start + MASK_ROWS)
@@ -304,18 +353,24 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _last_rows(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The mask of queries that are the last of as many rows as there are keys: (queries, keys), 0 or -inf."""
+    """Return the attention mask if the queries are the last rows: (queries, keys), 0 or -inf."""
     mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
     return mask.masked_fill_(_hidden(mask, window), float("-inf"))
 
 
 def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the compiled loop can read these, and is faster than torch's operation but where that takes AMX."""
+    """Return whether the compiled loop can read these tensors and is faster than torch.
+
+    Torch is faster if it uses AMX; `_attend_on_cpu` handles that case.
+    """
     return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx2")
 
 
 def _attend_on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
-    """The result has the heads of a token side by side."""
+    """Attend in the compiled loop, or in torch's fused kernel if that is faster.
+
+    In the memory of the result, the heads of a token are adjacent.
+    """
     n, keys = q.shape[2], k.shape[2]
     if q.dtype == torch.bfloat16 and n == keys and not _hides(window, keys) and cpu_has("amx-bf16"):
         fused = _checked("cpu", q.dtype, q.shape[1] != k.shape[1])
@@ -325,8 +380,11 @@ def _attend_on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
 
 
 def _attend_in_pieces(fused: _Fused, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
-    """Whole prompts, some sequences and heads at a time: the operation copies their keys and values, for each query
-    head, and these and its own result are at most `TILE_BYTES`, or those of one kv-head."""
+    """Run the fused operation on whole prompts, some sequences and heads at a time.
+
+    The operation copies keys and values for each query head. These copies and its own result take
+    at most `TILE_BYTES`, or those of one kv-head.
+    """
     (batch, heads, n, width), kv_heads = q.shape, k.shape[1]
     group = heads // kv_heads
     out = torch.empty(batch, n, heads, width, dtype=q.dtype, device="cpu").transpose(1, 2)
@@ -343,7 +401,7 @@ def _attend_in_pieces(fused: _Fused, q: torch.Tensor, k: torch.Tensor, v: torch.
 def _attend_compiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:
-    """What a prompt gets depends on that prompt alone."""
+    """Attend in the compiled loop. The result of a prompt depends on that prompt alone."""
     from flexgen_h2o.kernels.compiled import prompts as prompt_loops
 
     (batch, heads, n, width), (kv_heads, keys) = q.shape, k.shape[1:3]
@@ -381,10 +439,12 @@ def _fused_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, 
 
 
 def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
-    """The head width must be a multiple of 8, as in all models we know; others raise, and the check sees only 16. It
-    knows no windows.
+    """Run torch's flash attention on CUDA, or the reference if it does not support the case.
 
-    With more keys than queries these are the last rows, as they should be; the check sees whether that is so.
+    The head width must be a multiple of 8, as in all models we know. Torch raises an error for
+    other widths, and the check tries only 16. The operation has no windows.
+
+    If there are more keys than queries, the queries must be the last rows; the check tests that.
     """
     if q.shape[3] % 8 or _hides(window, k.shape[2]):
         return causal_attention_lse_reference(q, k, v, scale, window)
@@ -393,8 +453,13 @@ def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
 
 
 def _efficient_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
-    """For cards and dtypes without flash attention: Turing, float32. It knows whole prompts alone, no shared kv-heads
-    (one query head of each at a time, so that no keys are copied), and gives more log-sum-exps than there are rows."""
+    """Run torch's memory-efficient attention on a card.
+
+    It is for cards and dtypes without flash attention (Turing, float32).
+
+    It supports only whole prompts. It has no shared kv-heads, so it runs for one query head of each
+    kv-head at a time, and no keys are copied. It returns more log-sum-exps than there are rows.
+    """
     (heads, rows, width), (kv_heads, keys) = q.shape[1:], k.shape[1:3]
     if width % 8 or rows != keys or _hides(window, keys):
         return causal_attention_lse_reference(q, k, v, scale, window)
@@ -414,7 +479,10 @@ _FUSED: dict[str, tuple[tuple[_Fused, tuple[torch.dtype, ...]], ...]] = {
 
 @lru_cache
 def _checked(device: str, dtype: torch.dtype, shared: bool) -> _Fused | None:
-    """The first fused operation of a kind of device that does what we think; shared: fewer kv-heads than heads."""
+    """Return the first fused operation for this kind of device that passes the self-check.
+
+    shared: there are fewer kv-heads than heads.
+    """
     known = (fused for fused, dtypes in _FUSED.get(device, ()) if dtype in dtypes)
     return next((fused for fused in known if _is_right(fused, device, dtype, shared)), None)
 
@@ -430,7 +498,8 @@ def _is_right(fused: _Fused, device: str, dtype: torch.dtype, shared: bool) -> b
     for queries, window in ((q, None), (q[:, :, -_CHECK_LAST:], None), (q, _CHECK_WINDOW)):
         try:
             result = fused(queries, k, v, 0.3, window)
-        except (RuntimeError, AttributeError, TypeError, ValueError):  # gone, renamed, or not for this hardware
+        # the operation is gone, renamed, or not for this hardware
+        except (RuntimeError, AttributeError, TypeError, ValueError):
             return False
         expected = causal_attention_lse_reference(queries, k, v, 0.3, window)
         if not all(

@@ -1,8 +1,10 @@
-"""Products that the compiled loop of compiled/products.py takes: in bf16, and of int8 weights with uint8 inputs.
+"""Run products in the compiled loop: bf16, or int8 weights with uint8 inputs.
 
-It takes AMX's instructions for them where there are any, else AVX-512's, else AVX2's. With AMX rows in order are
-multiplied as fast by oneDNN in torch, in bf16, as they would be here; without AVX-512 torch multiplies bf16 number by
-number.
+The loop is in compiled/products.py.
+
+The loop uses AMX instructions if the CPU has them, else AVX-512, else AVX2. With AMX, oneDNN in
+torch multiplies bf16 rows in order as fast as the loop would. Without AVX-512, torch multiplies
+bf16 one number at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels.workspace import cpu_has, element_of, mismatch, multiplies_slowly, parallel_rows
 
 _WORD = 4  # bytes: two columns in bf16, four in int8
-_LEAST = 64  # bytes of a row: a vector
-_AMX_WORDS = 16  # of a row of a register of AMX
-MXFP4, PACKED = 1, 2  # how rows are coded
-_AS_LONG = 24  # input rows that are multiplied with a weight as long as it takes to come from memory
+_LEAST = 64  # fewest bytes per row: one vector
+_AMX_WORDS = 16  # 4-byte words per row of an AMX register
+MXFP4, PACKED = 1, 2  # values of `Job.coded`: how the codes of a row are coded
+# multiplying a weight with this many input rows takes as long as reading the weight from memory
+_AS_LONG = 24
 
 
 @lru_cache
 def has_loop(dtype: torch.dtype, in_order: bool = False) -> bool:
-    """Is the loop to be used for inputs of this dtype, on this CPU? in_order: with rows that are not blocked."""
+    """Return whether the loop is to be used for inputs of this dtype on this CPU.
+
+    in_order: the rows of the weight are not blocked.
+    """
     if dtype != torch.bfloat16:
         return dtype == torch.uint8 and (cpu_has("avx512vnni") or cpu_has("avx2"))
     if cpu_has("avx512bf16"):
@@ -36,62 +42,74 @@ def has_loop(dtype: torch.dtype, in_order: bool = False) -> bool:
 
 @lru_cache
 def has_amx() -> bool:
-    """Does AMX multiply: has this CPU its instructions, and does Linux let this process use its registers?"""
-    ask = getattr(torch.cpu, "_init_amx", None)  # private; once it is gone, AVX-512 multiplies int8, and torch bf16
+    """Return whether the CPU has AMX, and Linux lets this process use its registers."""
+    # private in torch; if it disappears, AVX-512 multiplies int8, and torch multiplies bf16
+    ask = getattr(torch.cpu, "_init_amx", None)
     return cpu_has("amx-int8") and cpu_has("amx-bf16") and ask is not None and bool(ask())
 
 
 def instructions() -> str:
-    """The widest for products that this CPU has; AVX-512 may lack those for bf16. Empty where there are none."""
+    """Return the name of the widest instructions for products on this CPU, or "" if it has none.
+
+    A CPU with AVX-512 may lack the instructions for bf16.
+    """
     wider = (("AVX-512", "avx512bf16"), ("AVX-512 without bf16", "avx512bw"), ("AVX2", "avx2"))
     return "AMX" if has_amx() else next((name for name, feature in wider if cpu_has(feature)), "")
 
 
 def takes(x: torch.Tensor, columns: int, in_order: bool = False) -> bool:
-    """Does the loop take these inputs, with rows of a weight of so many columns? in_order: as for `has_loop`."""
+    """Return whether the loop accepts these inputs, with rows of a weight of so many columns.
+
+    in_order: as in `has_loop`.
+    """
     nbytes = columns * x.itemsize
     return x.device.type == "cpu" and nbytes % _WORD == 0 and nbytes >= _LEAST and has_loop(x.dtype, in_order)
 
 
 class Job(NamedTuple):
-    """A product of some input rows with some rows of a weight. Addresses and bytes.
+    """Describe the product of some input rows with some rows of a weight, for the compiled loop.
 
-    first: panels of the jobs before it; tokens: input rows; rows: of the weight; words: of a row.
-    row_step: from a row of the weight to the next; 0: it is blocked. bias: 0 where there is none.
-    In int8 alone: the scales of the inputs, of the rows, and the sums of these; with inputs around 128, `zero` times a
-    row's sum is added to its products. ends: of rows in 4 bits (packing.SlotPacking), which become int8 a panel at a
-    time in the caches, bytes from a row to its scales and least values; 0 of others.
-    In bf16 alone: coded: rows are codes of 4 bits, which become bf16 in the same way: MXFP4 or PACKED, 0 of others;
-    scales, scale_step: of what says how a row's are scaled; tables: the address of MXFP4's.
+    Made by `job_of`. All steps are in bytes, and all tensors are addresses.
     """
 
+    # panels (BLOCK_ROWS rows of a weight) of the jobs before this one; `run` sets it
     first: int
-    tokens: int
-    x: int
-    x_step: int
-    weight: int
-    row_step: int
-    rows: int
-    words: int
-    bias: int
-    out: int
-    out_step: int
-    x_scales: int = 0
+    tokens: int  # input rows
+    x: int  # address of the inputs
+    x_step: int  # bytes from an input row to the next
+    weight: int  # address of the weight
+    row_step: int  # bytes from a row of the weight to the next; 0: the weight is blocked
+    rows: int  # rows of the weight
+    words: int  # 4-byte words per row
+    bias: int  # address of (rows,) in the dtype of the results; 0: no bias
+    out: int  # address of the results
+    out_step: int  # bytes from a row of results to the next
+    x_scales: int = 0  # only int8: address of the inputs' scales
+    # Address of the rows' scales: only int8, or coded rows in bf16.
     scales: int = 0
+    # Bytes from a row's scales to the next row's.
     scale_step: int = 0
-    row_sums: int = 0
-    sum_step: int = 0
+    row_sums: int = 0  # only int8: address of the sums of each row's codes
+    sum_step: int = 0  # only int8: bytes from a row's sum to the next row's
+    # Only int8, with inputs around 128: `zero` times a row's sum is added to its products.
     zero: int = 0
+    # Only int8, rows of 4 bits (packing.SlotPacking), which become int8 panel by panel in the
+    # caches: bytes from a row to its scales and least values. Otherwise 0.
     ends: int = 0
+    # Only bf16, rows of 4-bit codes, which become bf16 panel by panel in the caches: MXFP4 or
+    # PACKED. Otherwise 0.
     coded: int = 0
-    tables: int = 0
+    tables: int = 0  # only MXFP4: address of its tables
 
 
 def job_of(
     x: torch.Tensor, weight: tuple[int, int, int, int], bias: torch.Tensor | None, out: torch.Tensor, **others: int
 ) -> Job:
-    """x: (rows, columns), which `takes` has let pass; weight: address, bytes from a row to the next (0: blocked), rows,
-    columns; bias: (n,), out: (rows, n), of one dtype. others: the other fields of a Job.
+    """Return the Job for these tensors. Raise ValueError if they do not go together.
+
+    x: (rows, columns), for which `takes` is true. weight: its address, bytes from a row to the next
+    (0: blocked), rows and columns. bias: (n,), and out: (rows, n), both of one dtype. others:
+    further fields of the Job.
     """
     (tokens, columns), (x_step, x_one), (out_step, out_one) = x.shape, x.stride(), out.stride()
     start, row_step, rows, wanted = weight
@@ -110,7 +128,10 @@ def job_of(
 
 
 def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bool, relu: bool) -> None:
-    """Multiply; the threads share all panels of all jobs. inputs, results: dtypes."""
+    """Multiply all jobs; the threads share all panels of all jobs.
+
+    inputs, results: the dtypes. adds: add to the results. relu: apply relu to the results.
+    """
     from flexgen_h2o.kernels.compiled import products as loops
 
     table, panels, nbytes = [], 0, 0
@@ -128,7 +149,7 @@ def run(jobs: Sequence[Job], inputs: torch.dtype, results: torch.dtype, adds: bo
 
 
 def _kind_of(jobs: Sequence[Job], inputs: torch.dtype) -> np.number[Any]:
-    """The number whose type tells the loop what inputs are, and what multiplies."""
+    """Return a number whose type tells the loop the inputs' dtype and the instructions."""
     is_float = inputs == torch.bfloat16
     if has_amx() and not any(job.words % _AMX_WORDS for job in jobs):
         return np.int16(0) if is_float else np.int8(0)

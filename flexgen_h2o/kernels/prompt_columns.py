@@ -1,5 +1,8 @@
-"""What stays of prompts: the columns that rank highest, and their way into slots, packed or not, with what lies beside
-packed ones. On a card one launch each, also of prompts of different lengths. R, d, C, S, W: as in kernels/slots.py."""
+"""Choose which KV entries of prompts stay, and put them into slots.
+
+Slots may be packed; then WholeColumns beside the packed slots are filled too. On a card each step
+is one launch, also for prompts of different lengths. R, d, C, S, W: as in kernels/slots.py.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,20 @@ from flexgen_h2o.kernels.packed import pack_columns_reference
 from flexgen_h2o.kernels.slots import put_slots_reference
 from flexgen_h2o.kernels.workspace import is_compiled_beside_card
 
-LEAST_RANGE = 1 / 16  # of a key's channel, of the mean range of a row's channels
-_RANKS = 1024  # that are compared at a time
-_COLUMNS = 64  # that are put at a time
-_NUMBERS = 2048  # that are packed at a time
+# least range of a key's channel, as a share of the mean range of the row's channels
+LEAST_RANGE = 1 / 16
+_RANKS = 1024  # ranks that are compared at a time
+_COLUMNS = 64  # columns that are put at a time
+_NUMBERS = 2048  # numbers that are packed at a time
 
 
 def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
-    """(b, kv_heads, count) int64, ascending: columns outside [begin, end), and of the others those that rank highest.
+    """Return the columns that stay, (b, kv_heads, count) int64, ascending.
 
-    rank: (b, kv_heads, n) fp32, n > count. Of equal ranks the newer column stays; NaN ranks lowest.
+    These are the columns outside [begin, end), and the highest-ranked columns inside.
+
+    rank: (b, kv_heads, n) fp32, n > count. If ranks are equal, the newer column stays; NaN ranks
+    lowest.
     """
     if not triton.takes(rank):
         return choose_kept_reference(rank, begin, end, count)
@@ -41,8 +48,11 @@ def choose_kept(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.T
 
 
 def choose_packed(rank: torch.Tensor, lines: triton.Lines) -> torch.Tensor:
-    """`choose_kept` of prompts that lie one behind the other, b = 1, in one launch on a card: (1, kv_heads, all that
-    stay) int64, in each prompt from 0 on. One of which all columns stay has none that are ranked."""
+    """Run `choose_kept` on a card for packed prompts (adjacent, b = 1), in one launch.
+
+    Returns (1, kv_heads, all that stay) int64; numbers count from 0 in each prompt. A prompt whose
+    columns all stay has no ranked columns.
+    """
     kept = torch.empty(*rank.shape[:2], lines[-1].stays.stop, dtype=torch.int64, device=rank.device)
 
     def reference() -> None:
@@ -64,7 +74,7 @@ def _launch_choice(
 
 
 def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) -> torch.Tensor:
-    """`choose_kept` in torch operations."""
+    """Compute `choose_kept` in torch operations."""
     most, n = torch.finfo(rank.dtype).max, rank.shape[2]
     finite = rank[..., begin:end].nan_to_num(nan=-most, posinf=most, neginf=-most)
     newest_first = finite.flip(-1).sort(dim=-1, descending=True, stable=True).indices
@@ -76,25 +86,22 @@ def choose_kept_reference(rank: torch.Tensor, begin: int, end: int, count: int) 
 
 @dataclass(frozen=True)
 class PromptSlots:
-    """Some rows of a KV unit that columns of prompts go to, on the device of these.
+    """Describe some rows of a KV unit to which columns of prompts are written.
 
-    keys, values: (segments, R, S, d), or packed (segments, R, S, W) as `form` says, with whole columns. first: of the
-    prompts' b x kv_heads rows, the one that is row 0 here. window: newest tokens that stay whole beside packed slots.
-    positions, scores: (R, C) int32 and fp32, of slots, written; both or none. smooths: packed keys are centred and
-    scaled as their channels are in the prompt (WholeColumns).
+    All tensors are on the device of the prompts' columns.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    first: int
-    form: SlotForm = WHOLE
-    window: int = 0
-    positions: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    smooths: bool = True
+    keys: torch.Tensor  # (segments, R, S, d), or packed (segments, R, S, W)
+    values: torch.Tensor  # as `keys`
+    first: int  # row of the prompts (of b x kv_heads) that is row 0 here
+    form: SlotForm = WHOLE  # how slots are stored; if packed, with WholeColumns
+    window: int = 0  # newest tokens that stay whole beside packed slots
+    positions: torch.Tensor | None = None  # (R, C) int32, written; None if `scores` is None
+    scores: torch.Tensor | None = None  # (R, C) fp32, written; None if scores are not recorded
+    smooths: bool = True  # centre and scale packed keys per channel, by the prompt (WholeColumns)
 
     def of_prompt(self, line: triton.PromptLine, number: int, kv_heads: int) -> PromptSlots:
-        """The rows of a prompt, the `number`-th of those that lie one behind the other."""
+        """Return the rows that belong to packed prompt `number`."""
         start = number * kv_heads - self.first
         here = slice(max(0, start), max(0, start + kv_heads))
         keys, values, form = self.keys[:, here], self.values[:, here], self.form.rows(here)
@@ -103,7 +110,10 @@ class PromptSlots:
 
 
 def are_put_together(k: torch.Tensor, area: torch.Tensor) -> bool:
-    """Are columns of all rows of prompts put into slots at once? Loops of a CPU pack and copy row by row."""
+    """Return whether columns of all rows of prompts are put into slots at once.
+
+    The CPU's loops pack and copy row by row.
+    """
     return k.device == area.device and not is_compiled_beside_card(k)
 
 
@@ -111,11 +121,14 @@ def put_prompts(
     k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots,
     lines: triton.Lines | None = None,
 ) -> None:  # fmt: skip
-    """Columns of prompts into the slots 0, 1, ... of some rows of theirs: one launch, or two where they are packed.
+    """Write columns of prompts to the slots 0, 1, ... of their rows.
 
-    k, v: (b, n, kv_heads, d), numbers of a head side by side; kept: (b, kv_heads, count) int64, ascending, the tokens
-    whose columns stay. scores: (b, kv_heads, n) fp32, where slots record theirs. lines: of prompts that lie one behind
-    the other, b = 1, of any lengths, each with a window of its own; `kept` as of `choose_packed`.
+    It is one launch, or two if slots are packed.
+
+    k, v: (b, n, kv_heads, d), with the numbers of a head adjacent. kept: (b, kv_heads, count)
+    int64, ascending, the tokens whose columns stay. scores: (b, kv_heads, n) fp32, if slots record
+    scores. lines: packed prompts (adjacent, b = 1) of any lengths, each with its own window; `kept`
+    is then from `choose_packed`.
     """
     prompts, tokens, kv_heads, width = k.shape
     reference: Callable[[], object] = partial(put_prompts_reference, k, v, kept, scores, slots)
@@ -126,7 +139,8 @@ def put_prompts(
         return
     lines = lines or (triton.PromptLine(0, tokens, tokens, 0, kept.shape[2], window=slots.window),) * prompts
     assert k.stride(3) == v.stride(3) == kept.stride(2) == 1
-    (_, rows, length, _), unused = slots.keys.shape, kept  # what a kernel that does not read it gets
+    # placeholder for arguments that the kernel does not read
+    (_, rows, length, _), unused = slots.keys.shape, kept
     given = unused if scores is None else scores.contiguous()
     recorded = (unused, unused) if scores is None else (slots.scores, slots.positions)
     tensors = k, v, kept, slots.keys, slots.values, given, *recorded, triton.prompt_table(lines, k.device)
@@ -165,7 +179,7 @@ def _put_one_by_one(
 def put_prompts_reference(
     k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, scores: torch.Tensor | None, slots: PromptSlots
 ) -> None:
-    """`put_prompts` in torch operations, PACKED_CHUNK numbers of keys at a time."""
+    """Compute `put_prompts` in torch operations, PACKED_CHUNK numbers of keys at a time."""
     (kv_heads, count), rows, packing, whole = kept.shape[1:], slots.keys.shape[1], slots.form.packing, slots.form.whole
     if whole is not None:
         keep_whole(whole, k, v, kept, slots.first, slots.window, slots.smooths)
@@ -187,24 +201,27 @@ def put_prompts_reference(
             slots.scores[here, :count] = scores[batch, head, tokens]
 
 
-# ---- beside packed slots
+# ---- WholeColumns beside packed slots
 
 
 def keep_whole(
     whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, first: int, window: int,
     smooths: bool = True,
 ) -> None:  # fmt: skip
-    """Fill what some rows have beside packed slots, from their prompts: the middle and the range of each channel of
-    their keys, or 0 and 1 where nothing is smoothed, and those of the `window` newest columns that are kept.
+    """Fill the WholeColumns of some rows from their prompts.
 
-    k, v, kept, first: as of `put_prompts`; smooths: as of `PromptSlots`.
+    These are the centre and range of each channel of the keys (0 and 1 if keys are not smoothed),
+    and the `window` newest columns that are kept.
+
+    k, v, kept, first: as in `put_prompts`; smooths: as in `PromptSlots`.
     """
     begin_whole_reference(whole, k, first, smooths)
     if not window:
         return
     n, rows, count = k.shape[1], slice(first, first + len(whole.slots)), kept.shape[2]
     places = torch.arange(window, device=k.device)
-    newest = n - 1 - (n - 1 - places) % window  # in each place the last token that goes there, below 0 for none
+    # for each place the last token that goes there; below 0: none
+    newest = n - 1 - (n - 1 - places) % window
     own = kept.flatten(0, 1)[rows].contiguous()
     slots = torch.searchsorted(own, newest.expand(len(own), window).contiguous()).clamp_(max=count - 1)
     stays = own.gather(1, slots) == newest
@@ -215,7 +232,10 @@ def keep_whole(
 
 
 def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, lines: triton.Lines, smooths: bool) -> None:
-    """Its reference is part of `put_prompts_reference`."""
+    """Launch the kernel for `begin_whole_reference`.
+
+    The launch has no reference, because `put_prompts_reference` includes it.
+    """
     (*_, kv_heads, width), wide = k.shape, triton.power_of_two(k.shape[3], 16)
     sizes = *triton.batch_strides(k, 3), kv_heads, first, whole.slots.shape[1], LEAST_RANGE
     constants = {"D": width, "WIDTH": wide, "BLOCK": max(1, _NUMBERS // wide), "SMOOTHS": smooths}
@@ -224,7 +244,10 @@ def _begin_whole(whole: WholeColumns, k: torch.Tensor, first: int, lines: triton
 
 
 def begin_whole_reference(whole: WholeColumns, k: torch.Tensor, first: int, smooths: bool = True) -> None:
-    """The part of `keep_whole` that needs all columns of a prompt; none is whole yet."""
+    """Set centres and ranges, the part of `keep_whole` that needs all columns of a prompt.
+
+    No column is whole afterwards.
+    """
     for t in (whole.keys, whole.values, whole.centres):
         t.zero_()
     whole.slots.fill_(-1)
@@ -232,10 +255,11 @@ def begin_whole_reference(whole: WholeColumns, k: torch.Tensor, first: int, smoo
     if not smooths:
         return
     rows = slice(first, first + len(whole.slots))
-    # torch's aminmax takes three times as long
+    # torch.aminmax takes three times as long
     least, most = (t.flatten(0, 1)[rows].float() for t in (k.amin(dim=1), k.amax(dim=1)))
     ranges = most - least
-    # A channel that hardly moves would rule all others once it does: it gets a share of their mean.
+    # A channel that hardly varies in the prompt may vary later and would then dominate. So it gets
+    # at least a share of the mean range.
     ranges = torch.maximum(ranges, ranges.mean(dim=1, keepdim=True) * LEAST_RANGE)
     whole.centres.copy_((most + least) / 2)
-    whole.ranges.copy_(torch.where(ranges > 0, ranges, 1.0))  # of one column nothing is known
+    whole.ranges.copy_(torch.where(ranges > 0, ranges, 1.0))  # a single column has no range

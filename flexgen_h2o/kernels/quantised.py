@@ -1,8 +1,8 @@
-"""Decoding of matrices that checkpoints have in few bits (checkpoint/formats), some rows at a time.
+"""Decode matrices that checkpoints store in few bits (checkpoint/formats), some rows at a time.
 
-Each function fills `out` (n, columns) in its dtype, whose rows may lie apart, and returns it. The numbers are worked
-out in float32 and rounded once. Loops are compiled for fp32 and bf16 on a CPU; elsewhere torch operations do the same,
-UNPACK_CHUNK numbers at a time.
+Each function fills `out` (n, columns) in its dtype and returns it; rows of `out` need not be
+adjacent. The numbers are computed in float32 and rounded once. Loops are compiled for fp32 and bf16
+on a CPU. On other devices, torch operations do the same, UNPACK_CHUNK numbers at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from flexgen_h2o.kernels import triton
 from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
 from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, parallel_rows, row_slices
 
-MX_BLOCK = 32  # numbers that share a scale, in 16 bytes
+MX_BLOCK = 32  # numbers that share a scale; their codes take 16 bytes
 
 
 def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3): e2m1 numbers, two to a byte with the first in the low half;
-    a block of 32 is multiplied by 2^(scale - 127).
+    """Decode MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3).
 
-    blocks: (n, columns / 32, 16), scales: (n, columns / 32), both uint8, contiguous. A scale of 255 is 2^128, as
-    transformers has it, and not NaN.
+    Two e2m1 numbers share a byte, with the first in the low half. A block of 32 numbers is
+    multiplied by 2^(scale - 127).
+
+    blocks: (n, columns / 32, 16), scales: (n, columns / 32), both uint8, contiguous. A scale of 255
+    means 2^128, as in transformers, and not NaN.
     """
     if triton.takes(out):
         return _unpack_mxfp4_on_card(blocks, scales, out)
@@ -56,7 +58,7 @@ def _unpack_mxfp4_on_card(blocks: torch.Tensor, scales: torch.Tensor, out: torch
 
 
 def unpack_mxfp4_reference(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`unpack_mxfp4` in torch operations, with the same bits."""
+    """Compute `unpack_mxfp4` in torch operations, with the same bits."""
     numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=out.device, dtype=torch.float32)
     for some in row_slices(len(out), out.shape[1]):
         codes = torch.stack([blocks[some] & 15, blocks[some] >> 4], dim=-1).flatten(-2)
@@ -68,11 +70,13 @@ def unpack_mxfp4_reference(blocks: torch.Tensor, scales: torch.Tensor, out: torc
 def unpack_fp8(
     codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
 ) -> torch.Tensor:
-    """FP8 in blocks: e4m3 numbers (OCP 8-bit Floating Point 1.0: no infinity, 127 and 255 are NaN) times the scale of
-    their block.
+    """Decode FP8 in blocks: e4m3 numbers times the scale of their block.
 
-    codes: (n, columns) uint8; scales: (block rows, ceil(columns / block[1])) float32, both contiguous; block: rows and
-    columns that share a scale; first: of the rows, within the first block.
+    The format is OCP 8-bit Floating Point 1.0: it has no infinity, and 127 and 255 are NaN.
+
+    codes: (n, columns) uint8; scales: (block rows, ceil(columns / block[1])) float32, both
+    contiguous; block: rows and columns that share a scale; first: index of the first row within the
+    first block.
     """
     if not is_compiled(out):
         return unpack_fp8_reference(codes, scales, block, first, out)
@@ -90,7 +94,7 @@ def unpack_fp8(
 def unpack_fp8_reference(
     codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
 ) -> torch.Tensor:
-    """`unpack_fp8` in torch operations, with the same bits."""
+    """Compute `unpack_fp8` in torch operations, with the same bits."""
     columns = codes.shape[1]
     for some in row_slices(len(out), columns):
         rows = torch.arange(first + some.start, first + some.stop, device=out.device) // block[0]
@@ -101,15 +105,15 @@ def unpack_fp8_reference(
 
 @dataclass(frozen=True)
 class Groups:
-    """Which scale a column has. size: columns that share one, even; at: where in the first group the first column is,
-    even too. index: of each column its group, (columns,) int32, where that is not so."""
+    """Map each column to the group whose scale it uses."""
 
-    size: int
-    at: int = 0
+    size: int  # columns that share a scale; an even number
+    at: int = 0  # position of the first column in the first group; an even number
+    # (columns,) int32: the group of each column, if columns are not in order; otherwise None.
     index: torch.Tensor | None = None
 
     def of_columns(self, columns: int, device: torch.device) -> torch.Tensor:
-        """(columns,) int64."""
+        """Return the group of each column, (columns,) int64."""
         if self.index is not None:
             return self.index.long()
         return (torch.arange(columns, device=device) + self.at) // self.size
@@ -119,10 +123,13 @@ def unpack_integers(
     codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, groups: Groups,
     out: torch.Tensor, signed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """(code - zero) x scale of its group. Codes of 4 bits lie two to a byte, the first in the low half.
+    """Decode integers: (code - zero) x scale of its group.
 
-    codes: (n, row bytes) uint8; scales, zeros: (n, groups) float32, all contiguous; zeros: None for half of all codes;
-    signed: bytes are two's complement, and a zero is one of codes that are not.
+    Two codes of 4 bits share a byte, with the first in the low half.
+
+    codes: (n, row bytes) uint8; scales, zeros: (n, groups) float32, all contiguous. zeros: None if
+    the zero is half of the number of codes. signed: codes are bytes in two's complement, but zeros
+    refer to unsigned codes.
     """
     if not is_compiled(out):
         return unpack_integers_reference(codes, bits, scales, zeros, groups, out, signed)
@@ -143,7 +150,7 @@ def unpack_integers_reference(
     codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, groups: Groups,
     out: torch.Tensor, signed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`unpack_integers` in torch operations, with the same bits."""
+    """Compute `unpack_integers` in torch operations, with the same bits."""
     columns = out.shape[1]
     which = groups.of_columns(columns, out.device)
     for some in row_slices(len(out), columns):
@@ -155,16 +162,20 @@ def unpack_integers_reference(
     return out
 
 
-# ---- matrices that lie by columns: out[n, k] of what is stored at [k, n]
+# ---- matrices that are stored by columns: out[n, k] is stored at [k, n]
 
 
 _STORED_GROUPS: Any = WeakTensorKeyDictionary()
 
 
 def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Groups:
-    """GPTQ's g_idx, bytes of (columns,) int32: of each column its group, of `count`. Looked at once for as long as the
-    tensor is held; columns that are in order, `size` to a group from `at` on, have no index. ValueError: a group that
-    is not there, which neither loops nor a card's lookup would see."""
+    """Return the Groups of GPTQ's g_idx; raise ValueError if it names a group that does not exist.
+
+    stored: the bytes of (columns,) int32, the group of each column; count: number of groups. If
+    columns are in order, `size` per group with the first column at position `at`, the result has no
+    index. It is cached as long as the tensor exists. Neither the loops nor a card's look-up would
+    notice a missing group.
+    """
     if stored not in _STORED_GROUPS:
         index, in_order = stored.view(torch.int32), Groups(size, at)
         least, most = (int(end) for end in torch.aminmax(index))
@@ -179,10 +190,11 @@ def stored_groups(stored: torch.Tensor, count: int, size: int, at: int) -> Group
 def unpack_gptq(
     words: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
 ) -> torch.Tensor:
-    """`unpack_integers` of a matrix in GPTQ's order.
+    """Run `unpack_integers` on a matrix in GPTQ's order.
 
-    words: (columns x bits / 32, n) int32, whose codes are those of columns, from the lowest bits on; scales, zeros:
-    (groups, n) float32; rows of each may lie apart. groups: as of `stored_groups`.
+    words: (columns x bits / 32, n) int32; a word holds codes of adjacent columns, from the lowest
+    bits on. scales, zeros: (groups, n) float32. Rows of each tensor need not be adjacent. groups:
+    from `stored_groups`.
     """
     for some in row_slices(len(out), out.shape[1]):
         codes, scale, zero = (_turned(stored[:, some]) for stored in (words, scales, zeros))
@@ -191,22 +203,29 @@ def unpack_gptq(
 
 
 def _turned(stored: torch.Tensor) -> torch.Tensor:
-    """(n, m), whose rows may lie apart, as (m, n). torch turns what is contiguous 5 to 10 times as fast."""
+    """Return `stored` (n, m) transposed to (m, n); rows of `stored` need not be adjacent.
+
+    torch transposes contiguous tensors 5 to 10 times as fast, so `stored` is made contiguous first.
+    """
     n, m = stored.shape
-    return stored.contiguous().t().flatten().view(m, n)  # whose last stride is 1, also where n or m is
+    return stored.contiguous().t().flatten().view(m, n)  # the last stride is 1 even if n or m is 1
 
 
 def parted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes of words (n, m) int32, from the lowest bits on, as (n, m x 32 / bits) float32."""
+    """Return the codes of words (n, m) int32 as (n, m x 32 / bits) float32.
+
+    A word holds its codes from the lowest bits on.
+    """
     shifts = bits * torch.arange(32 // bits, device=words.device, dtype=torch.int32)
     return (words.unsqueeze(2) >> shifts).bitwise_and_((1 << bits) - 1).flatten(1).float()
 
 
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # which code of a word each of its 8 rows has
+# for each of the 8 rows of a word, the index of its code in the word
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def awq_parted(words: torch.Tensor) -> torch.Tensor:
-    """The same in AWQ's order, in 4 bits."""
+    """Return the codes of words (n, m) int32 in AWQ's order, 4 bits, as (n, m x 8) float32."""
     codes: torch.Tensor = parted(words, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
     return codes
 
@@ -214,10 +233,11 @@ def awq_parted(words: torch.Tensor) -> torch.Tensor:
 def unpack_awq(
     words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
 ) -> torch.Tensor:
-    """(code - zero) x scale of a matrix in AWQ's order, in 4 bits.
+    """Decode a matrix in AWQ's order, 4 bits: (code - zero) x scale.
 
-    words: (columns, ceil((skip + n) / 8)) int32, each of 8 rows of a column; skip: rows of the first ones that are not
-    wanted; scales, zeros: (groups, n) float32; rows of each may lie apart.
+    words: (columns, ceil((skip + n) / 8)) int32; each word holds 8 rows of a column. skip: rows of
+    the first words that are not wanted. scales, zeros: (groups, n) float32. Rows of each tensor
+    need not be adjacent.
     """
     for some in row_slices(len(out), out.shape[1]):
         begin, end = (some.start + skip) // 8, -(-(some.stop + skip) // 8)
@@ -229,8 +249,11 @@ def unpack_awq(
 def unpack_awq_rows(
     words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
 ) -> torch.Tensor:
-    """words: (ceil((skip + n) / 8), columns) int32; scales, zeros: (n, groups) float32, all contiguous. skip: rows of
-    the first words that are not wanted."""
+    """Decode AWQ words that are already transposed.
+
+    words: (ceil((skip + n) / 8), columns) int32; scales, zeros: (n, groups) float32, all
+    contiguous. skip: rows of the first words that are not wanted.
+    """
     if not is_compiled(out):
         return unpack_awq_rows_reference(words, skip, scales, zeros, groups, out)
     from flexgen_h2o.kernels.compiled import quantised as loops
@@ -247,18 +270,21 @@ def unpack_awq_rows(
 def unpack_awq_rows_reference(
     words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
 ) -> torch.Tensor:
-    """`unpack_awq_rows` in torch operations, with the same bits."""
+    """Compute `unpack_awq_rows` in torch operations, with the same bits."""
     which = groups.of_columns(out.shape[1], out.device)
     codes = awq_parted(words.t()).t()[skip : skip + len(out)]
     return out.copy_((codes - zeros[:, which]).mul_(scales[:, which]))
 
 
-# ---- numbers into int8 rows
+# ---- numbers to int8 rows
 
 
 def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) -> None:
-    """Fill rows of an int8 matrix (kernels/int8.py) from `first` on. values: (n, columns) float32, contiguous; parts:
-    of the whole matrix. `first` is a multiple of BLOCK_ROWS."""
+    """Quantise values and fill rows of an int8 matrix (kernels/int8.py), from row `first` on.
+
+    values: (n, columns) float32, contiguous; parts: of the whole matrix. `first` is a multiple of
+    BLOCK_ROWS.
+    """
     start = 0
     for part in parts:
         begin, end = max(first, start), min(first + len(values), start + len(part))
@@ -285,7 +311,12 @@ def _fill_part(values: torch.Tensor, first: int, part: Packed) -> None:
 
 
 def _fills_strips(rows: int, first: int, out: BlockedInt8) -> bool:
-    """Strips of STRIP_ROWS rows of whole groups of GROUP columns have a loop, on CPUs with AVX2."""
+    """Return whether a loop fills these rows.
+
+    It fills strips of STRIP_ROWS rows of whole groups of GROUP columns.
+
+    The loop needs a CPU with AVX2.
+    """
     return rows % STRIP_ROWS == first % STRIP_ROWS == out.columns % GROUP == 0 and cpu_has("avx2")
 
 
@@ -297,8 +328,11 @@ def _strip_job(first: int, out: BlockedInt8) -> Any:
 
 
 def fill_blocks_from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, first: int, out: BlockedInt8) -> bool:
-    """`fill_int8_rows` of what `unpack_mxfp4` gives, with the same bits, in one pass over the codes. False: nothing was
-    done, as there is no loop for such rows."""
+    """Run `fill_int8_rows` on the result of `unpack_mxfp4`, in one pass over the codes.
+
+    The result has the same bits. Returns False, and does nothing, if there is no loop for such
+    rows.
+    """
     if not _fills_strips(len(scales), first, out):
         return False
     from flexgen_h2o.kernels.compiled import quantised as loops
@@ -309,7 +343,10 @@ def fill_blocks_from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, first: in
 
 
 def _sum_rows(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """The sums of rows (n, columns) of int8, contiguous, which torch takes long for."""
+    """Write the sum of each row of codes (n, columns), int8 and contiguous, to `out`.
+
+    On a CPU a compiled loop adds, because torch is slow.
+    """
     if codes.device.type != "cpu":
         torch.sum(codes, 1, dtype=torch.int32, out=out)
         return

@@ -1,11 +1,12 @@
-"""Decode attention: one query a head over KV slots; column scores and a victim where an eviction policy wants them.
+"""Decode attention: one query per head over KV slots, and column scores and a victim for eviction.
 
-R = rows: sequences x kv-heads; g = query heads of one kv-head; d = head width; C = slots of a row, held in segments of
-S: slot j of row r is at [j // S, r, j % S]; W = words of a packed slot. Softmax and sums in fp32.
+R = rows: sequences x kv-heads. g = query heads of one kv-head. d = head width. C = slots of a row,
+which are stored in segments of S: slot j of row r is at [j // S, r, j % S]. W = words of a packed
+slot. Softmax and sums are in fp32.
 
-On the CPU, fp32 and bf16 go through one compiled pass over the keys and one over the values, which dequantises packed
-slots in registers; everything else through the torch operations of the functions `..._reference`, which unpack
-PACKED_CHUNK values at a time.
+On the CPU, fp32 and bf16 use one compiled pass over the keys and one over the values, which
+dequantise packed slots in registers. Everything else uses the torch operations of the functions
+`..._reference`, which unpack PACKED_CHUNK values at a time.
 """
 
 from __future__ import annotations
@@ -35,51 +36,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreState:
-    """Column scores of R rows with C slots, on the device of the keys, each tensor contiguous; updated in place.
+    """Hold the column scores of R rows with C slots; `attend` updates them in place.
 
-    scores: (R, C) fp32. positions: (R, C) int32, distinct within a row and not negative. oldest, newest: (R,) int32,
-    the range of positions, both ends included, in which a row may lose a slot. gains: (R,) fp32. victims: (R,) int32,
-    written. now: (R,) int32, the position of each row's newest column, where the victim is that of the lowest score
-    over the number of queries that saw its column; None where scores are compared as they are.
+    All tensors are contiguous and on the device of the keys.
     """
 
-    scores: torch.Tensor
-    positions: torch.Tensor
-    oldest: torch.Tensor
-    newest: torch.Tensor
+    scores: torch.Tensor  # (R, C) fp32
+    positions: torch.Tensor  # (R, C) int32, distinct within a row and not negative
+    oldest: torch.Tensor  # (R,) int32, first position of the range in which a row may lose a slot
+    newest: torch.Tensor  # (R,) int32, last position of that range
     decay: float
-    gains: torch.Tensor
-    victims: torch.Tensor
+    gains: torch.Tensor  # (R,) fp32
+    victims: torch.Tensor  # (R,) int32, written
+    # (R,) int32, the position of each row's newest column: scores are compared over the number of
+    # queries that saw their columns. None: scores are compared as they are.
     now: torch.Tensor | None = None
 
     def rows(self, some: slice) -> ScoreState:
-        """The state of some of the rows."""
+        """Return the state of some of the rows."""
         now = None if self.now is None else self.now[some]
         return replace(self, now=now, **{name: getattr(self, name)[some] for name in _OF_ROWS})
 
 
-_OF_ROWS = ("scores", "positions", "oldest", "newest", "victims", "gains")  # the order of compiled.slots.Scores
+# the order of fields in compiled.slots.Scores
+_OF_ROWS = ("scores", "positions", "oldest", "newest", "victims", "gains")
 
 
 def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
     state: ScoreState | None = None, form: SlotForm = WHOLE,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of each row's queries over its slots 0..filled-1; the others are not read and may hold anything.
+    """Return attention of each row's queries over its slots 0..filled-1.
 
-    With sinks each query has one more column, without a value: attention is shared among slots and it, and what follows
-    is of the slots alone.
+    Other slots are not read and may contain anything. With sinks, each query has one more column
+    without a value. It takes a share of the attention; everything below is about the slots alone.
 
-    q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, or packed, (segments, R, S, W) int32; each segment
-    contiguous, any stride between segments, the same for both where they are not packed. filled: (R,) int32, from 1 to
-    segments x S. Returns (R, g, d) in q's dtype. A row's result depends on that row alone, not on S, on other rows or
-    on threads.
+    q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, or packed, (segments, R, S, W)
+    int32. Each segment is contiguous. The stride between segments is any number, the same for keys
+    and values if they are not packed. filled: (R,) int32, from 1 to segments x S. Returns (R, g, d)
+    in q's dtype. A row's result depends on that row alone, not on S, on other rows or on threads.
 
-    state: it is updated, which changes no bit of the result.
-    scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
-    victims[r] = the slot j < filled of the lowest new score, NaN below all, among those with oldest <= positions[r, j]
-    <= newest, on equal scores the one of the lowest position; -1 if there is none. With `now` scores are
-    compared over now[r] + 1 - positions[r, j].
+    state: it is updated, which changes no bit of the result. For all slots j < filled:
+
+    - scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j).
+    - victims[r] = the slot j of the lowest new score, with NaN below all, among the slots with
+      oldest <= positions[r, j] <= newest. If scores are equal, it is the slot of the lowest
+      position. It is -1 if there is no such slot.
+
+    With `now`, scores are compared over now[r] + 1 - positions[r, j].
     """
     if not loops_can_read(q, keys, values, form):
         return attend_reference(q, keys, values, filled, scale, state, form)
@@ -90,8 +94,11 @@ def attend_lse(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None, scale: float,
     sinks: torch.Tensor | None = None,
 ) -> Pair:  # fmt: skip
-    """`attend`, bit for bit, and (R, g) fp32: the natural logarithm of the sum of exp(scale x q.k) over the slots, and
-    of exp(sink). filled: None where all slots are. sinks: as of a SlotForm."""
+    """Return `attend`, bit for bit, and the log-sum-exp, (R, g) fp32.
+
+    The log-sum-exp is the natural logarithm of the sum of exp(scale x q.k) over the slots, and of
+    exp(sink). filled: None if all slots are filled. sinks: as in a SlotForm.
+    """
     if not loops_can_read(q, keys, values):
         return attend_lse_reference(q, keys, values, filled, scale, sinks)
     if filled is None:
@@ -104,9 +111,9 @@ def attend_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
     state: ScoreState | None = None, form: SlotForm = WHOLE,
 ) -> torch.Tensor:  # fmt: skip
-    """`attend` in torch operations, a segment at a time. Products are rounded to q's dtype.
+    """Compute `attend` in torch operations, a segment at a time.
 
-    Of packed slots some rows at a time are unpacked into q's dtype.
+    Products are rounded to q's dtype. Packed slots are unpacked to q's dtype, some rows at a time.
     """
     packing = form.packing
     if packing is None:
@@ -129,13 +136,16 @@ def attend_largest(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, share: float,
     form: SlotForm = WHOLE,
 ) -> torch.Tensor:  # fmt: skip
-    """`attend`, of the values with the largest probabilities alone: FlexGen's `--attn-sparsity`.
+    """Return `attend` over only the values with the largest probabilities.
 
-    Slots hold columns in their order, the newest last. Of a row with n columns each query has the newest, and of the
-    others the int(share x (n - 1)) with the largest probabilities, of equal ones the older. The softmax is over all
-    columns, and the probabilities that are left are not renormalised.
+    It is FlexGen's `--attn-sparsity`.
 
-    In torch operations, some rows at a time.
+    Slots contain columns in their order, the newest last. In a row with n columns, each query uses
+    the newest column, and of the others the int(share x (n - 1)) with the largest probabilities. If
+    probabilities are equal, the older column is used. The softmax is over all columns, and the
+    remaining probabilities are not renormalised.
+
+    It is computed in torch operations, some rows at a time.
     """
     out = torch.empty_like(q)
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * q.shape[2]))
@@ -150,7 +160,7 @@ def attend_largest(
 
 
 def _are_largest(p: torch.Tensor, filled: torch.Tensor, share: float) -> torch.Tensor:
-    """(R, g, longest) bool: which probabilities `attend_largest` leaves."""
+    """Return which probabilities `attend_largest` keeps, (R, g, longest) bool."""
     newest = (filled.long() - 1).view(-1, 1, 1)
     counts = (share * newest.double()).long()
     others = p.scatter(2, newest.expand(-1, p.shape[1], 1), -1.0)
@@ -164,7 +174,7 @@ def attend_lse_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None, scale: float,
     sinks: torch.Tensor | None = None,
 ) -> Pair:  # fmt: skip
-    """`attend_lse` in torch operations."""
+    """Compute `attend_lse` in torch operations."""
     products = slot_products(q, keys, filled, scale)
     lse = torch.logsumexp(products, dim=2)
     lse = lse if sinks is None else torch.logaddexp(lse, sinks)
@@ -172,7 +182,7 @@ def attend_lse_reference(
 
 
 def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> None:
-    """Scores and victims of `attend`. p: (R, g, longest)."""
+    """Update scores and victims as in `attend`. p: (R, g, longest)."""
     longest = p.shape[2]
     scores, positions = state.scores[:, :longest], state.positions[:, :longest]
     used = torch.arange(longest, device=p.device) < filled.unsqueeze(1)
@@ -189,10 +199,14 @@ def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> 
 
 
 def slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """(R, g, longest) fp32: scale x q.k, and -inf for slots from `filled` on; None: all are."""
+    """Return scale x q.k, (R, g, longest) fp32, with -inf for slots from `filled` on.
+
+    filled: None if all slots are filled.
+    """
     segments, _, length, _ = keys.shape
     longest = segments * length if filled is None else int(filled.max())
-    if q.dtype == torch.float16:  # q.k of some models is beyond its largest number, scale x q.k is not
+    # q.k of some models exceeds the largest fp16 number; scale x q.k does not
+    if q.dtype == torch.float16:
         q, scale = q * scale, 1.0
     parts = [torch.bmm(q, keys[i, :, : longest - i * length].transpose(1, 2)) for i in range(-(-longest // length))]
     products = torch.cat(parts, dim=2).float().mul_(scale)
@@ -203,8 +217,11 @@ def slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor | No
 
 
 def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None) -> torch.Tensor:
-    """(R, g, d): the values weighed with p. A value of weight 0 can be NaN, so what is not filled is made 0 first, in a
-    copy of some rows at a time."""
+    """Return the values weighted with p, (R, g, d) fp32.
+
+    A value of weight 0 can be NaN, so slots that are not filled are first set to 0, in a copy of
+    some rows at a time.
+    """
     length, longest = values.shape[2], p.shape[2]
     least = longest if filled is None else int(filled.min())
     out = torch.zeros(*p.shape[:2], values.shape[3], device=p.device, dtype=torch.float32)
@@ -223,8 +240,11 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor | None) -> 
 
 
 def loops_can_read(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: SlotForm = WHOLE) -> bool:
-    """Whether the compiled loops can read these: in the CPU's memory, slots of whole words."""
-    if keys.dtype == torch.int32:  # packed
+    """Return whether the compiled loops can read these tensors.
+
+    They read slots of whole words in the CPU's memory.
+    """
+    if keys.dtype == torch.int32:  # packed slots
         return is_compiled_beside_card(q) and (form.whole is None or q.shape[2] * q.itemsize % WORD == 0)
     places = (q.shape[2] * q.itemsize, keys.stride(0) * q.itemsize, *(t.data_ptr() for t in (q, keys, values)))
     return is_compiled_beside_card(q) and not any(place % WORD for place in places)
@@ -234,7 +254,10 @@ def _attend_compiled(
     tensors: tuple[torch.Tensor, ...], scale: float, state: ScoreState | None = None, form: SlotForm = WHOLE,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """tensors: q, keys, values, filled. lse: written."""
+    """Compute `attend` in the compiled loops.
+
+    tensors: q, keys, values, filled. lse: written if given.
+    """
     from flexgen_h2o.kernels.compiled import beside, packed_slots, slots
 
     packing = form.packing
@@ -259,7 +282,12 @@ def slots_job(
     tensors: tuple[torch.Tensor, ...], most: int, scale: float, sinks: torch.Tensor | None,
     lse: torch.Tensor | None = None,
 ) -> Slots:  # fmt: skip
-    """What the loops read and write. tensors: q, keys, values, filled, out. Raises ValueError."""
+    """Return the sizes and addresses that the loops read and write.
+
+    Raises ValueError if they do not fit.
+
+    tensors: q, keys, values, filled, out.
+    """
     from flexgen_h2o.kernels.compiled.slots import Slots
 
     q, keys = tensors[:2]
@@ -271,15 +299,21 @@ def slots_job(
 
 
 def of_values(job: Slots, values: torch.Tensor) -> Slots:
-    """A job over packed keys, where it goes over values, whose slots have a size of their own."""
+    """Return a job over packed keys, changed for the pass over values.
+
+    Slots of values have another size.
+    """
     return job._replace(words=values.shape[3], segment_words=values.stride(0))
 
 
-# What the loops read goes by address: a wrong shape would be memory out of bounds, so all of it is checked.
+# The loops read by address, so a wrong shape would be memory out of bounds. All shapes are checked.
 
 
 def check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: KVPacking | None) -> None:
-    """tensors: q, keys, values, filled; most: the largest of `filled`. Raises ValueError."""
+    """Raise ValueError if shapes or dtypes do not fit.
+
+    tensors: q, keys, values, filled; most: the largest number in `filled`.
+    """
     q, keys, values, filled = tensors
     segments, _, length, _ = keys.shape
     width, sizes, dtype = q.shape[2], (q.shape[2], q.shape[2]), q.dtype
@@ -294,7 +328,10 @@ def check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: KVPacking
 
 
 def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
-    """Raises ValueError."""
+    """Return the addresses of the state's tensors.
+
+    Raises ValueError if their shapes or dtypes do not fit.
+    """
     from flexgen_h2o.kernels.compiled.slots import Scores
 
     columns = state.scores.shape[1]
@@ -315,12 +352,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """areas[slots[r, i]] = columns[r, i] for all rows r, in the order of i. All on one device.
+    """Set areas[slots[r, i]] = columns[r, i] for all rows r, in the order of i.
 
-    areas: keys and values, (segments, R, S, d); slots: (R, n) int64; columns: (R, n, d) of the areas' dtype. d may
-    differ for keys and values.
+    areas: keys and values, (segments, R, S, d); slots: (R, n) int64; columns: (R, n, d) of the
+    areas' dtype. d may differ for keys and values. All tensors are on one device.
 
-    In a compiled loop on the CPU: small torch operations with an index for each number would take most of the time.
+    A compiled loop does it on the CPU. There, small torch operations with an index per number would
+    take most of the time.
     """
     job = _job(areas, slots, columns)
     if job is None:
@@ -333,13 +371,13 @@ def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
 
 
 def put_packed(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor) -> None:
-    """The new columns of a decode step into packed slots, and among those that lie whole beside them.
+    """Write the new columns of a decode step to packed slots, and to the whole columns beside them.
 
-    areas: keys and values, (segments, R, S, W) int32; slots: (R,) int64; columns: keys and values (R, d), as they are;
-    form: a packing and whole columns; places: (R,) int64, where columns take the places of whole ones, -1 for none. All
-    on one device.
+    areas: keys and values, (segments, R, S, W) int32; slots: (R,) int64; columns: keys and values
+    (R, d), not packed; form: a packing and whole columns; places: (R,) int64, index among the whole
+    columns, -1 for none. All tensors are on one device.
 
-    In a compiled loop on the CPU.
+    A compiled loop does it on the CPU.
     """
     packing, whole, rows = form.packing, form.whole, len(slots)
     assert packing is not None and whole is not None
@@ -363,7 +401,7 @@ def put_packed(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, 
 
 
 def put_packed_reference(areas: Pair, slots: torch.Tensor, columns: Pair, form: SlotForm, places: torch.Tensor) -> None:
-    """`put_packed` in torch operations; a scale or a value may differ by a rounding."""
+    """Compute `put_packed` in torch operations; a scale or a value may differ by a rounding."""
     (keys, values), packing, whole = columns, form.packing, form.whole
     assert packing is not None and whole is not None
     whole.enter(places, slots, keys, values)
@@ -373,14 +411,20 @@ def put_packed_reference(areas: Pair, slots: torch.Tensor, columns: Pair, form: 
 
 
 def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """`put_slots` in torch operations; of columns for the same slot any may be left."""
+    """Compute `put_slots` in torch operations.
+
+    If several columns go to the same slot, any of them may remain.
+    """
     index = _index(areas[0], slots)
     for area, column in zip(areas, columns, strict=True):
         area[index] = column
 
 
 def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """columns[r, i] = areas[slots[r, -1]] for the last i, and for those before it of the same slot. See `put_slots`."""
+    """Copy slot slots[r, -1] to the last columns[r, i], and to earlier ones of the same slot.
+
+    Arguments as in `put_slots`.
+    """
     job = _job(areas, slots, columns)
     if job is None:
         get_last_slots_reference(areas, slots, columns)
@@ -392,7 +436,7 @@ def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
 
 
 def get_last_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """`get_last_slots` in torch operations."""
+    """Compute `get_last_slots` in torch operations."""
     row, entry = (slots == slots[:, -1:]).nonzero(as_tuple=True)
     for area, column in zip(areas, columns, strict=True):
         column[row, entry] = area[_index(area, slots[:, -1:])].squeeze(1)[row]
@@ -405,7 +449,7 @@ def _index(area: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots | None:
-    """What the loops, which go by address, read and write; None where they cannot."""
+    """Return the sizes and addresses for the loops, or None if they do not support the tensors."""
     (keys, values), (column_keys, column_values) = areas, columns
     (rows, count), length, item = slots.shape, keys.shape[2], keys.itemsize
     right = keys.shape[:3] == values.shape[:3] and keys.stride(0) == values.stride(0) and keys.shape[1] == rows

@@ -1,7 +1,8 @@
 """Compile the kernels, or load what was compiled before, so that no sweep of a run waits for it.
 
-Loops are compiled in a process of their own, which leaves them on disk: numba and LLVM keep 100 MB and more of the
-process that compiles for good, which no budget knows of; loading what was compiled takes little.
+Loops are compiled in a separate process, which leaves them on disk. numba and LLVM permanently keep
+100 MB and more of the process that compiles, which no budget counts. Loading compiled loops takes
+little memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flexgen_h2o.kernels.slots import Pair, ScoreState, attend, get_last_slots, 
 from flexgen_h2o.kernels.workspace import warm_up_helpers
 
 _LONGEST_S = 300.0
-# The process that compiles imports from where this one does, and from nowhere else.
+# The process that compiles imports only from where this process does.
 _CODE = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -41,14 +42,15 @@ function(*arguments)
 
 
 class _NotCompiledError(Exception):
-    """A loop would have to be compiled."""
+    """Signal that a loop would have to be compiled."""
 
 
 def compile_subprocess(function: Callable[..., object], *arguments: object) -> None:
-    """Call function(*arguments), whose result nobody wants, so that its loops are compiled.
+    """Call function(*arguments) so that its loops are compiled; the result is not used.
 
-    Where some are not yet, another process calls it first. function: of a module; arguments: can be pickled. The call
-    may end at any loop and begin anew. Where nothing can be kept on disk, or no process started, this one compiles.
+    If some loops are not compiled yet, another process calls the function first. function: at
+    module level; arguments: can be pickled. The call may end at any loop and begin again. If
+    nothing can be cached on disk, or no process can be started, this process compiles.
     """
     from flexgen_h2o.kernels.jit import kept_in
 
@@ -64,7 +66,7 @@ def compile_subprocess(function: Callable[..., object], *arguments: object) -> N
 
 @contextmanager
 def _refusing_to_compile() -> Iterator[None]:
-    """_NotCompiledError where this thread would compile; loops that are on disk are loaded."""
+    """Raise _NotCompiledError if this thread would compile; loops that are on disk are loaded."""
     from numba.core import event
 
     thread = threading.get_ident()
@@ -92,19 +94,20 @@ def _call_in_a_process(function: Callable[..., object], arguments: tuple[object,
 
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
-_CARD_SLOTS = 16  # makes strides multiples of 16, as they are in runs: kernels are compiled for that
+_CARD_SLOTS = 16  # strides become multiples of 16, as in runs, and kernels are compiled for that
 
 
 def warm_up(
     device: torch.device, dtype: torch.dtype, scored: bool, packing: KVPacking | None = None, rolling: bool = False,
     rotary: bool = False, weights: Callable[[torch.device, torch.dtype], None] | None = None,
 ) -> None:  # fmt: skip
-    """Run decode attention once on zeros (by `compile_subprocess`); where columns are `scored`, prompts' scores too.
+    """Run the kernels of a model's layers once on zeros, for `compile_subprocess`.
 
-    packing: of the KV slots. rolling: with keys that are turned as they are read. rotary: the model has rotary
-    embeddings; with them come RMS norms and gated MLPs. weights: calls what a format of weights needs.
+    scored: columns have scores, so prompts' scores are computed too. packing: packing of the KV
+    slots. rolling: keys are rotated when they are read. rotary: the model has rotary embeddings,
+    and with them RMS norms and gated MLPs. weights: calls the kernels of a weight format.
 
-    A few seconds the first time on a machine, then some tenths of one.
+    The first call on a machine takes a few seconds, later calls some tenths of a second.
     """
     warm_up_helpers()
     columns = torch.zeros(1, _ROWS, _SLOTS, _WIDTH, dtype=dtype, device=device)
@@ -144,16 +147,19 @@ def warm_up_card(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], scored: bool,
     per_query: bool = False, packing: KVPacking | None = None, before: Sequence[int] = (0,),
 ) -> None:  # fmt: skip
-    """Launch once, on zeros, what a model's layers take on a card: Triton compiles each kernel for the model's sizes,
-    and keeps it on disk.
+    """Launch a model's kernels on a card once, on zeros.
 
-    sizes: hidden, heads, kv-heads, numbers of a head, and pairs of rotary embeddings, with which come RMS norms and
-    gated MLPs; 0: none. scored: columns are; per_query: and compared over the number of queries that saw them. before:
-    what queries attend to in front of slots (StepSlots.before): 0 nothing, 1 what has no values, 2 what has.
+    Triton compiles each kernel for the model's sizes, and keeps it on disk.
+
+    sizes: hidden, heads, kv-heads, numbers of a head, and pairs of rotary embeddings, which come
+    with RMS norms and gated MLPs (0: none). scored: columns have scores. per_query: scores are
+    compared over the number of queries that saw their columns. before: what queries attend to in
+    front of slots (StepSlots.before): 0 nothing, 1 a sink without values, 2 a prefix with values.
     """
     (hidden, heads, kv_heads, width, pairs), zeros = sizes, partial(torch.zeros, device=device)
     q, k, v = (zeros(1, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads))
-    if not triton.takes(q):  # a CPU's loops are compiled by `warm_up`, for all sizes; torch's operations are there
+    # `warm_up` compiles a CPU's loops, for all sizes; torch's operations need no compiling
+    if not triton.takes(q):
         return
     queries, keys, values = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     _, lse = causal_attention_lse(queries, keys, values, 1.0)
@@ -189,8 +195,10 @@ def _stored(
     packing: KVPacking | None, dtype: torch.dtype, device: torch.device,
     shape: tuple[int, int, int] = (_ROWS, _SLOTS, _WIDTH),
 ) -> tuple[Pair, SlotForm, torch.Tensor]:  # fmt: skip
-    """Keys and values in slots, of zeros, as they are or packed, what is beside them, and a query. shape: rows, slots,
-    and numbers where nothing is packed."""
+    """Return zeros as stored keys and values (plain or packed), their SlotForm, and a query.
+
+    shape: rows, slots, and numbers if nothing is packed.
+    """
     rows, width = shape[0], shape[2] if packing is None else packing.width
     slots = torch.zeros(1, *shape[:2], width, dtype=dtype, device=device)
     q, none = slots[0, :, :1].contiguous(), slots[0, :, :0]

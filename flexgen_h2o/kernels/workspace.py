@@ -1,4 +1,7 @@
-"""What kernels share: step buffers, what compiled loops take, and threads for their rows. It does not import numba."""
+"""Provide step buffers, checks for compiled loops, and threads for the rows of a loop.
+
+The module does not import numba.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ from flexgen_h2o.core.units import ALIGN, UNPACK_CHUNK, round_up
 
 
 class Workspace:
-    """Named slices of one buffer, reused by every layer and micro-batch: no allocation in the loop.
+    """Provide named slices of one buffer, which every layer and micro-batch reuses.
 
-    sizes: bytes of each slice; buffer: uint8 of at least their sum, 64-aligned.
+    So the loop allocates nothing. sizes: bytes per slice; buffer: uint8, 64-aligned, of at least
+    their sum.
     """
 
     def __init__(self, buffer: torch.Tensor, sizes: dict[str, int], dtype: torch.dtype) -> None:
@@ -34,26 +38,35 @@ class Workspace:
             start += nbytes
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The slice `name` as a tensor of `shape`, in the compute dtype by default; its last content is still there."""
+        """Return slice `name` as a tensor of `shape`, by default in the compute dtype.
+
+        The slice still has its last content.
+        """
         dtype = dtype or self.dtype
         nbytes = math.prod(shape) * dtype.itemsize
         return self._slices[name][:nbytes].view(dtype).view(shape)
 
 
 def is_compiled(*tensors: torch.Tensor) -> bool:
-    """Whether compiled loops take these: fp32 or bf16 in the CPU's memory."""
+    """Return whether compiled loops support these tensors: fp32 or bf16 in the CPU's memory."""
     return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
 
 def is_compiled_beside_card(*tensors: torch.Tensor) -> bool:
-    """The same of loops that attend on the CPU to what a card computes: fp16 too, where the CPU converts it."""
+    """Return whether loops that attend on the CPU for a card support these tensors.
+
+    These loops support what `is_compiled` accepts, and fp16 if the CPU converts it.
+    """
     return all(
         is_compiled(t) or (t.device.type == "cpu" and t.dtype == torch.float16 and cpu_has("f16c")) for t in tensors
     )
 
 
 def mismatch(what: str, *tensors: torch.Tensor) -> ValueError:
-    """For tensors that loops, which go by address, would read or write out of bounds."""
+    """Return an error for tensors with which loops would read or write out of bounds.
+
+    Loops go by address, so their callers must check shapes.
+    """
     shapes = (f"{tuple(t.shape)} {t.dtype} strides {t.stride()}" for t in tensors)
     return ValueError(f"{what} do not go together: {'; '.join(shapes)}")
 
@@ -64,40 +77,57 @@ _ELEMENTS: dict[torch.dtype, np.number[Any]] = {
 
 
 def element_of(dtype: torch.dtype) -> np.number[Any]:
-    """The number whose type tells compiled loops what elements are: uint16 stands for bf16, int16 for fp16."""
+    """Return the number whose type tells compiled loops the dtype of elements.
+
+    uint16 stands for bf16, int16 for fp16.
+    """
     return _ELEMENTS[dtype]
 
 
 @lru_cache
 def cpu_has(feature: str) -> bool:
-    """Whether numba compiles for a CPU with some instructions, by LLVM's name of them: this one, but for what the
-    environment says."""
+    """Return whether numba compiles for a CPU with these instructions, by LLVM's name for them.
+
+    That is the CPU of this machine, unless the environment names other features.
+    """
     from flexgen_h2o.kernels.numba_guard import numba
 
-    core: Any = numba.core  # without annotations
+    core: Any = numba.core  # core has no type annotations
     given = core.config.CPU_FEATURES
     return f"+{feature}" in (core.codegen.get_host_cpu_features() if given is None else given).split(",")
 
 
 def multiplies_slowly(device: str, dtype: torch.dtype) -> bool:
-    """Does torch multiply this dtype number by number there, so that fp32 is several times as fast?"""
+    """Return whether torch multiplies this dtype one number at a time on the device.
+
+    If so, fp32 is several times as fast.
+    """
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has("avx2") and not cpu_has("avx512bw")
 
 
 def is_queued(tensor: torch.Tensor) -> bool:
-    """Is what is computed of it queued on a card, so that the host would wait for its values?"""
+    """Return whether operations on the tensor are queued on a card.
+
+    If so, the host would wait for its values.
+    """
     return tensor.device.type != "cpu"
 
 
 def upload(host: torch.Tensor, where: torch.device) -> torch.Tensor:
-    """A host tensor on a device. A card gets it in the order of its stream, and nobody waits for it."""
+    """Copy a host tensor to a device.
+
+    A card copies it in the order of its stream, without anyone waiting.
+    """
     pinned = host.pin_memory() if where.type == "cuda" else host
     return pinned.to(where, non_blocking=True)
 
 
 def upload_together(hosts: Sequence[torch.Tensor], where: torch.device) -> list[torch.Tensor]:
-    """Vectors of one dtype on a device, which a card gets in one copy. Each begins where one of its own would, at a
-    multiple of 64 bytes: kernels are compiled anew for other places."""
+    """Copy vectors of one dtype to a device, to a card in one copy.
+
+    Each begins at a multiple of 64 bytes, as a tensor of its own would. Otherwise kernels would be
+    compiled again for other alignments.
+    """
     if where.type == "cpu":
         return list(hosts)
     starts = list(itertools.accumulate((round_up(host.nbytes, ALIGN) for host in hosts), initial=0))
@@ -110,28 +140,33 @@ def upload_together(hosts: Sequence[torch.Tensor], where: torch.device) -> list[
 
 
 def row_slices(rows: int, columns: int, multiple: int = 1, most: int | None = None) -> Iterator[slice]:
-    """So many rows at a time that their numbers are about `most`, or UNPACK_CHUNK, and a multiple of `multiple`."""
+    """Yield slices of rows whose numbers are about `most` (default UNPACK_CHUNK).
+
+    The number of rows in a slice is a multiple of `multiple`.
+    """
     step = max(1, (most or UNPACK_CHUNK) // (columns * multiple)) * multiple
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
 
 
 def some_rows(t: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Some rows of a tensor; the tensor itself where these are all."""
+    """Return some rows of a tensor, or the tensor itself if these are all rows."""
     return t if rows.stop - rows.start == t.shape[0] else t[rows]
 
 
-_THREAD = threading.local()  # is_busy: with a task of `parallel_each`
-_LEAST_PART = 64  # no part is less than a 64th of a thread's share: calls would cost more than waiting does
+_THREAD = threading.local()  # is_busy: the thread runs a task of `parallel_each`
+# no part is less than a 64th of a thread's share: calls would cost more than waiting does
+_LEAST_PART = 64
 _WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves
 
 
 class _Helper:
-    """A thread of a pool that takes part in others' loops, one after the other.
+    """Run loops of other threads in a thread of a pool, one after the other.
 
-    After each it stays awake for a moment, since most are followed by another: to wake a thread, and to be woken by it,
-    takes as long as a small loop. Loops are counted: the number of the last one that it was given, and of the last one
-    that it has done, are on cache lines of their own.
+    After each loop the helper stays awake for a moment, because most loops are followed by another.
+    Waking a thread, and being woken by it, takes as long as a small loop. Loops are counted. The
+    numbers of the last loop that was given and of the last loop that is done are on separate cache
+    lines.
     """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
@@ -143,11 +178,14 @@ class _Helper:
         self._error: BaseException | None = None
         self._given, self._done = torch.zeros(
             2, ALIGN // 8, dtype=torch.int64, device="cpu"
-        ).numpy()  # torch aligns what it makes
+        ).numpy()  # torch aligns the memory that it allocates
         self._given_at, self._done_at = self._given.ctypes.data, self._done.ctypes.data
 
     def give(self, work: Callable[[], object]) -> None:
-        """Let it call `work`, after what it is at if a signal has ended an earlier `wait`."""
+        """Let the helper call `work`.
+
+        If a signal ended an earlier `wait`, the helper first finishes its current work.
+        """
         with self._lock:
             given = int(self._given[0])
             if not self._is_awake:
@@ -157,10 +195,10 @@ class _Helper:
             self._given[0] = given + 1
 
     def wait(self) -> BaseException | None:
-        """Until the work is done; what it has raised."""
+        """Wait until the work is done, and return the error that it raised, or None."""
         while (done := int(self._done[0])) != self._given[0]:
             if not self._wait_past(self._done_at, done, _LOOKS):
-                time.sleep(_NAP_S)  # the machine has other things to do
+                time.sleep(_NAP_S)  # the machine is busy with something else
         error, self._error = self._error, None
         return error
 
@@ -173,19 +211,19 @@ class _Helper:
                         return
             work, self._work = self._work, None
             try:
-                self._error = None  # of a loop that nobody waited for
-                if work is not None:  # another may have come in its place
+                self._error = None  # the error of a loop that nobody waited for
+                if work is not None:  # None if an earlier call already ran the newer work
                     work()
             except BaseException as error:
                 self._error = error
-            del work  # and what it holds
+            del work  # also release what the work refers to
             done += 1
 
 
-_LOOKS = 5_000  # for the next loop: a tenth of a millisecond, or three
+_LOOKS = 5_000  # looks for the next loop: 0.1 to 0.3 milliseconds
 _NAP_S = 5e-5
-# Held by the thread in whose loop helpers take part; another one's loop has none then. A thread that a signal has kept
-# from giving it back has it still.
+# The thread whose loop uses the helpers holds this lock; the loop of another thread then has no
+# helpers. If a signal kept a thread from releasing the lock, it still holds it.
 _helping = threading.RLock()
 
 
@@ -196,7 +234,7 @@ def _helpers(count: int) -> list[_Helper]:
 
 
 def _forget_helpers() -> None:
-    """In a forked child, which has none of the threads."""
+    """Forget the helpers in a forked child, which has none of the threads."""
     global _helping
     _helpers.cache_clear()
     _helping = threading.RLock()
@@ -206,7 +244,7 @@ os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def warm_up_helpers() -> None:
-    """Compile what threads wait with, or load what was compiled."""
+    """Compile the functions with which threads wait, or load them from the cache."""
     from flexgen_h2o.kernels.jit import tell_and_wait, wait_past
 
     words = np.zeros(2, dtype=np.int64)
@@ -216,8 +254,11 @@ def warm_up_helpers() -> None:
 
 
 def part_end(first: int, rows: int, threads: int) -> int:
-    """Where the part of `rows` ends that begins at `first`: half of what would be each thread's share of what is left.
-    So threads make few calls, and wait for a small part at the end."""
+    """Return where the part of `rows` ends that begins at `first`.
+
+    A part is half of each thread's share of the remaining rows. So threads make few calls, and wait
+    only for a small part at the end.
+    """
     left = rows - first
     return first + min(left, max(1, rows // (threads * _LEAST_PART), left // (2 * threads)))
 
@@ -231,20 +272,24 @@ def _parts(rows: int, threads: int) -> tuple[tuple[int, int], ...]:
 
 
 def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int) -> None:
-    """Call loop(first, end) until all `rows` are done, on as many threads as torch uses, this one among them;
-    on this one alone while another thread's loop has the others.
+    """Call loop(first, end) until all `rows` are done, on as many threads as torch uses.
 
-    row_bytes: about how much memory a row reads and writes; little work stays on this thread. What a row gets must not
-    depend on the split. Raises what a loop raises, after all have ended.
+    This thread is one of them. It works alone while another thread's loop uses the helpers.
 
-    numba's parallel loops bring a second OpenMP, or a scheduler that only one thread may enter, and split evenly, so
-    that the slowest core decides. Here each thread takes the next part (`part_end`) until there is none.
+    row_bytes: about how much memory a row reads and writes; little work stays on this thread. The
+    result of a row must not depend on the split. If a loop raises an error, it is raised here after
+    all have ended.
+
+    numba's parallel loops bring a second OpenMP, or a scheduler that only one thread may enter.
+    They also split evenly, so that the slowest core decides. Here each thread takes the next part
+    (`part_end`) until there is none.
     """
     threads = min(torch.get_num_threads(), rows, 1 + rows * row_bytes // _WORTH_WAKING)
     if threads <= 1 or getattr(_THREAD, "is_busy", False):
         loop(0, rows)
         return
-    parts = iter(_parts(rows, threads))  # next() is one step of the interpreter: no lock
+    # next() is one step of the interpreter, so it needs no lock
+    parts = iter(_parts(rows, threads))
 
     def work() -> None:
         for first, end in parts:
@@ -270,8 +315,11 @@ def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int)
 
 
 def parallel_each(tasks: Sequence[Callable[[], object]], task_bytes: int) -> None:
-    """Call each task on one thread, which shares its rows with no other: for many small ones, which would wake threads
-    for each. task_bytes: about how much memory one reads and writes."""
+    """Call each task on one thread, and do not split its rows over threads.
+
+    Use it for many small tasks, each of which would otherwise wake threads. task_bytes: about how
+    much memory a task reads and writes.
+    """
 
     def some(first: int, end: int) -> None:
         _THREAD.is_busy = True

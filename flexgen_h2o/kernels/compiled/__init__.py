@@ -1,1 +1,1 @@
-"""Loops that numba compiles; imported where they run, since importing numba takes seconds."""
+"""Loops that numba compiles. Import them where they run, because importing numba is slow."""

@@ -1,4 +1,4 @@
-"""The compiled loops over whole columns that lie beside packed slots."""
+"""Compiled loops over the whole columns that belong to rows of packed slots."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.jit import jit, number_at, planes
 
 TILE = vectors.SLOTS  # columns that are computed together
-FLOAT = np.float32(0)  # the element of sums
+FLOAT = np.float32(0)  # the element type of sums
 
 
 class WholeAddresses(NamedTuple):
-    """What slots.WholeColumns has: how many columns a row, and addresses. centres is 0 where nothing is smoothed."""
+    """Hold the addresses of a kernels/beside.WholeColumns; made by `whole_addresses`."""
 
-    columns: int
-    width: int
+    columns: int  # per row
+    width: int  # numbers per column
     keys: int
     values: int
     slots: int
-    centres: int
+    centres: int  # 0 if keys are not smoothed
     ranges: int
 
 
@@ -29,16 +29,19 @@ NO_WHOLE = WholeAddresses(0, 0, 0, 0, 0, 0, 0)
 
 
 class Columns(NamedTuple):
-    """So many columns of `width` numbers a row, a multiple of TILE, one behind the other at an address."""
+    """Describe columns of `width` numbers that are adjacent at an address."""
 
-    columns: int
+    columns: int  # per row, a multiple of TILE
     width: int
-    at: int
+    at: int  # address
 
 
 @jit
 def beside_scratch(kind, group, width):  # type: ignore[no-untyped-def]
-    """Of queries, or of sums: (group, chunks, planes, lanes), as of slots of elements `kind`."""
+    """Return zeroed scratch for queries, or for sums: (group, chunks, planes, lanes).
+
+    The layout is that of slots of elements `kind`.
+    """
     words = width // planes(kind)
     lanes = vectors.WIDE if words >= vectors.WIDE else 1
     return np.zeros((group, -(-words // lanes), planes(kind), lanes), np.float32)
@@ -46,7 +49,10 @@ def beside_scratch(kind, group, width):  # type: ignore[no-untyped-def]
 
 @jit
 def spread_beside(kind, element, at, width, scratch):  # type: ignore[no-untyped-def]
-    """The queries at address `at`, of `element`s, into scratch; lanes that two chunks share are 0 in the second."""
+    """Spread the queries at address `at`, of type `element`, over scratch.
+
+    Lanes that two chunks share are 0 in the second chunk.
+    """
     words, lanes = width // planes(kind), scratch.shape[3]
     for g in range(scratch.shape[0]):
         done = 0
@@ -61,13 +67,13 @@ def spread_beside(kind, element, at, width, scratch):  # type: ignore[no-untyped
 
 @jit
 def beside_dots(kind, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
-    """p[g, first:] = the products of the queries in scratch and row r's columns."""
+    """Set p[g, first:] to the products of the queries in scratch and row r's columns."""
     _over_beside(kind, True, columns, r, scratch, p, first)
 
 
 @jit
 def beside_mix(kind, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
-    """scratch = row r's columns weighed with p[g, first:]."""
+    """Set scratch to row r's columns, weighted with p[g, first:]."""
     scratch[:] = 0
     _over_beside(kind, False, columns, r, scratch, p, first)
 

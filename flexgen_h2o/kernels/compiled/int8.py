@@ -1,10 +1,10 @@
-"""The compiled loops of int8 products: rows of numbers into int8 before them, and their sums into numbers after; packed
-rows of 4 bits into int8 rows, in order or in strips of blocks.
+"""The compiled loops of int8 products: quantise inputs, rescale sums, and requantise 4-bit rows.
 
-Rows of whole groups are made by LLVM vector code. A group of a row has 16 codes, so its int8 values are a table of 16
-bytes in a vector, and one shuffle of bytes looks up 64 codes. A strip is 16 packed rows: what they make, 4 columns to a
-word, is transposed in registers, so that whole cache lines are stored. The instructions are those of AVX-512 (BW), or
-of AVX2 for each half.
+4-bit rows become int8 rows in order, or in strips of blocks. Rows of whole groups are made by LLVM
+vector code. A group of a row has 16 codes, so its int8 values are a table of 16 bytes in a vector.
+One shuffle of bytes looks up 64 codes. A strip is 16 packed rows. Their int8 values, 4 columns per
+word, are transposed in registers, so that whole cache lines are stored. The instructions are those
+of AVX-512 (BW), or of AVX2 for each half.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from flexgen_h2o.core.packing import E2M1, GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS
-from flexgen_h2o.core.units import STRIP_ROWS as ROWS  # one word of each fills a vector
+from flexgen_h2o.core.units import STRIP_ROWS as ROWS  # one word of each row fills a vector
 from flexgen_h2o.kernels.compiled.emitter import F32, I32, Emitter, cgutils, emitted
 from flexgen_h2o.kernels.compiled.numbers import codes_apart, packed_values
 from flexgen_h2o.kernels.jit import (
@@ -36,14 +36,16 @@ from flexgen_h2o.kernels.jit import (
 )
 from flexgen_h2o.kernels.workspace import cpu_has
 
-_MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of a float without its sign, which sort as the numbers do, NaN last
+# the bits of a float without its sign, which sort as magnitudes do, NaN last
+_MAGNITUDE = np.int32(0x7FFFFFFF)
 _LEVELS = np.float32(127)
-_TINY = np.float32(1e-30)  # a row without larger values is all zeros: 127 over it would be infinite
+# a row without larger magnitudes is all zeros, because 127 divided by it would be infinite
+_TINY = np.float32(1e-30)
 
 
 @jit_rounded
 def scaled(total, scale, column_scale, bias, before):  # type: ignore[no-untyped-def]
-    """What becomes of a sum of products of codes; bias, before: 0 where there is none."""
+    """Convert a sum of products of codes to a result. bias, before: 0 if there is none."""
     return total * scale * column_scale + bias + before
 
 
@@ -53,22 +55,24 @@ def quotient(above, below):  # type: ignore[no-untyped-def]
 
 
 class QuantiseJob(NamedTuple):
-    """Addresses of the first row's values, codes and scale; *_step: bytes from a row to the next. zero: added to each
-    code."""
+    """Hold the arguments of `quantise`; addresses are of the first row."""
 
-    values: int
-    values_step: int
+    values: int  # address
+    values_step: int  # bytes from a row to the next
     columns: int
-    codes: int
-    codes_step: int
-    scales: int
-    scales_step: int
-    zero: int
+    codes: int  # address
+    codes_step: int  # bytes from a row to the next
+    scales: int  # address
+    scales_step: int  # bytes from a row's scale to the next row's
+    zero: int  # added to each code
 
 
 @jit
 def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1. element: a number whose type says what they are: uint16 for bf16, float32 for fp32."""
+    """Quantise rows first..end-1.
+
+    element: a number whose type says what values are (see jit.py).
+    """
     for row in range(first, end):
         values = job.values + row * job.values_step
         largest, steps = factor_of(largest_magnitude(element, values, job.columns))
@@ -80,7 +84,7 @@ def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def largest_magnitude(element, values, columns):  # type: ignore[no-untyped-def]
-    """Of a row of numbers of that type; NaN where there is one."""
+    """Return the largest magnitude of a row of numbers of that type, or NaN if there is one."""
     most = np.int32(0)
     for i in range(columns):
         most = max(most, float_to_bits(number_at(element, values, i)) & _MAGNITUDE)
@@ -88,24 +92,21 @@ def largest_magnitude(element, values, columns):  # type: ignore[no-untyped-def]
 
 
 class RescaleJob(NamedTuple):
-    """Addresses: sums (rows, columns), int32; fp32 scales of the rows and of the columns; bias and out.
+    """Hold the arguments of `rescale`."""
 
-    bias, out: elements; bias: 0 where there is none. out_step: bytes from a row to the next. adds: to what is in `out`.
-    """
-
-    sums: int
+    sums: int  # address of (rows, columns) int32
     columns: int
-    row_scales: int
-    column_scales: int
-    bias: int
-    out: int
-    out_step: int
-    adds: bool
+    row_scales: int  # address of (rows,) fp32
+    column_scales: int  # address of (columns,) fp32
+    bias: int  # address of (columns,) elements; 0: none
+    out: int  # address of (rows, columns) elements
+    out_step: int  # bytes from a row of out to the next
+    adds: bool  # add to what is in `out`
 
 
 @jit
 def rescale(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1 of out = sums x scale of the row x scale of the column (+ bias) (+ out)."""
+    """Set out = sums x row's scale x column's scale (+ bias) (+ out) in rows first..end-1."""
     columns = floats_at(job.column_scales)
     for row in range(first, end):
         sums, out = ints_at(job.sums + 4 * row * job.columns), job.out + row * job.out_step
@@ -121,24 +122,20 @@ _MOST = np.uint32(15)  # the last code
 
 
 class Job(NamedTuple):
-    """packed: the address of the first packed row; row_bytes, value_bytes: of one, and of its codes; group: values of a
-    group.
+    """Hold the arguments of `in_order`."""
 
-    out: the address of the first int8 row; out_step: bytes from a row to the next.
-    """
-
-    packed: int
-    row_bytes: int
-    value_bytes: int
-    group: int
+    packed: int  # address of the first packed row
+    row_bytes: int  # bytes per packed row
+    value_bytes: int  # bytes of a row's codes
+    group: int  # values per group
     columns: int
-    out: int
-    out_step: int
+    out: int  # address of the first int8 row
+    out_step: int  # bytes from an int8 row to the next
 
 
 @jit
 def in_order(job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1: values, scale and sum (packing.int8_row_bytes)."""
+    """Requantise rows first..end-1: values, scale and sum (packing.int8_row_bytes)."""
     groups = (job.columns + job.group - 1) // job.group
     for row in range(first, end):
         codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
@@ -156,7 +153,7 @@ def in_order(job, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def in_order_by_groups(job, first, end):  # type: ignore[no-untyped-def]
-    """`in_order` of rows whose columns are whole groups of GROUP values."""
+    """Run `in_order` on rows whose columns are whole groups of GROUP values."""
     groups = job.columns // GROUP
     for row in range(first, end):
         codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
@@ -169,9 +166,10 @@ def in_order_by_groups(job, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def largest_of(ends, groups, place):  # type: ignore[no-untyped-def]
-    """The largest magnitude that codes of these groups can stand for, and 127 over it; zeros where there is none.
+    """Return the largest magnitude that codes of these groups can stand for, and 127 divided by it.
 
-    ends: the address of their scales and least values; place: of 4 bytes that are overwritten.
+    Both are zero if the magnitude is too small. ends: address of the groups' scales and least
+    values; place: address of 4 bytes that are overwritten.
     """
     largest_in_lanes((ends, groups // ROWS, place))
     most = ints_at(place)[0]
@@ -183,7 +181,7 @@ def largest_of(ends, groups, place):  # type: ignore[no-untyped-def]
 
 @jit
 def factor_of(largest):  # type: ignore[no-untyped-def]
-    """The largest magnitude of a row, and 127 over it; zeros where it is too small."""
+    """Return the largest magnitude of a row, and 127 divided by it; zeros if it is too small."""
     steps = quotient(_LEVELS, largest)
     if largest < _TINY:
         largest = steps = np.float32(0)
@@ -192,7 +190,7 @@ def factor_of(largest):  # type: ignore[no-untyped-def]
 
 @jit
 def _group(at, ends, steps, out, n):  # type: ignore[no-untyped-def]
-    """n values of a group, and their sum."""
+    """Write n values of a group, and return their sum."""
     codes, total = bytes_at(at), np.int32(0)
     for i in range(n // 2):
         code = np.uint32(codes[i])
@@ -213,20 +211,23 @@ def _int8(code, ends, steps):  # type: ignore[no-untyped-def]
 
 # ---- strips
 
-_WORD = 4  # columns of a word
-_ALL_ZERO = -1024  # what orders a block of zeros below all others
-_ORDER_BITS = 22  # of a float below its exponent and first mantissa bit
+_WORD = 4  # columns per word
+_ALL_ZERO = -1024  # orders a block of zeros below all others
+_ORDER_BITS = 22  # bits of a float below its exponent and first mantissa bit
 _INFINITE = 255 << 1
-_GROUP_BYTES = ROWS * (GROUP // 2 + 4)  # of one group of a strip's packed rows
-_LINE = 64  # bytes of a cache line
+_GROUP_BYTES = ROWS * (GROUP // 2 + 4)  # bytes of one group of a strip's packed rows
+_LINE = 64  # bytes per cache line
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _BYTES, _HALVES = ir.VectorType(_I8, GROUP), ir.VectorType(_I16, GROUP // 2)
 _WORDS, _FLOATS = ir.VectorType(I32, ROWS), ir.VectorType(F32, ROWS)
 
 
 def _strip(line: Callable[..., Any], ahead: int = 0) -> Any:
-    """line: makes the GROUP int8 values of a group of a row, as words, of where the strip's rows are. ahead: bytes of
-    the next strip that are asked for with a group."""
+    """Return an intrinsic that converts a strip of rows to int8.
+
+    line: makes the GROUP int8 values of a group of a row, as words, from the addresses of the
+    strip's rows. ahead: bytes of the next strip that are prefetched with each group.
+    """
 
     def emit(e: Emitter, *places: Any) -> None:
         _emit_strip(e, line, ahead, *places)
@@ -243,7 +244,7 @@ def _emit_strip(e: Emitter, line: Any, ahead: int, *places: Any) -> None:
         for row in range(ROWS):
             step = e.load(b.add(totals, e.number(4 * row)), F32)
             lines.append(line(e, rows, row, loop.index, step))
-        # 16 rows side by side are too many for the hardware to prefetch.
+        # The hardware cannot prefetch as many as 16 rows at once.
         start, row_bytes = rows[:2]
         next_one = b.add(b.add(start, b.mul(row_bytes, e.number(ROWS))), b.mul(loop.index, e.number(ahead)))
         for at in range(0, ahead, _LINE):
@@ -258,7 +259,11 @@ def _emit_strip(e: Emitter, line: Any, ahead: int, *places: Any) -> None:
 
 
 def _line_of_codes(end_bytes: int, table: Callable[[Emitter, Any, Any], Any]) -> Callable[..., Any]:
-    """end_bytes: of what says how GROUP codes of a row are scaled; table: makes their int8 values of its address."""
+    """Return a `line` for `_strip` that looks codes up in tables.
+
+    end_bytes: bytes that say how GROUP codes of a row are scaled; table: makes the codes' int8
+    values from the address of these bytes.
+    """
 
     def line(e: Emitter, rows: list[Any], row: int, group: Any, step: Any) -> Any:
         b, (packed, row_bytes, ends, ends_step) = e.builder, rows
@@ -291,24 +296,31 @@ def _emit_row(e: Emitter, packed: Any, ends: Any, groups: Any, out: Any, total: 
 
 
 def _halves_added(e: Emitter, halves: Any) -> Any:
-    """Sums of two neighbouring int16 each, as int32."""
+    """Return the sums of two adjacent int16 each, as int32."""
     b, pairs, half = e.builder, e.builder.bitcast(halves, _WORDS), e.constant(_WORDS, 16)
     return b.add(b.ashr(b.shl(pairs, half), half), b.ashr(pairs, half))
 
 
 def _table(e: Emitter, ends: Any, step: Any) -> Any:
-    """The int8 values of the 16 codes of a group, four times over. ends: the address of its scale and least value."""
+    """Return the int8 values of the 16 codes of a group, repeated four times.
+
+    ends: the address of the group's scale and least value.
+    """
     table = _rounded(e, e.builder.fmul(packed_values(e, ends), e.spread([step], ROWS)))
     return e.shuffle(table, table, [i % ROWS for i in range(GROUP)])
 
 
 def _mxfp4_table(e: Emitter, scales: Any, step: Any) -> Any:
-    """The int8 values of the 16 codes of two MXFP4 blocks, twice each. scales: the address of theirs."""
+    """Return the int8 values of the 16 codes of two MXFP4 blocks, repeated twice each.
+
+    scales: the address of the blocks' scales.
+    """
     b, tables = e.builder, []
     twice = ir.Constant(_FLOATS, [2 * number for number in (*E2M1, *(-number for number in E2M1))])
     for i in range(2):
         scale = b.zext(e.load(b.add(scales, e.number(i)), _I8, align=1), I32)
-        # 2^(scale - 128); as 0 where it is no normal number, since beside the least row, of 1e-30, all these become 0.
+        # 2^(scale - 128). It is 0 if it is not a normal number: compared with the least largest
+        # magnitude of a row, 1e-30, all such numbers become 0.
         bits = e.call("usub.sat.i32", I32, scale, ir.Constant(I32, 1))
         power = b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
         value = b.fmul(twice, e.spread([power], ROWS))
@@ -317,8 +329,11 @@ def _mxfp4_table(e: Emitter, scales: Any, step: Any) -> Any:
 
 
 def _emit_mxfp4_largest(e: Emitter, blocks: Any, scales: Any, groups: Any, out: Any) -> None:
-    """Codes m and scales s: 2 s + m, less 2, are exponent and first mantissa bit of a magnitude. But 0.5, m = 1, is one
-    power less than 1, and 0 less than all."""
+    """Emit the largest magnitude of MXFP4 codes m with scales s.
+
+    2 s + m - 2 is the exponent and first mantissa bit of a magnitude. Exceptions: 0.5 (m = 1) is
+    one power less than 1, and 0 is less than all.
+    """
     b = e.builder
     bytes_, halves, scale_pair = (ir.VectorType(*kind) for kind in ((_I8, 32), (_I16, 32), (_I8, 2)))
     most = cgutils.alloca_once(b, halves)
@@ -335,13 +350,17 @@ def _emit_mxfp4_largest(e: Emitter, blocks: Any, scales: Any, groups: Any, out: 
         twice = b.shl(e.shuffle(pair, pair, [i // 16 for i in range(32)]), e.constant(halves, 1))
         b.store(e.call("smax.v32i16", halves, b.load(most), b.add(twice, m)), most)
     order = b.sub(e.call("vector.reduce.smax.v32i16", _I16, b.load(most)), ir.Constant(_I16, 2))
-    for name, bound in (("smax", 0), ("smin", _INFINITE)):  # no normal number becomes 0 or so, a larger one infinite
+    # subnormal numbers become 0 or similar, and larger ones infinite
+    for name, bound in (("smax", 0), ("smin", _INFINITE)):
         order = e.call(f"{name}.i16", _I16, order, ir.Constant(_I16, bound))
     e.store(b.shl(b.zext(order, I32), ir.Constant(I32, _ORDER_BITS)), out)
 
 
 def _emit_largest(e: Emitter, ends: Any, vectors: Any, out: Any) -> None:
-    """Of 16 groups at a time, by the bits of magnitudes: a loop over one after another takes longer than a strip."""
+    """Emit the largest magnitude of 16 groups at a time, by the bits of magnitudes.
+
+    A loop over one group after another takes longer than a strip.
+    """
     b, most = e.builder, cgutils.alloca_once(e.builder, _WORDS)
     b.store(e.constant(_WORDS, 0), most)
     with e.loop(vectors) as loop:
@@ -359,36 +378,43 @@ def _rounded(e: Emitter, values: Any) -> Any:
 
 
 def _look_up(e: Emitter, table: Any, codes: Any) -> Any:
-    """codes: two to a byte, the first in the low half."""
+    """Look up codes, two per byte with the first in the low half."""
     return _on_bytes(e, "pshuf.b", "pshuf.b", _I8, table, codes_apart(e, codes))
 
 
 def _pair_sums(e: Emitter, words: Any) -> Any:
-    """Sums of two neighbouring int8 each, as int16."""
+    """Return the sums of two adjacent int8 each, as int16."""
     bytes_of = e.builder.bitcast(words, _BYTES)
     return _on_bytes(e, "pmaddubs.w", "pmadd.ub.sw", _I16, e.constant(_BYTES, 1), bytes_of)
 
 
 def _on_bytes(e: Emitter, avx512: str, avx2: str, result: Any, *vectors: Any) -> Any:
-    """An instruction of 64 bytes, by its two names. result: the kind of its numbers."""
+    """Emit an instruction on 64 bytes, by its name in AVX-512 or AVX2.
+
+    result: type of its numbers.
+    """
     if cpu_has("avx512bw"):
         return e.call(f"x86.avx512.{avx512}.512", ir.VectorType(result, 8 * GROUP // result.width), *vectors)
     return e.call_by_halves(f"x86.avx2.{avx2}", ir.VectorType(result, 4 * GROUP // result.width), *vectors)
 
 
-# largest_in_lanes((ends, vectors, out)): the bits of the largest magnitude of `vectors` x 16 groups into an int32.
+# largest_in_lanes((ends, vectors, out)): write the bits of the largest magnitude of `vectors` x 16
+# groups to an int32.
 largest_in_lanes = emitted(_emit_largest)
-# strip((packed, row_bytes, ends, ends_step, groups, out, totals)): packed: the address of 16 packed rows, `row_bytes`
-# apart; ends: of the scales and least values of the first one, `ends_step` from those of the next; groups: of a row;
-# out: the address of the strip; totals: of 16 floats, the factors of the values before they are rounded, which become
-# the negative sums of the rows, int32. mxfp4_strip: ends are the scales; groups are two blocks each.
-# float_strip((values, row_bytes, groups, out, totals)): the same of rows of float32.
-# mxfp4_largest((blocks, scales, groups, out)): the largest magnitude of a row into a float; one that is no normal
-# number may be any such. groups: as of mxfp4_strip.
+# strip((packed, row_bytes, ends, ends_step, groups, out, totals)). packed: the address of 16 packed
+# rows, `row_bytes` apart; ends: address of the scales and least values of the first row,
+# `ends_step` from those of the next; groups: per row; out: the address of the strip; totals: of 16
+# floats, the factors of the values before rounding, which become the negative sums of the rows,
+# int32.
+# - mxfp4_strip: the same, but `ends` are the scales, and a group is two blocks.
+# - float_strip((values, row_bytes, groups, out, totals)): the same for rows of float32.
+# - mxfp4_largest((blocks, scales, groups, out)): write the largest magnitude of a row to a float.
+#   If it is subnormal, the result may be any subnormal number. groups: as in mxfp4_strip.
 mxfp4_largest = emitted(_emit_mxfp4_largest)
 strip = _strip(_line_of_codes(4, _table), _GROUP_BYTES)
 mxfp4_strip = _strip(_line_of_codes(2, _mxfp4_table), _GROUP_BYTES)
 float_strip = _strip(_line_of_floats)
-# row_of_groups((packed, ends, groups, out, total)): packed, ends: the addresses of a packed row, and of its scales and
-# least values; out: of its int8 values; total: of a float, the factor of the values, which becomes their sum, int32.
+# row_of_groups((packed, ends, groups, out, total)). packed, ends: the addresses of a packed row,
+# and of its scales and least values; out: address of its int8 values; total: address of a float,
+# the factor of the values, which becomes their sum, int32.
 row_of_groups = emitted(_emit_row)

@@ -1,7 +1,8 @@
-"""Codes of quantised checkpoints into numbers: one by one, by the same steps in vectors of LANES, or by tables.
+"""Decode codes of quantised checkpoints one by one, in vectors of LANES, or by tables.
 
-LLVM does not make vectors of such loops by itself: by them a number takes half as long. In bf16 a code of 4 bits stands
-for one of 16 numbers of 2 bytes, as long as scales are the same: two shuffles of bytes (AVX2) look up CHUNK of them.
+LLVM does not vectorise such loops by itself; the vector code here takes half as long per number.
+All three give the same numbers. In bf16, a 4-bit code stands for one of 16 numbers of 2 bytes, as
+long as scales are the same. So two shuffles of bytes (AVX2) look up CHUNK numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LANES = 16
 _WORDS = ir.VectorType(I32, LANES)
 _FLOATS = ir.VectorType(F32, LANES)
 
-_LEAST_NORMAL = np.uint32(8)  # of e4m3
+_LEAST_NORMAL = np.uint32(8)  # least normal magnitude of e4m3, as a code
 _NAN_CODE, _NAN = np.uint32(127), np.uint32(0x7FC00000)
 _REBIASED = np.uint32((127 - 7) << 23)
 _LEAST = np.float32(2**-9)
@@ -47,8 +48,10 @@ def number(code, zero, scale):  # type: ignore[no-untyped-def]
 
 
 def _numbers(made: Callable[..., Any]) -> Any:
-    """numbers(element, (vectors, out, at, ...)): made(e, the index of a vector, at, ...) of each, rounded to the
-    element."""
+    """Return an intrinsic numbers(element, (vectors, out, at, ...)).
+
+    For each vector it stores made(e, index of the vector, at, ...), rounded to the element.
+    """
 
     def emit(e: Emitter, element: Any, vectors: Any, out: Any, *source: Any) -> None:
         b, step = e.builder, e.number(LANES * 4 // num_planes(element))
@@ -68,7 +71,7 @@ def _spread_word(e: Emitter, word: Any) -> Any:
 
 
 def _bytes_from(e: Emitter, at: Any, index: Any, count: int = LANES) -> Any:
-    """So many bytes a vector, as words."""
+    """Load vector `index` of `count` bytes each; full vectors are widened to words."""
     kind = ir.VectorType(ir.IntType(8), count)
     code = e.load(e.builder.add(at, e.builder.mul(index, e.number(count))), kind, align=1)
     return code if count < LANES else e.builder.zext(code, _WORDS)
@@ -129,28 +132,29 @@ def _tables() -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.concatenate([halves & 255, halves >> 8], 1).astype(np.uint8)
 
 
-# Of each scale of a block of MXFP4, (256, 32): what its 16 codes stand for, all of which bf16 holds; first low bytes.
+# (256, 32): for each scale of an MXFP4 block the numbers of its 16 codes, first all low bytes. bf16
+# holds them exactly.
 MXFP4_TABLES = _tables()
 
 
 def by_tables(element: Any) -> bool:
-    """Are there the instructions, and are these numbers in bf16?"""
+    """Return whether numbers are bf16 and the CPU has the instructions for tables."""
     return num_planes(element) == 2 and HAS_SHUFFLES
 
 
 def _twice(e: Emitter, table: Any) -> Any:
-    """A table for each half of a shuffle."""
+    """Duplicate a table for both halves of a shuffle."""
     return e.shuffle(table, table, [*range(16), *range(16)])
 
 
 def _table(e: Emitter, numbers: Any) -> list[Any]:
-    """The low and the high bytes of 16 numbers of 16 bits."""
+    """Return the low and the high bytes of 16 numbers of 16 bits, as tables."""
     b = e.builder
     return [_twice(e, b.trunc(b.lshr(numbers, e.constant(_SHORTS, shift)), _SIXTEEN)) for shift in (0, 8)]
 
 
 def _looked_up(e: Emitter, table: list[Any], codes: Any) -> Any:
-    """CHUNK numbers of 16 bits. codes: a byte each."""
+    """Look up CHUNK numbers of 16 bits. codes: one per byte."""
     low, high = (e.call("x86.avx2.pshuf.b", _CODES, part, codes) for part in table)
     both = e.shuffle(low, high, [lane // 2 + CHUNK * (lane % 2) for lane in range(2 * CHUNK)])
     return e.builder.bitcast(both, ir.VectorType(I16, CHUNK))
@@ -162,7 +166,7 @@ def _codes_of_4(e: Emitter, at: Any, index: Any) -> Any:
 
 
 def codes_apart(e: Emitter, codes: Any) -> Any:
-    """A byte each of codes that lie two to a byte, the first in the low half."""
+    """Unpack codes, two per byte with the first in the low half, to one per byte."""
     b, wide = e.builder, ir.VectorType(I16, codes.type.count)
     pairs = b.zext(codes, wide)
     apart = b.and_(b.or_(pairs, b.shl(pairs, e.constant(wide, 4))), e.constant(wide, 0x0F0F))
@@ -170,13 +174,16 @@ def codes_apart(e: Emitter, codes: Any) -> Any:
 
 
 def packed_values(e: Emitter, ends: Any) -> Any:
-    """What the 16 codes of a packed group stand for, in fp32. ends: the address of its scale and least value."""
+    """Return the numbers of the 16 codes of a packed group, in fp32.
+
+    ends: the address of the group's scale and least value.
+    """
     b, (scale, least) = e.builder, e.bf16_pairs(e.spread([e.load(ends, I32)], LANES))
     return b.fadd(b.fmul(ir.Constant(_FLOATS, [float(code) for code in range(LANES)]), scale), least)
 
 
 def _codes_of_words(e: Emitter, at: Any, index: Any, shift: Any) -> Any:
-    """One to a word."""
+    """Load CHUNK codes of which each word holds one at bit `shift`, as one per byte."""
     b, wide = e.builder, ir.VectorType(I32, CHUNK)
     words = e.load(e.onward(at, b.mul(index, e.number(CHUNK))), wide)
     codes = b.lshr(words, e.spread([b.trunc(shift, I32)], CHUNK))
@@ -184,7 +191,11 @@ def _codes_of_words(e: Emitter, at: Any, index: Any, shift: Any) -> Any:
 
 
 def _numbers_by_code(codes_of: Callable[..., Any], made: Callable[..., Any]) -> Any:
-    """`_numbers` of codes with a zero and a scale, the last two numbers: by a table of them where that can be."""
+    """Return an intrinsic as `_numbers` does, for codes with a zero and a scale.
+
+    These are the last two numbers. If possible, codes are looked up in a table that is made of
+    them.
+    """
 
     def emit(e: Emitter, element: Any, vectors: Any, out: Any, *source: Any) -> None:
         b, size = e.builder, 4 // num_planes(element)
@@ -223,7 +234,8 @@ def _emit_packed(e: Emitter, element: Any, groups: Any, out: Any, packed: Any, e
         return
     b, chunks = e.builder, GROUP // CHUNK
     with e.loop(groups) as loop:
-        bits = b.bitcast(packed_values(e, e.onward(ends, loop.index)), _WORDS)  # of no NaN: packed weights are finite
+        # there is no NaN, because packed weights are finite
+        bits = b.bitcast(packed_values(e, e.onward(ends, loop.index)), _WORDS)
         odd = b.and_(b.lshr(bits, e.constant(_WORDS, 16)), e.constant(_WORDS, 1))
         near = b.lshr(b.add(b.add(bits, e.constant(_WORDS, 0x7FFF)), odd), e.constant(_WORDS, 16))
         table = _table(e, b.trunc(near, _SHORTS))
@@ -235,13 +247,14 @@ def _emit_packed(e: Emitter, element: Any, groups: Any, out: Any, packed: Any, e
 
 numbers_of_4 = _numbers_by_code(_codes_of_4, _of_4)
 numbers_of_words = _numbers_by_code(_codes_of_words, _of_words)
-# mxfp4_numbers(element, (groups, out, blocks, scales, tables)): of a row; where HAS_SHUFFLES.
+# mxfp4_numbers(element, (groups, out, blocks, scales, tables)): decode a row; only if HAS_SHUFFLES.
 mxfp4_numbers = emitted_by_type(lambda element: element, _emit_mxfp4)
-# packed_numbers(element, (groups, out, packed, ends)): of whole groups of a packed row of 4 bits, where `by_tables`.
+# packed_numbers(element, (groups, out, packed, ends)): decode whole groups of a packed row of 4
+# bits; only if `by_tables`.
 packed_numbers = emitted_by_type(lambda element: element, _emit_packed)
 
 
 @jit
 def bits_of(x):  # type: ignore[no-untyped-def]
-    """As vector code takes a float32."""
+    """Return the bits of a float32 in the form that vector code accepts."""
     return np.int64(float_to_bits(x))

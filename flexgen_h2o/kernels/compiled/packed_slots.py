@@ -1,4 +1,4 @@
-"""The compiled loops over packed slots: columns into them, and attention over them without unpacking to memory."""
+"""Compiled loops over packed slots: packing columns, and attention without unpacking to memory."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ _LEAST, _MOST = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 class Format(NamedTuple):
-    """A packing in numbers. kind: its type says how many bits (vectors.KINDS). step: of them side by side. places:
-    address of the table of chunks, int32 (chunks, PLACE): of each its first word, the word of its group, and the first
-    and the end of the words that its lanes stand for."""
+    """Describe a packing in numbers; made by `format_of`."""
 
-    kind: np.number[Any]
+    kind: np.number[Any]  # its type says how many bits (vectors.KINDS)
     width: int
     bits: int
-    step: int
+    step: int  # bits of a value that are adjacent in its word
     group: int
     low_words: int
     value_words: int
     lanes: int
     chunks: int
+    # Address of the table of chunks, int32 (chunks, PLACE). Per chunk: its first word, the word of
+    # its group, and the first and the end of the words for which its lanes stand.
     places: int
 
 
@@ -82,9 +82,13 @@ def formats_of(packing: KVPacking) -> tuple[Format, Format]:
 
 @lru_cache
 def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
-    """The lanes of a chunk, and the table of chunks of `Format`; kept, since loops have its address."""
+    """Return the lanes of a chunk, and the table of chunks of `Format`.
+
+    The result is cached, because loops use the table's address.
+    """
     wide = vectors.PACKED_WIDE[packing.bits]
-    # A chunk may reach into other groups, never beyond the slot; in 3 bits not beyond the lower bits.
+    # A chunk may reach into other groups, but not beyond the slot; in 3 bits not beyond the lower
+    # bits.
     limit = packing.low_words if packing.bits == 3 else packing.words
     lanes = wide if limit >= wide else 1
     places = []
@@ -101,10 +105,10 @@ _BF16 = np.uint16(0)
 
 @jit
 def attend_rows(element, forms, jobs, state, whole, first, end):  # type: ignore[no-untyped-def]
-    """`attend` over packed slots for the rows first..end-1.
+    """Run `attend` over packed slots for the rows first..end-1.
 
-    element: of the queries. forms, jobs: of keys and of values; jobs as of whole slots, `words` those of a packed slot.
-    whole: columns beside them.
+    element: of the queries. forms, jobs: for keys and for values; jobs as for whole slots, with
+    `words` of a packed slot. whole: the WholeAddresses of the rows.
     """
     (form, of_values), (slots, value_slots) = forms, jobs
     query, attn_out = scratch_of(form, slots.group), scratch_of(of_values, slots.group)
@@ -147,14 +151,20 @@ def attend_rows(element, forms, jobs, state, whole, first, end):  # type: ignore
 
 @jit
 def scratch_of(form, group):  # type: ignore[no-untyped-def]
-    """Room for queries, or for their sums, in chunks, planes and lanes; 0 where nothing is spread."""
+    """Return zeroed scratch for queries, or for their sums, by chunks, planes and lanes.
+
+    It stays 0 in lanes to which nothing is spread.
+    """
     lanes = vectors.SHARED if form.lanes > 1 else 1
     return np.zeros((group, form.chunks, 32 // form.step + 1, lanes), np.float32)
 
 
 @jit
 def over_row(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
-    """Run by run of neighbouring blocks, block by block for all queries. scratch: queries, or their sums."""
+    """Run a pass by runs of adjacent blocks, block by block for all queries.
+
+    scratch: queries, or their sums.
+    """
     words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
     layout = (form.lanes, form.places, form.chunks, 4 * form.low_words)
     scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
@@ -166,7 +176,8 @@ def over_row(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped
         block = at + 4 * inside * words if run else take(slots, at, inside, j, row.filled, gathered)
         after = address_ahead(slots, at, j + count * BLOCK, row.filled, inside + count * BLOCK, row.next_at)
         for left in range(count * size, 0, -size):
-            # AHEAD bytes later: in this run, which has `left` bytes more, or after it.
+            # Prefetch what is AHEAD bytes later: in this run, which has `left` bytes more, or after
+            # it.
             fetch(block + AHEAD if left > AHEAD else after + AHEAD - left, size)
             numbers = (block, words, scratch_at, p_at + 4 * j, stride, group)
             if row.is_dots:
@@ -179,7 +190,7 @@ def over_row(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped
 
 @jit
 def restore_centre(element, at, centres, width, filled, p):  # type: ignore[no-untyped-def]
-    """Add each query's product with the centre of the keys."""
+    """Add each query's product with the centre of the keys to p."""
     for g in range(p.shape[0]):
         shift = np.float32(0)
         for i in range(width):
@@ -190,7 +201,10 @@ def restore_centre(element, at, centres, width, filled, p):  # type: ignore[no-u
 
 @jit
 def exchange(places, newest, p, takes):  # type: ignore[no-untyped-def]
-    """What is in `newest` goes where its slots are in p; or it takes what is there, and leaves 0."""
+    """Copy `newest` to its slots in p; or, if `takes`, move p's numbers to `newest`.
+
+    Numbers that are moved become 0 in p.
+    """
     for j in range(newest.shape[1]):
         slot = places[j]
         for g in range(p.shape[0]):
@@ -204,23 +218,26 @@ def exchange(places, newest, p, takes):  # type: ignore[no-untyped-def]
 
 @jit
 def _place(form, chunk):  # type: ignore[no-untyped-def]
-    """The first word of a chunk, and the first and the end of the words that its lanes stand for."""
+    """Return a chunk's first word, and the first and the end of the words in its lanes."""
     place = ints_at(form.places + 4 * vectors.PLACE * chunk)
     return place[0], place[2], place[3]
 
 
 @jit
 def _unit(form, plane):  # type: ignore[no-untyped-def]
-    """The factor, a power of two, that takes off how much too large a value of the plane is where it lies."""
+    """Return the power of two by which a value of the plane must be multiplied.
+
+    A value is not shifted, so it is too large by its place in the word.
+    """
     lift = 0 if plane == 32 // form.step - 1 else form.step * plane
     return bits_to_float(np.uint32(127 - lift) << np.uint32(23))
 
 
 @jit
 def spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-def]
-    """Spread the queries at address `at` over the planes of chunks; all other lanes are 0 already.
+    """Spread the queries at address `at` over the planes of chunks; all other lanes must be 0.
 
-    ranges: address of what each number is multiplied with; 0: of nothing. one: scratch.
+    ranges: address of the factors of the numbers; 0: none. one: scratch.
     """
     per_word, size = 32 // form.step, query.shape[3]
     for g in range(query.shape[0]):
@@ -240,13 +257,13 @@ def spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-de
                     lanes[k, word - first] = x * unit
                     lanes[per_word, word - first] += x
             for k in range(per_word + 1):
-                for i in range(size - form.lanes):  # the other slots of a vector
+                for i in range(size - form.lanes):  # the other slots that share the vector
                     lanes[k, form.lanes + i] = lanes[k, i]
 
 
 @jit
 def gather(form, attn_out, one):  # type: ignore[no-untyped-def]
-    """The sums in the order of numbers, into `one` (group, width)."""
+    """Write the sums in the order of numbers to `one` (group, width)."""
     per_word, size = 32 // form.step, attn_out.shape[3]
     for g in range(attn_out.shape[0]):
         for c in range(attn_out.shape[1]):
@@ -266,9 +283,9 @@ def gather(form, attn_out, one):  # type: ignore[no-untyped-def]
 
 @jit
 def pack_rows(element, form, source, target, words, first, end):  # type: ignore[no-untyped-def]
-    """Columns first..end-1 at address `source`, one behind the other, into packed slots at `target`.
+    """Pack columns first..end-1, adjacent at address `source`, into slots at `target`.
 
-    Short loops over small buffers, which all vectorise.
+    The loops are short and over small buffers, so that all of them vectorise.
     """
     per_word, levels, low = 32 // form.step, np.float32(2**form.bits - 1), np.uint32(2**form.step - 1)
     most = -(-form.group // per_word)
@@ -292,7 +309,8 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
             share = np.float32(1) / scale if np.float32(0) < scale < np.float32(np.inf) else np.float32(0)
             for i in range(count):
                 value = (numbers[i] - least) * share + np.float32(0.5)
-                value = value if value < levels else levels  # NaN too: its group's scale is NaN
+                # also if the value is NaN; then the scale of its group is NaN
+                value = value if value < levels else levels
                 values[i] = np.uint32(np.int32(value if value > np.float32(0) else np.float32(0)))
             values[count:] = 0
             filled = -(-count // per_word)
@@ -313,10 +331,10 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
 
 @jit
 def put_new(element, forms, job, new, whole, first, end):  # type: ignore[no-untyped-def]
-    """New columns of the rows first..end-1 into packed slots, and among the whole ones beside them.
+    """Write new columns of the rows first..end-1 to packed slots, and to the whole columns.
 
-    job: a ColumnSlots, whose columns are room for what is packed. new: the addresses of keys and values (rows, width),
-    and of each row's place among its whole columns, int64; -1 for none.
+    job: a ColumnSlots, whose columns are memory for packed slots. new: the addresses of keys and
+    values (rows, width), and of each row's index among its whole columns, int64; -1 for none.
     """
     (form, of_values), (keys, values, places), width = forms, new, whole.width
     count, size = end - first, 4 // planes(element) * width
@@ -336,7 +354,7 @@ def put_new(element, forms, job, new, whole, first, end):  # type: ignore[no-unt
         slot, place = longs_at(job.slots + r * job.slots_step)[0], longs_at(places)[r]
         held = ints_at(whole.slots + 4 * r * whole.columns)
         for j in range(whole.columns):
-            if held[j] == slot:  # evicted within the window
+            if held[j] == slot:  # the slot's old column was evicted within the window
                 held[j] = np.int32(-1)
         if place >= 0:
             at = (r * whole.columns + place) * size

@@ -1,14 +1,17 @@
 """The compiled loop of products: bf16 by bf16 with sums in fp32, uint8 by int8 with sums in int32.
 
-A word (4 bytes) is two neighbouring columns in bf16, or four in int8. An instruction of AVX-512 adds to each of 16 sums
-the product of two words; one of AMX adds to each of 16 x 16 sums those of 16 words with 16 others; with AVX2 words are
-taken apart, and multiplied in fp32, or in 16 bits with sums of pairs in int32. A panel is
-PANEL neighbouring rows of a weight. Blocked, its first words are side by side, one of each row, then its second ones,
-which is what both want (compiled/tiles.py). A panel of rows in order is brought into that layout a chunk of words at a
-time, in the caches, so that both give the same bits.
+A word (4 bytes) is two adjacent columns in bf16, or four in int8. An instruction of AVX-512 adds to
+each of 16 sums the product of two words. An instruction of AMX adds to each of 16 x 16 sums the
+products of 16 words with 16 others. With AVX2, words are split, and multiplied in fp32, or in 16
+bits with sums of pairs in int32.
 
-A sum goes through the columns in order, whatever else is multiplied with it. So a row of the result depends on that row
-of the inputs alone, and not on how a matrix is split.
+A panel is PANEL adjacent rows of a weight. In the blocked layout, the first words of its rows are
+adjacent, then the second words, and so on. AVX-512 and AMX need this layout (compiled/tiles.py). A
+panel of rows in order is converted to it a chunk of words at a time, in the caches. So both layouts
+give the same bits.
+
+A sum goes through the columns in order, whatever else is multiplied with it. So a row of the result
+depends on that row of the inputs alone, and not on how a matrix is split.
 """
 
 from __future__ import annotations
@@ -53,39 +56,45 @@ from flexgen_h2o.kernels.jit import (
 from flexgen_h2o.kernels.products import PACKED, Job
 from flexgen_h2o.kernels.workspace import part_end
 
-_CHUNK = 512  # words of a row at a time: 128 KiB of a panel, of 1 MiB of the cache that they share with inputs and sums
-_TOKENS = 512  # input rows at a time, whose sums wait in the same cache from chunk to chunk
-# With AMX, which has 2 MiB of that cache. Few rows wait for the weights, whose next chunk must fit beside this one.
+# words of a row at a time: 128 KiB of a panel, in a 1 MiB cache that inputs and sums share
+_CHUNK = 512
+_TOKENS = 512  # input rows at a time, whose sums stay in the same cache from chunk to chunk
+# The same with AMX, whose CPUs have 2 MiB of that cache. With few rows, the loop waits for the
+# weights, and the next chunk must fit beside this one.
 _AMX_CHUNK, _AMX_TOKENS, _AMX_FEW = 1024, 256, 128
 _GROUP_WORDS = GROUP // 4
-_PACKED_WORDS, _MXFP4_WORDS = GROUP // 2, CHUNK // 2  # of a group in bf16
+# words of a group of codes in bf16
+_PACKED_WORDS, _MXFP4_WORDS = GROUP // 2, CHUNK // 2  # words of a group of codes in bf16
 _FIELDS = len(Job._fields)
 _part_end = jit(part_end)
 
 
 class Ending(NamedTuple):
-    """What becomes of the sums. adds: to what is in `out`; relu: of the result."""
+    """Say what happens to the sums."""
 
-    adds: bool
-    relu: bool
+    adds: bool  # add to what `out` contains
+    relu: bool  # apply relu to the result
 
 
 @jit
 def multiply(kind, element, table, ending, threads, first, end):  # type: ignore[no-untyped-def]
-    """Panels first..end-1 of all jobs. kind: a number whose type says what inputs are: uint16 for bf16, uint8 for int8;
-    int16 and int8 for what AMX multiplies, uint32 and int32 for what AVX2 does.
+    """Multiply panels first..end-1 of all jobs.
 
-    element: of biases and results. table: its address, how many jobs it has, and the panels of all of them. threads:
-    that share the panels, in parts (workspace.part_end).
+    kind: a number whose type says what inputs are and what multiplies. uint16 and uint8 stand for
+    bf16 and int8 with AVX-512, int16 and int8 with AMX, uint32 and int32 with AVX2.
+
+    element: type of biases and results. table: its address, its number of jobs, and the panels of
+    all jobs. threads: number of threads that share the panels, in parts (workspace.part_end).
     """
     jobs, count, panels = table
     rooms = _sums_room(), _strip_room(), _rows_room(), _ends_room(), _factors_room(), _registers_room()
     for i in range(REGISTERS // 8):
         longs_at(rooms[-1])[i] = 0
-    token, more, upcoming = np.int64(0), True, end  # upcoming: the part that this thread is likely to get next
+    # upcoming: the part that this thread is likely to get next
+    token, more, upcoming = np.int64(0), True, end
     for _ in range(threads - 1):
         upcoming = _part_end(upcoming, panels, threads)
-    while more:  # so many inputs stay in the caches while all panels are multiplied with them
+    while more:  # a group of input rows stays in the caches while all panels are multiplied with it
         more = False
         number, ahead = np.int64(0), np.int64(0)
         for panel in range(first, end):
@@ -105,7 +114,7 @@ def multiply(kind, element, table, ending, threads, first, end):  # type: ignore
 
 @jit
 def _job_of(jobs, count, number, panel):  # type: ignore[no-untyped-def]
-    """The number of the job that a panel is of, from `number` on."""
+    """Return the number of the job to which a panel belongs, searching from `number` on."""
     while number + 1 < count and longs_at(jobs + 8 * _FIELDS * (number + 1))[0] <= panel:
         number += 1
     return number
@@ -135,7 +144,10 @@ def _chunks(kind, job):  # type: ignore[no-untyped-def]
 
 @jit
 def _chunk(job, number, count):  # type: ignore[no-untyped-def]
-    """The first word of one of so many chunks, and how many it has: at least LANES, as a row has, and whole groups."""
+    """Return the first word of chunk `number` of `count`, and its number of words.
+
+    A chunk has at least LANES words, as a row has, and whole groups.
+    """
     group = _PACKED_WORDS if job.coded == PACKED else LANES
     first = job.words * number // count // group * group
     end = job.words if number + 1 == count else job.words * (number + 1) // count // group * group
@@ -144,8 +156,10 @@ def _chunk(job, number, count):  # type: ignore[no-untyped-def]
 
 @jit
 def _place(job, panel, chunk):  # type: ignore[no-untyped-def]
-    """The PANEL runs of memory that a chunk of a panel is made of: the address of the first, bytes from one to the
-    next, and the words of each."""
+    """Return the PANEL runs of memory that form a chunk of a panel.
+
+    The result is the address of the first run, bytes from one run to the next, and words per run.
+    """
     word, words = chunk
     if job.row_step == 0:
         return job.weight + (panel * job.words + word) * STEP, 4 * words, words
@@ -157,8 +171,11 @@ def _place(job, panel, chunk):  # type: ignore[no-untyped-def]
 
 @jit
 def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ignore[no-untyped-def]
-    """place: the panel of the job, and the first of its input rows. come: of the chunk that follows these, the address,
-    the line step, and the words."""
+    """Multiply a panel with a group of input rows.
+
+    place: the panel within the job, and the first of the input rows. come: memory to prefetch after
+    this panel: address of the first run, bytes from one run to the next, and words per run.
+    """
     (panel, token), (sums, panel_room, rows_room, ends, factors, registers) = place, rooms
     tokens, most = min(_tokens(kind), job.tokens - token), most_rows(kind)
     chunks, size = _chunks(kind, job), 4 // planes(element)
@@ -171,7 +188,8 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
         elif number + 1 < chunks:
             ahead, step, more = _place(job, panel, _chunk(job, number + 1, chunks))
         here, row_step, _ = _place(job, panel, (word, words))
-        # In each tile its share of the lines, over all blocks of 16 words; to lay a panel out is one tile more.
+        # Each tile prefetches its share of the lines, over all blocks of 16 words; laying a panel
+        # out counts as one more tile.
         run, blocks = (more + LANES - 1) // LANES, (words + LANES - 1) // LANES
         shares = tiles if job.row_step == 0 else tiles + 1
         lines = (PANEL * run + shares * blocks - 1) // (shares * blocks)
@@ -205,9 +223,10 @@ def _multiply_panel(kind, element, job, ending, place, come, rooms):  # type: ig
 
 @jit_rounded
 def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untyped-def]
-    """What becomes of a tile's sums, while they are in the nearest cache. place: the panel, and which input rows.
+    """Convert a tile's sums to results while they are in the nearest cache.
 
-    They are rounded once; in bf16, where they are added to what is there, once more for the bias.
+    place: the panel, the first input row, and the number of input rows. The sums are rounded once.
+    In bf16, if they are added to what is there, they are rounded once more for the bias.
     """
     (panel, token, rows), (sums, ends), size = place, rooms, 4 // planes(element)
     row, out = panel * PANEL, job.out + token * job.out_step + size * panel * PANEL
@@ -236,7 +255,7 @@ def _finish(kind, element, job, ending, place, rooms):  # type: ignore[no-untype
 
 @jit
 def _decode(job, panel, chunk, out):  # type: ignore[no-untyped-def]
-    """A chunk of a panel of coded rows as rows of bf16, in order and side by side."""
+    """Decode a chunk of a panel of coded rows to bf16 rows, in order and adjacent."""
     word, words = chunk
     for r in range(min(PANEL, job.rows - panel * PANEL)):
         row, to = panel * PANEL + r, out + 4 * r * words
@@ -251,14 +270,15 @@ def _decode(job, panel, chunk, out):  # type: ignore[no-untyped-def]
 
 @jit
 def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
-    """A chunk of a panel of rows in 4 bits as int8 in the blocked layout; the first one's also has the panel's ends.
+    """Convert a chunk of a panel of rows in 4 bits to int8 in the blocked layout.
 
-    Strips beyond the last row keep what was there: what they give is not looked at. places: of the panel, of its ends,
-    and of the factors of its rows' values before they are rounded.
+    With the first chunk, the ends of the panel are computed too. Strips after the last row keep
+    their old content, and their results are not used. places: addresses of the panel, of its ends,
+    and of the factors of its rows' values before rounding.
     """
     (word, words), (out, ends, factors) = chunk, places
     group, groups = word // _GROUP_WORDS, words // _GROUP_WORDS
-    own = factors + STEP  # a strip's factors, which it overwrites
+    own = factors + STEP  # the factors of one strip, which the strip overwrites
     for i in range(0, min(PANEL, job.rows - panel * PANEL), LANES):
         packed = job.weight + (panel * PANEL + i) * job.row_step
         for r in range(LANES):
@@ -277,7 +297,7 @@ def _requantise(job, panel, chunk, places):  # type: ignore[no-untyped-def]
 
 @jit
 def _ask_for_results(job, token, tokens, place, nbytes):  # type: ignore[no-untyped-def]
-    """The lines that a tile's rows of a panel end in, which the next products would wait for (not AMX's)."""
+    """Prefetch the lines of results that the next products would wait for (not with AMX)."""
     for t in range(token, token + tokens):
         at = job.out + t * job.out_step + place
         for line in range(at, at + nbytes, LINE):
@@ -286,7 +306,7 @@ def _ask_for_results(job, token, tokens, place, nbytes):  # type: ignore[no-unty
 
 @jit
 def _gather_ends(job, row, ends):  # type: ignore[no-untyped-def]
-    """Side by side, the scales of a panel's rows, and what is added to their products."""
+    """Copy the scales of a panel's rows, and what is added to products, to adjacent memory."""
     for i in range(min(PANEL, job.rows - row)):
         floats_at(ends)[i] = floats_at(job.scales + (row + i) * job.scale_step)[0]
         ints_at(ends)[PANEL + i] = ints_at(job.row_sums + (row + i) * job.sum_step)[0] * np.int32(job.zero)

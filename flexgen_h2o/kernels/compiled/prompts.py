@@ -1,7 +1,8 @@
 """The compiled loops of prompts: column sums over a tile of products, and causal attention.
 
-Flash attention (Dao 2023, algorithm 1) in fp32: the scores of a tile of queries with WIDE keys exist at a time. Keys
-are laid out by columns, so that products need no sums across a vector.
+Attention is flash attention (Dao 2023, algorithm 1) in fp32: only the scores of a tile of queries
+with WIDE keys exist at a time. Keys are laid out by columns, so that products need no sums across a
+vector.
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ from flexgen_h2o.kernels.jit import (
 from flexgen_h2o.kernels.workspace import cpu_has
 
 LANES = 16
-ROWS = 4  # of a tile: with 4 vectors each, 16 sums (of AVX-512), which is enough to wait for none of them
+# rows of a tile: with 4 vectors each, 16 sums (of AVX-512), which is enough to hide their latency
+ROWS = 4
 WIDE = 64  # columns of a wide tile
 
 
 def _emit_gemm(vectors: int, adds: bool, e: Emitter, *numbers: Any) -> None:
-    """A tile of `vectors` x LANES columns. adds: to what is in c. The numbers of a row of `a` are spread one by one."""
+    """Emit a product of a tile of `vectors` x LANES columns.
+
+    adds: add to what is in c. The numbers of a row of `a` are broadcast one by one.
+    """
     a, a_step, b, b_step, c, c_step, count = numbers
     builder, kind = e.builder, ir.VectorType(F32, LANES)
 
     def at(start: Any, step: Any, row: Any, column: Any) -> Any:
         return e.onward(start, builder.add(builder.mul(step, row), column))
 
-    # Registers hold all sums of AVX-512, and a vector a row of AVX2.
+    # Registers of AVX-512 hold all sums, those of AVX2 one vector per row.
     together = vectors if cpu_has("avx512f") else 1
     for part in range(0, vectors, together):
         columns = [e.number(v * LANES) for v in range(part, part + together)]
@@ -60,37 +65,35 @@ def _emit_gemm(vectors: int, adds: bool, e: Emitter, *numbers: Any) -> None:
             e.store(builder.load(total), place)
 
 
-# gemm_tile((a, a_step, b, b_step, c, c_step, count)): c (+)= a b in fp32, ROWS rows by WIDE or LANES columns in
-# registers: addresses, and floats from row to row; how many columns of a, which are as many rows of b.
+# gemm_tile((a, a_step, b, b_step, c, c_step, count)): c (+)= a b in fp32, ROWS rows by WIDE or
+# LANES columns in registers. a, b, c: addresses; *_step: floats from row to row; count: columns of
+# a, which are rows of b.
 gemm_tile = emitted(partial(_emit_gemm, WIDE // LANES, False))
 add_gemm_tile = emitted(partial(_emit_gemm, WIDE // LANES, True))
 add_narrow_gemm_tile = emitted(partial(_emit_gemm, 1, True))
 
-_ROWS = 4  # query rows whose exponentials are added up before they go to memory
+_ROWS = 4  # query rows whose exponentials are added before they are written to memory
 
 
 class Tile(NamedTuple):
-    """Products of the query rows first..first+rows-1 with the keys 0..columns-1, and where their sums go.
-
-    products: address of (kv-heads, group, rows, columns); lse: of (kv-heads, group, rows) fp32; sums: of (kv-heads, n)
-    fp32, whole, from column 0.
-    """
+    """Hold a tile of products, for the query rows first..first+rows-1 and keys 0..columns-1."""
 
     group: int
     rows: int
     columns: int
-    n: int
+    n: int  # numbers per row of `sums`
     first: int
-    products: int
-    lse: int
-    sums: int
+    products: int  # address of (kv-heads, group, rows, columns)
+    lse: int  # address of (kv-heads, group, rows) fp32
+    sums: int  # address of (kv-heads, n) fp32, from column 0
 
 
 @jit
 def add_tile(element, tile, scale, start, end):  # type: ignore[no-untyped-def]
-    """sums[j] += exp(scale x product[i, j] - lse[i]) for all i >= j of the tile, for the kv-heads start..end-1.
+    """Add exp(scale x product[i, j] - lse[i]) to sums[j], for kv-heads start..end-1.
 
-    element: of the products. Where rows and columns meet the diagonal, each row simply ends sooner: no mask.
+    The sum is over all i >= j of the tile. element: type of the products. If the tile crosses the
+    diagonal, each row simply ends sooner, so there is no mask.
     """
     factor = np.float32(scale) * LOG2_E
     row_bytes = 4 // planes(element) * tile.columns
@@ -103,7 +106,8 @@ def add_tile(element, tile, scale, start, end):  # type: ignore[no-untyped-def]
                 seen = tile.first + i + 1
                 at, lse = tile.products + row_bytes * (row + i), floats_at(tile.lse + 4 * (row + i))
                 _add_four(element, at, tile.columns, lse, factor, sums, seen)
-                for late in range(1, _ROWS):  # the corner that the first of the four rows does not have
+                # the corner of the tile that the first of the four rows does not have
+                for late in range(1, _ROWS):
                     for j in range(seen, seen + late):
                         s = number_at(element, at + row_bytes * late, j)
                         sums[j] += exp2(s * factor - lse[late] * LOG2_E)
@@ -126,13 +130,13 @@ def _add_four(element, at, columns, lse, factor, sums, end):  # type: ignore[no-
         sums[j] += ab + cd
 
 
-KEYS = WIDE  # of a block
-QUERIES = 512  # of a unit, about: as many as make use of keys that were laid out once
+KEYS = WIDE  # keys per block
+QUERIES = 512  # queries per unit, about: enough to reuse keys that were laid out once
 _LOWEST = np.int32(-(2**31))
 
 
 class Heads(NamedTuple):
-    """The address of a tensor (batch, heads, tokens, width), and its steps in bytes."""
+    """Hold the address of a tensor (batch, heads, tokens, width), and its steps in bytes."""
 
     at: int
     batch_step: int
@@ -141,24 +145,24 @@ class Heads(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """What `attend_units` reads and writes. lse: the address of (batch, heads, tokens) fp32."""
+    """Hold the arguments of `attend_units`."""
 
     kv_heads: int
-    group: int  # query heads of a kv-head
-    tokens: int  # queries of a prompt, its last ones
-    before: int  # keys in front of those of the queries
-    window: int  # keys that a query sees at most, its own the last
+    group: int  # query heads per kv-head
+    tokens: int  # queries of a prompt, its last tokens
+    before: int  # keys before the first query's own key
+    window: int  # keys that a query sees at most; its own key is the last
     width: int
-    queries: int  # tokens of a unit, a multiple of KEYS
+    queries: int  # tokens per unit, a multiple of KEYS
     q: Heads
     k: Heads
     v: Heads
     out: Heads
-    lse: int
+    lse: int  # address of (batch, heads, tokens) fp32
 
 
 class Unit(NamedTuple):
-    """The tokens start..stop-1 of a prompt, with all query heads of a kv-head."""
+    """Identify the tokens start..stop-1 of a prompt, with all query heads of a kv-head."""
 
     batch: int
     kv_head: int
@@ -168,7 +172,10 @@ class Unit(NamedTuple):
 
 @jit
 def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-def]
-    """Units first..end-1: (prompt, kv-head, run of `queries` tokens). element: of q, k and v."""
+    """Attend for the units first..end-1, each a (prompt, kv-head, run of `queries` tokens).
+
+    element: type of q, k and v.
+    """
     units = -(-job.tokens // job.queries)
     wide = -(-job.width // LANES) * LANES
     rows = job.group * job.queries
@@ -186,8 +193,9 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
         attn_out[:], total[:], top[:] = 0, 0, -np.float32(np.inf)
         for block in range(max(0, job.before + start + 1 - job.window) // KEYS * KEYS, job.before + unit.stop, KEYS):
             count = min(KEYS, job.before + unit.stop - block)
-            own = block - job.before - start  # the first query that sees none before this block
-            end_of_block = min(unit.stop - start, own + count - 1 + job.window)  # later queries see none of it
+            own = block - job.before - start  # the first query that sees keys of this block
+            # later queries see no keys of this block
+            end_of_block = min(unit.stop - start, own + count - 1 + job.window)
             _take_block(element, job, unit, block, count, keys, values)
             for g in range(job.group):
                 for i in range(max(0, own // ROWS * ROWS), end_of_block, ROWS):
@@ -209,7 +217,10 @@ def _head_at(heads, batch, head):  # type: ignore[no-untyped-def]
 
 @jit
 def _take_queries(element, job, scale, unit, query):  # type: ignore[no-untyped-def]
-    """Queries in fp32, times `scale` and log2(e): powers of 2 are taken of scores. Rows beyond `stop` are 0."""
+    """Copy queries to fp32, times `scale` and log2(e), because weights are powers of 2.
+
+    Rows beyond `stop` are 0.
+    """
     factor = scale * LOG2_E
     for g in range(job.group):
         q = _head_at(job.q, unit.batch, unit.kv_head * job.group + g)
@@ -225,7 +236,7 @@ def _take_queries(element, job, scale, unit, query):  # type: ignore[no-untyped-
 
 @jit
 def _take_block(element, job, unit, block, count, keys, values):  # type: ignore[no-untyped-def]
-    """Keys by columns, values by rows, in fp32; what a block lacks is 0."""
+    """Copy keys by columns and values by rows, in fp32. What the last block lacks is 0."""
     k, v = _head_at(job.k, unit.batch, unit.kv_head), _head_at(job.v, unit.batch, unit.kv_head)
     for j in range(KEYS):
         if j < count:
@@ -241,11 +252,11 @@ def _take_block(element, job, unit, block, count, keys, values):  # type: ignore
 
 @jit
 def _weigh(scores, seen, row, top, total, attn_out):  # type: ignore[no-untyped-def]
-    """Turn a row's scores of the keys that it has `seen`, from the first to before the second number, into weights,
-    the others into 0, and rescale the row's sums.
+    """Turn a row's scores into weights, and rescale the row's sums.
 
-    top, total, attn_out: of each row the largest score, the sum of the weights and of the weighted values so far.
-    Always all KEYS: loops of a known length have no remainder.
+    seen: (first, end) of the keys that the row sees; all other weights become 0. top, total,
+    attn_out: per row the largest score, the sum of the weights and the sum of the weighted values
+    so far. Loops always cover all KEYS, because loops of a known length have no remainder.
     """
     first, end = seen
     if end <= max(0, first):
@@ -271,7 +282,7 @@ def _weigh(scores, seen, row, top, total, attn_out):  # type: ignore[no-untyped-
 
 @jit
 def _add_values(weights, values, attn_out, row, seen):  # type: ignore[no-untyped-def]
-    """attn_out[row..row+ROWS-1] += weights x the first `seen` values."""
+    """Add weights x the first `seen` values to attn_out[row..row+ROWS-1]."""
     wide = np.int64(values.shape[1])
     to, source = np.int64(attn_out.ctypes.data) + 4 * row * wide, np.int64(values.ctypes.data)
     weights_at, done = np.int64(weights.ctypes.data), 0
@@ -285,7 +296,7 @@ def _add_values(weights, values, attn_out, row, seen):  # type: ignore[no-untype
 
 @jit
 def _write(element, job, unit, top, total, attn_out):  # type: ignore[no-untyped-def]
-    """Sums over weights into `out`, and the log-sum-exp of each query."""
+    """Write sums divided by total weights to `out`, and the log-sum-exp of each query."""
     for g in range(job.group):
         head = unit.kv_head * job.group + g
         out = _head_at(job.out, unit.batch, head)

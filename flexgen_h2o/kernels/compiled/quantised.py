@@ -1,6 +1,7 @@
-"""The compiled loops of `quantised`: matrices of checkpoints in few bits into bf16 or fp32, or into int8 rows.
+"""The compiled loops of `quantised`: decode matrices of checkpoints to bf16, fp32 or int8 rows.
 
-Two neighbours at a time: in bf16 they make one 4-byte word, so that a vector of words is stored as it comes.
+Two adjacent numbers are computed at a time. In bf16 they form one 4-byte word, so a vector of words
+is stored directly.
 """
 
 from __future__ import annotations
@@ -45,26 +46,25 @@ from flexgen_h2o.kernels.jit import (
     words_at,
 )
 
-_PAIRS = 16  # of a block
-_BLOCK = 32
+_PAIRS = 16  # pairs of numbers per MXFP4 block
+_BLOCK = 32  # numbers per MXFP4 block
 _strip_room = room(4 * STRIP_ROWS)
 
 
 class Mxfp4Job(NamedTuple):
-    """Addresses of the first row's blocks, scales and numbers; groups: blocks of a row; out_step: bytes from a row of
-    `out` to the next; tables: the address of MXFP4_TABLES."""
+    """Hold the arguments of `unpack_mxfp4`; addresses are of the first row."""
 
-    blocks: int
-    scales: int
-    groups: int
-    out: int
-    out_step: int
-    tables: int
+    blocks: int  # address
+    scales: int  # address
+    groups: int  # blocks per row
+    out: int  # address
+    out_step: int  # bytes from a row of out to the next
+    tables: int  # address of MXFP4_TABLES
 
 
 @jit
 def unpack_mxfp4(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1."""
+    """Decode rows first..end-1."""
     for row in range(first, end):
         scales, blocks = job.scales + row * job.groups, job.blocks + row * job.groups * _PAIRS
         out = job.out + row * job.out_step
@@ -76,7 +76,7 @@ def unpack_mxfp4(element, job, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def _look_up_row(element, job, blocks, scales, out):  # type: ignore[no-untyped-def]
-    """Number by number."""
+    """Decode a row number by number."""
     for group in range(job.groups):
         low = bytes_at(job.tables + _BLOCK * np.int64(bytes_at(scales)[group]))
         for i in range(_BLOCK):
@@ -86,19 +86,21 @@ def _look_up_row(element, job, blocks, scales, out):  # type: ignore[no-untyped-
 
 
 class StripJob(NamedTuple):
-    """Addresses of a blocked int8 matrix, and of its rows' negative sums and scales. first: the matrix's row that the
-    first one becomes."""
+    """Describe a blocked int8 matrix to which strips are written."""
 
-    out: int
+    out: int  # address of the matrix
     columns: int
-    sums: int
-    row_scales: int
-    first: int
+    sums: int  # address of the negative sums of its rows
+    row_scales: int  # address of the scales of its rows
+    first: int  # row of the matrix that receives the first row
 
 
 @jit
 def mxfp4_strips(job, blocks, scales, first, end):  # type: ignore[no-untyped-def]
-    """Strips first..end-1 of STRIP_ROWS rows. blocks, scales: addresses of the first row's."""
+    """Convert strips first..end-1 of STRIP_ROWS rows.
+
+    blocks, scales: addresses of the first row's.
+    """
     own, groups = _strip_room(), job.columns // _BLOCK
     row_bytes = groups * _PAIRS
     for strip in range(first, end):
@@ -113,7 +115,7 @@ def mxfp4_strips(job, blocks, scales, first, end):  # type: ignore[no-untyped-de
 
 @jit
 def float_strips(job, values, first, end):  # type: ignore[no-untyped-def]
-    """Strips first..end-1 of STRIP_ROWS rows. values: the address of the first row's, float32."""
+    """Convert strips first..end-1 of STRIP_ROWS rows. values: address of the first row, float32."""
     own, row_bytes = _strip_room(), 4 * job.columns
     for strip in range(first, end):
         row = strip * STRIP_ROWS
@@ -127,7 +129,10 @@ def float_strips(job, values, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def _set_factors(job, row, own):  # type: ignore[no-untyped-def]
-    """The scales of rows by their largest magnitudes, and in their place what numbers are multiplied by."""
+    """Set the scales of rows from their largest magnitudes.
+
+    own: the largest magnitudes, which are replaced by the factors of the numbers.
+    """
     for r in range(STRIP_ROWS):
         largest, floats_at(own)[r] = factor_of(floats_at(own)[r])
         floats_at(job.row_scales)[job.first + row + r] = largest * SCALE_STEP
@@ -141,7 +146,7 @@ def _set_sums(job, row, own):  # type: ignore[no-untyped-def]
 
 @jit
 def _strip_of(job, row):  # type: ignore[no-untyped-def]
-    """The address of a strip in its block."""
+    """Return the address of a strip in its block."""
     at = job.first + row
     return job.out + at // BLOCK_ROWS * BLOCK_ROWS * job.columns + 4 * (at % BLOCK_ROWS)
 
@@ -156,26 +161,22 @@ def _store_pair(element, out, i, low, high):  # type: ignore[no-untyped-def]
 
 
 class Fp8Job(NamedTuple):
-    """Addresses of the first row's codes, of the first block's scales and of the first row's numbers.
+    """Hold the arguments of `unpack_fp8`."""
 
-    scale_columns: scales of a row of blocks; first: of the rows, within its block; high, wide: rows and columns of a
-    block.
-    """
-
-    codes: int
+    codes: int  # address of the first row's codes
     columns: int
-    scales: int
-    scale_columns: int
-    first: int
-    high: int
-    wide: int
-    out: int
-    out_step: int
+    scales: int  # address of the first block's scale
+    scale_columns: int  # scales per row of blocks
+    first: int  # index of the first row within its block
+    high: int  # rows per block
+    wide: int  # columns per block
+    out: int  # address of the first row's numbers
+    out_step: int  # bytes from a row of out to the next
 
 
 @jit
 def unpack_fp8(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1."""
+    """Decode rows first..end-1."""
     size = 4 // planes(element)
     for row in range(first, end):
         scales = floats_at(job.scales + 4 * ((job.first + row) // job.high) * job.scale_columns)
@@ -190,30 +191,26 @@ def unpack_fp8(element, job, first, end):  # type: ignore[no-untyped-def]
 
 
 class IntegerJob(NamedTuple):
-    """Addresses of the first row's codes, scales, zeros (0: none) and numbers. flip: what codes are xored with.
+    """Hold the arguments of `unpack_integers`; addresses are of the first row."""
 
-    groups: scales of a row; group: columns that share one, of which the first column is `at` columns in; which: the
-    address of the columns' groups where that is not so, or 0.
-    """
-
-    codes: int
-    row_bytes: int
+    codes: int  # address
+    row_bytes: int  # bytes of codes per row
     bits: int
-    flip: int
-    scales: int
-    zeros: int
-    groups: int
-    group: int
-    at: int
-    which: int
+    flip: int  # value with which codes are xored
+    scales: int  # address
+    zeros: int  # address; 0: there are no zeros
+    groups: int  # scales per row
+    group: int  # columns that share a scale
+    at: int  # position of the first column in its group
+    which: int  # address of the columns' groups, if columns are not in order; otherwise 0
     columns: int
-    out: int
-    out_step: int
+    out: int  # address
+    out_step: int  # bytes from a row of out to the next
 
 
 @jit
 def unpack_integers(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1."""
+    """Decode rows first..end-1."""
     size, middle = 4 // planes(element), np.float32(1 << (job.bits - 1))
     for row in range(first, end):
         codes, out = job.codes + row * job.row_bytes, job.out + row * job.out_step
@@ -236,7 +233,7 @@ def unpack_integers(element, job, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def _by_index(element, job, codes, zeros, scales, out):  # type: ignore[no-untyped-def]
-    """A row whose columns have any group."""
+    """Decode a row whose columns may have any groups."""
     which, code_at = ints_at(job.which), bytes_at(codes)
     if job.bits == 4:
         for i in range(job.columns // 2):
@@ -269,26 +266,26 @@ def _group_of_8(element, at, flip, zero, scale, out, count):  # type: ignore[no-
 
 
 class AwqJob(NamedTuple):
-    """Addresses of words (of 8 rows, one for each column), and of the first row's scales, zeros and numbers.
+    """Hold the arguments of `unpack_awq`."""
 
-    skip: rows of the first words that are before the first; groups, group, at: as of IntegerJob.
-    """
-
-    words: int
-    skip: int
-    scales: int
-    zeros: int
-    groups: int
-    group: int
-    at: int
+    words: int  # address; each word holds 8 rows of a column
+    skip: int  # rows of the first words that are before the first row
+    scales: int  # address of the first row's scales
+    zeros: int  # address of the first row's zeros
+    groups: int  # as in IntegerJob
+    group: int  # as in IntegerJob
+    at: int  # as in IntegerJob
     columns: int
-    out: int
-    out_step: int
+    out: int  # address of the first row's numbers
+    out_step: int  # bytes from a row of out to the next
 
 
 @jit
 def unpack_awq(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1. One of 8 in a word has code 0, 4, 1, 5, 2, 6, 3 or 7 of it."""
+    """Decode rows first..end-1.
+
+    The 8 rows of a word have its codes 0, 4, 1, 5, 2, 6, 3 and 7.
+    """
     size = 4 // planes(element)
     for row in range(first, end):
         at, inside = (row + job.skip) // 8, (row + job.skip) % 8
@@ -312,21 +309,24 @@ def _shifted(element, at, shift, zero, scale, out, count):  # type: ignore[no-un
 
 @jit
 def sum_rows(codes, columns, sums, first, end):  # type: ignore[no-untyped-def]
-    """Of int8, of rows first..end-1."""
+    """Sum the int8 codes of rows first..end-1."""
     for row in range(first, end):
         at, total = bytes_at(codes + row * columns), np.int32(0)
-        for i in range(columns):  # a byte less 256 where its sign is set
+        for i in range(columns):  # a byte, minus 256 if its sign bit is set
             total += np.int32(at[i]) - ((np.int32(at[i]) & np.int32(128)) << np.int32(1))
         ints_at(sums)[row] = total
 
 
-_LINE_WORDS = 16
+_LINE_WORDS = 16  # words per cache line
 
 
 @jit
 def block_rows(codes, columns, out, first, end):  # type: ignore[no-untyped-def]
-    """Blocks first..end-1 of int8 rows: of BLOCK_ROWS rows together 4 columns in turn (kernels/int8.py). A cache line
-    of each row at a time: where rows are a power of two of bytes apart, few of their lines stay in the cache."""
+    """Convert blocks first..end-1 of int8 rows to the blocked layout (kernels/int8.py).
+
+    It copies a cache line of each row at a time. If rows are a power of two of bytes apart, few of
+    their lines stay in the cache.
+    """
     words = columns // 4
     for block in range(first, end):
         start = BLOCK_ROWS * block * columns

@@ -1,5 +1,7 @@
-"""The compiled loops of `elementwise`, one pass where torch operations make several, each into new memory; and that of
-`packed.unpack_rows`."""
+"""The compiled loops of `elementwise`, and the loop of `packed.unpack_rows`.
+
+A loop makes one pass, while torch operations make several, each into new memory.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,20 @@ from flexgen_h2o.kernels.jit import (
 
 
 class Norm(NamedTuple):
-    """Addresses of x, weight, out, whose rows are x_step and out_step bytes apart. once: as of `rms_norm`."""
+    """Hold the arguments of `norm_rows`: x, weight and out are addresses."""
 
-    once: bool
+    once: bool  # round only after the weight, as in `rms_norm`
     width: int
     x: int
-    x_step: int
+    x_step: int  # bytes from a row of x to the next
     weight: int
     out: int
-    out_step: int
+    out_step: int  # bytes from a row of out to the next
 
 
 @jit
 def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
-    """`rms_norm` of rows first..end-1."""
+    """Run `rms_norm` on rows first..end-1."""
     for row in range(first, end):
         x, out = job.x + row * job.x_step, job.out + row * job.out_step
         total = np.float32(0)
@@ -57,7 +59,7 @@ def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-def]
-    """gate = silu(gate) x up for rows first..end-1 at the addresses `gate` and `up`."""
+    """Set gate = silu(gate) x up for rows first..end-1 at the addresses `gate` and `up`."""
     size = 4 // planes(element)
     gate, up = gate + size * first * width, up + size * first * width
     for i in range((end - first) * width):
@@ -67,18 +69,18 @@ def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-
 
 
 class Gate(NamedTuple):
-    """Addresses of x, whose rows are 2 x width numbers, and out; alpha and limit in fp32."""
+    """Hold the arguments of `clamped_gate_rows`."""
 
-    width: int
-    x: int
-    out: int
+    width: int  # numbers per row of out
+    x: int  # address; rows have 2 x width numbers
+    out: int  # address
     alpha: np.float32
     limit: np.float32
 
 
 @jit
 def clamped_gate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
-    """`clamped_gate` of rows first..end-1."""
+    """Run `clamped_gate` on rows first..end-1."""
     size, one, width, alpha, limit = 4 // planes(element), np.float32(1), job.width, job.alpha, job.limit
     x, out = job.x + size * first * 2 * width, job.out + size * first * width
     for i in range((end - first) * width):
@@ -90,22 +92,22 @@ def clamped_gate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
 
 
 class Weighted(NamedTuple):
-    """Addresses: x of (rows, width), tokens (rows,) int32, weights (rows,) fp32, out of (tokens, width)."""
+    """Hold the arguments of `add_weighted_columns`."""
 
     rows: int
     width: int
-    x: int
-    tokens: int
-    weights: int
-    out: int
+    x: int  # address of (rows, width)
+    tokens: int  # address of (rows,) int32
+    weights: int  # address of (rows,) fp32
+    out: int  # address of (tokens, width)
 
 
-COLUMNS = 64  # that a thread takes at a time
+COLUMNS = 64  # columns that a thread adds at a time
 
 
 @jit
 def add_weighted_columns(element, job, first, end):  # type: ignore[no-untyped-def]
-    """`add_weighted` of columns first * COLUMNS..end * COLUMNS - 1."""
+    """Run `add_weighted` on columns first * COLUMNS..end * COLUMNS - 1."""
     size = 4 // planes(element)
     start, stop = first * COLUMNS, min(end * COLUMNS, job.width)
     tokens, weights = ints_at(job.tokens), floats_at(job.weights)
@@ -117,21 +119,24 @@ def add_weighted_columns(element, job, first, end):  # type: ignore[no-untyped-d
 
 
 class RotaryJob(NamedTuple):
-    """Addresses: keys, out of (rows, slots, width); ranks of (rows, slots) int32; cos, sin of (slots, pairs) fp32."""
+    """Hold the arguments of `rotate_rows`."""
 
     slots: int
     width: int
     pairs: int
-    keys: int
-    ranks: int
-    cos: int
-    sin: int
-    out: int
+    keys: int  # address of (rows, slots, width)
+    ranks: int  # address of (rows, slots) int32
+    cos: int  # address of (slots, pairs) fp32
+    sin: int  # address of (slots, pairs) fp32
+    out: int  # address of (rows, slots, width)
 
 
 @jit
 def rotate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1; slots without a rank, which hold nothing, are left as they are in `out`."""
+    """Rotate the keys of rows first..end-1.
+
+    Slots without a rank are empty, and `out` keeps its content there.
+    """
     size = 4 // planes(element)
     for slot in range(first * job.slots, end * job.slots):
         rank = ints_at(job.ranks)[slot]
@@ -147,20 +152,23 @@ def rotate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
 
 
 class Heads(NamedTuple):
-    """Addresses: x of (tokens, heads, width), steps in bytes; cos, sin of (tokens, pairs), in the dtype of x."""
+    """Hold the arguments of `rotate_heads`."""
 
     heads: int
     pairs: int
-    x: int
-    token_step: int
-    head_step: int
-    cos: int
-    sin: int
+    x: int  # address of (tokens, heads, width)
+    token_step: int  # bytes from a token to the next
+    head_step: int  # bytes from a head to the next
+    cos: int  # address of (tokens, pairs), in the dtype of x
+    sin: int  # address of (tokens, pairs), in the dtype of x
 
 
 @jit
 def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Tokens first..end-1, in place; every product and sum is rounded, as torch operations do."""
+    """Rotate the heads of tokens first..end-1 in place.
+
+    Every product and sum is rounded, as in torch operations.
+    """
     size = 4 // planes(element)
     for token in range(first, end):
         cos, sin = job.cos + size * token * job.pairs, job.sin + size * token * job.pairs
@@ -174,21 +182,18 @@ def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
 
 
 class Hadamard(NamedTuple):
-    """Address of x, whose rows are `step` bytes apart and have `blocks` blocks of `size` numbers, a power of two.
+    """Hold the arguments of `hadamard_rows`."""
 
-    factor: of each sum.
-    """
-
-    size: int
-    blocks: int
-    x: int
-    step: int
-    factor: np.float32
+    size: int  # numbers per block, a power of two
+    blocks: int  # blocks per row
+    x: int  # address
+    step: int  # bytes from a row to the next
+    factor: np.float32  # factor of each sum
 
 
 @jit
 def hadamard_rows(element, job, first, end):  # type: ignore[no-untyped-def]
-    """`hadamard` of rows first..end-1, in place."""
+    """Run `hadamard` on rows first..end-1, in place."""
     size, bytes_of_number = job.size, 4 // planes(element)
     numbers = np.empty(size, np.float32)
     for row in range(first, end):
@@ -209,29 +214,27 @@ def hadamard_rows(element, job, first, end):  # type: ignore[no-untyped-def]
                 set_number(element, x, i, numbers[i] * job.factor)
 
 
-_PAIRS = GROUP // 2
+_PAIRS = GROUP // 2  # pairs of numbers per group
 
 
 class UnpackJob(NamedTuple):
-    """packed, out: addresses of the first row; row_bytes, value_bytes: of a packed row and of its values.
+    """Hold the arguments of `unpack`."""
 
-    group: values of a group (packing.SlotPacking).
-    """
-
-    packed: int
-    row_bytes: int
-    value_bytes: int
-    out: int
+    packed: int  # address of the first packed row
+    row_bytes: int  # bytes per packed row
+    value_bytes: int  # bytes of a row's values
+    out: int  # address of the first row of out
     columns: int
     bits: int
-    group: int
+    group: int  # values per group (packing.SlotPacking)
 
 
 @jit
 def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1 into bf16 or fp32.
+    """Unpack rows first..end-1 to bf16 or fp32.
 
-    Two neighbours at a time: in bf16 they make one 4-byte word, so a vector of words is stored as it comes.
+    Two adjacent numbers are computed at a time. In bf16 they form one 4-byte word, so a vector of
+    words is stored directly.
     """
     size = 4 // planes(element)
     for row in range(first, end):
@@ -244,7 +247,7 @@ def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
             start = g * job.group
             count = min(job.group, job.columns - start)
             at, out = codes + start * job.bits // 8, job.out + (row * job.columns + start) * size
-            if count == GROUP:  # a constant, for loops of a known length
+            if count == GROUP:  # a constant, so that loops have a known length
                 _pairs(element, job.bits, at, ends[g], out, _PAIRS)
             else:
                 _pairs(element, job.bits, at, ends[g], out, count // 2)
@@ -289,6 +292,9 @@ def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
 
 @jit
 def _finite_to_bf16(value):  # type: ignore[no-untyped-def]
-    """`to_bf16` of what is no NaN, in half the instructions: packed weights are finite."""
+    """Round to bf16 as `to_bf16` does, for values that are not NaN, in half the instructions.
+
+    Packed weights are finite.
+    """
     bits = np.uint32(float_to_bits(value))
     return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))

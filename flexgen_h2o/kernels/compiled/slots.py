@@ -1,7 +1,7 @@
-"""The compiled loops of `slots`: decode attention over whole slots, one pass over the keys and one over the values of
-each row; columns into slots, and out of them.
+"""Compiled loops for decode attention over whole slots, and for copying columns to and from slots.
 
-What a row gets depends on that row alone: slots are always taken in the same eights, whatever the segments.
+Attention makes one pass over the keys of each row and one over its values. The result of a row
+depends on that row alone: slots are always read in the same groups of eight, whatever the segments.
 """
 
 from __future__ import annotations
@@ -34,42 +34,44 @@ from flexgen_h2o.kernels.jit import (
 )
 
 BLOCK = 8  # slots that are looked up together
-AHEAD = 2048  # bytes of slots that are prefetched: into the next segment, pass and row
-_SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions
-_LINE = 64  # bytes
+AHEAD = 2048  # bytes of slots that are prefetched, across the ends of segments, passes and rows
+_SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions, that are prefetched
+_LINE = 64  # bytes of a cache line
 _NONE = np.iinfo(np.int64).max
 
 
 class Slots(NamedTuple):
-    """What `attend_rows` reads and writes: sizes, then addresses. A word is 4 bytes: one fp32 number or two in bf16."""
+    """Hold the sizes and addresses that `attend_rows` reads and writes; made by `slots_job`.
 
-    group: int
-    words: int  # of a slot
-    per_segment: int
-    segment_words: int  # from one segment to the next
+    A word is 4 bytes: one fp32 number or two in bf16.
+    """
+
+    group: int  # query heads per kv-head
+    words: int  # 4-byte words per slot
+    per_segment: int  # slots per segment
+    segment_words: int  # words from one segment to the next
     most: int  # the largest of `filled`
     q: int
     keys: int
     values: int
     filled: int
     out: int
-    lse: int  # 0: not wanted
-    sinks: int  # of each query's, fp32; 0: there are none
+    lse: int  # address of the log-sum-exp; 0: not wanted
+    sinks: int  # address of each query's sink, fp32; 0: no sinks
     scale: float
 
 
 class Scores(NamedTuple):
-    """The addresses of a ScoreState's tensors and its number; `columns` is 0 where nothing is scored, `now` where
-    scores are compared as they are."""
+    """Hold the addresses of a ScoreState's tensors, and its number; made by `_score_addresses`."""
 
-    columns: int
+    columns: int  # slots per row; 0: nothing is scored
     scores: int
     positions: int
     oldest: int
     newest: int
     victims: int
     gains: int
-    now: int
+    now: int  # 0: scores are compared as they are
     decay: float
 
 
@@ -77,20 +79,17 @@ NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class Pass(NamedTuple):
-    """A pass over a row: dots of its keys with the queries, or its values added to the sums, from address `at`.
+    """Describe a pass over a row: queries times keys, or values added to the sums."""
 
-    next_at: the address of what is read after it.
-    """
-
-    is_dots: bool
-    at: int
-    next_at: int
-    filled: int | np.int64
+    is_dots: bool  # True: products with keys; False: sums of values
+    at: int  # address of the row
+    next_at: int  # address of what is read next, for prefetching
+    filled: int | np.int64  # filled slots of the row
 
 
 @jit
 def attend_rows(element, slots, state, first, end):  # type: ignore[no-untyped-def]
-    """`attend` or `attend_lse` of the rows first..end-1. In bf16 d is even."""
+    """Run `attend` or `attend_lse` on the rows first..end-1. In bf16 d is even."""
     lanes = vectors.WIDE if slots.words >= vectors.WIDE else 1
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
@@ -115,11 +114,14 @@ def attend_rows(element, slots, state, first, end):  # type: ignore[no-untyped-d
 
 @jit
 def over_row(element, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
-    """Tile by tile, for all queries while a tile is in the nearest cache. scratch: queries, or their sums."""
+    """Run a pass tile by tile, for all queries while a tile is in the nearest cache.
+
+    scratch: queries, or their sums.
+    """
     words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
     ahead = max(1, AHEAD // (BLOCK * 4 * words)) * BLOCK
     scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
-    tile = vectors.SLOTS * 4 * words  # bytes
+    tile = vectors.SLOTS * 4 * words  # bytes per tile
     at, inside = row.at, np.int64(0)
     for j in range(0, row.filled, BLOCK):
         ahead_at = address_ahead(slots, at, j + ahead, row.filled, inside + ahead, row.next_at)
@@ -137,7 +139,10 @@ def over_row(element, slots, row, gathered, scratch, p):  # type: ignore[no-unty
 
 @jit
 def unpack(element, at, words, query):  # type: ignore[no-untyped-def]
-    """Spread the queries at address `at` over planes; lanes that the last chunk shares with the one before are 0."""
+    """Spread the queries at address `at` over planes.
+
+    Lanes that the last chunk shares with the one before are 0.
+    """
     lanes = query.shape[3]
     for g in range(query.shape[0]):
         done = 0
@@ -176,7 +181,10 @@ def pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
 
 @jit
 def add(element, sums, words, attn_out):  # type: ignore[no-untyped-def]
-    """Add sums (group, width) to those in the order of slots; lanes that two chunks share are alike in both."""
+    """Add sums (group, width) to those in the order of slots.
+
+    Lanes that two chunks share get the same numbers in both.
+    """
     lanes = attn_out.shape[3]
     for g in range(attn_out.shape[0]):
         for c in range(attn_out.shape[1]):
@@ -188,16 +196,17 @@ def add(element, sums, words, attn_out):  # type: ignore[no-untyped-def]
 
 @jit
 def row_at(slots, memory, r):  # type: ignore[no-untyped-def]
-    """The address of row r in the first segment."""
+    """Return the address of row r in the first segment."""
     return memory + 4 * r * slots.per_segment * slots.words
 
 
-# A place among a row's slots is the row's address in a segment and the slots before it there: no division per block.
+# A place among a row's slots is (at, inside): the row's address in a segment, and the number of
+# slots before it in the segment. So no division per block is needed.
 
 
 @jit
 def onwards(slots, at, inside):  # type: ignore[no-untyped-def]
-    """The place of the next block."""
+    """Return the place of the next block."""
     inside += BLOCK
     while inside >= slots.per_segment:
         inside -= slots.per_segment
@@ -207,7 +216,10 @@ def onwards(slots, at, inside):  # type: ignore[no-untyped-def]
 
 @jit
 def address_ahead(slots, at, j, filled, inside, next_at):  # type: ignore[no-untyped-def]
-    """The address of slot j, which is read soon: in this segment, in the next, or beyond the row at `next_at`."""
+    """Return the address of slot j, which is read soon.
+
+    It is in this segment, in the next segment, or after the row at `next_at`.
+    """
     if j >= filled:
         return next_at + 4 * max(0, j - -(-filled // BLOCK) * BLOCK) * slots.words
     if inside >= slots.per_segment:
@@ -217,7 +229,10 @@ def address_ahead(slots, at, j, filled, inside, next_at):  # type: ignore[no-unt
 
 @jit
 def fetch(at, size):  # type: ignore[no-untyped-def]
-    """Prefetch some bytes: those of a tile at most, more would delay what is needed now."""
+    """Prefetch `size` bytes.
+
+    They are at most those of a tile, because more would delay what is needed now.
+    """
     for line in range(at, at + size, _LINE):
         prefetch((line,))
 
@@ -235,7 +250,10 @@ def fetch_scores(state, r):  # type: ignore[no-untyped-def]
 
 @jit
 def take(slots, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def]
-    """The address of slots j..j+7, side by side; beyond `filled` they are zero, and nothing is read there."""
+    """Return the address of slots j..j+7 as adjacent memory.
+
+    Slots beyond `filled` are zero there; their memory is not read.
+    """
     words = slots.words
     if inside + BLOCK <= slots.per_segment and j + BLOCK <= filled:
         return at + 4 * inside * words
@@ -251,13 +269,13 @@ def take(slots, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def
 
 @jit
 def sink_of(slots, r, g):  # type: ignore[no-untyped-def]
-    """log2(e) times the sink of a query of row r; -inf where there are none."""
+    """Return log2(e) times the sink of a query of row r, or -inf if there are no sinks."""
     return floats_at(slots.sinks)[r * slots.group + g] * LOG2_E if slots.sinks else np.float32(-np.inf)
 
 
 @jit
 def softmax(p, filled, slots, r):  # type: ignore[no-untyped-def]
-    """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0.
+    """Set p[g, :filled] = softmax(scale x p[g, :filled]), and the rest of the last block to 0.
 
     A sink is in the denominator, and in the log-sum-exp.
     """
@@ -284,8 +302,10 @@ def softmax(p, filled, slots, r):  # type: ignore[no-untyped-def]
 
 @jit
 def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
-    """The column scores of row r, and its victim; p is used up. `ordered` integers and 64-bit pairs make all of it
-    vectorise."""
+    """Update the column scores of row r, and set its victim; p is overwritten.
+
+    Integers from `ordered` and 64-bit pairs make all loops vectorise.
+    """
     scores, positions = (
         floats_at(state.scores + 4 * r * state.columns),
         ints_at(state.positions + 4 * r * state.columns),
@@ -300,7 +320,8 @@ def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
     for j in range(filled):
         score = decay * scores[j] + gain * ranks[j]
         scores[j] = score
-        ranks[j] = score if score == score else np.float32(-np.inf)  # a row always has a victim
+        # NaN counts as lowest, so that a row always has a victim
+        ranks[j] = score if score == score else np.float32(-np.inf)
     if state.now:
         now = ints_at(state.now)[r] + np.int32(1)
         for j in range(filled):
@@ -317,29 +338,29 @@ def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
 
 
 class ColumnSlots(NamedTuple):
-    """Sizes and addresses, in bytes. Slot j of row r is slot j % per_segment of its row in segment j // per_segment.
+    """Hold sizes and addresses for copying columns to and from slots; sizes and steps in bytes.
 
-    slots: of the int64 numbers; slots_step: from a row's first to the next row's. columns: of keys and values; a row's
-    columns follow one another, keys_step and values_step: from a row's first to the next row's.
+    Slot j of row r is slot j % per_segment of the row in segment j // per_segment. The columns of a
+    row are adjacent.
     """
 
     keys: int
     values: int
     per_segment: int
     segment_step: int
-    key_bytes: int  # of a slot
+    key_bytes: int  # bytes per slot
     value_bytes: int
-    slots: int
-    slots_step: int
-    column_keys: int
-    column_values: int
-    keys_step: int
-    values_step: int
+    slots: int  # address of the slot numbers, int64
+    slots_step: int  # from a row's first slot number to the next row's
+    column_keys: int  # address of the columns' keys
+    column_values: int  # address of the columns' values
+    keys_step: int  # from a row's first key to the next row's
+    values_step: int  # from a row's first value to the next row's
 
 
 @jit
 def put(job, count, first, end):  # type: ignore[no-untyped-def]
-    """`count` columns of each of the rows first..end-1 into their slots, in order."""
+    """Copy `count` columns of each of the rows first..end-1 to their slots, in order."""
     for row in range(first, end):
         slots = longs_at(job.slots + row * job.slots_step)
         key, value = job.column_keys + row * job.keys_step, job.column_values + row * job.values_step
@@ -352,7 +373,10 @@ def put(job, count, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def get(job, count, first, end):  # type: ignore[no-untyped-def]
-    """What is in slot number `count` of each row, as column `count`, and as those before it of the same slot."""
+    """Copy the slot of column number `count` of each row to that column.
+
+    Earlier columns of the same slot get it too.
+    """
     for row in range(first, end):
         slots = longs_at(job.slots + row * job.slots_step)
         key = job.keys + _place(job, row, slots[count], job.key_bytes)
@@ -365,7 +389,7 @@ def get(job, count, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def _place(job, row, slot, size):  # type: ignore[no-untyped-def]
-    """How far a row's slot of `size` bytes is from the beginning."""
+    """Return the offset in bytes of a row's slot of `size` bytes."""
     segment = slot // job.per_segment
     inside = slot - segment * job.per_segment
     return segment * job.segment_step + (row * job.per_segment + inside) * size

@@ -1,7 +1,8 @@
-"""The vector code of the loop of products: tiles of sums, and panels in order into the blocked layout.
+"""Vector code for the loop of products: tiles of sums, and panels in order to the blocked layout.
 
-A tile is some input rows by a panel (compiled/products.py), by the products of words that AVX-512 has, by AMX, or by
-AVX2's products of numbers. What is next of the weights is asked for meanwhile: else memory rests while cores multiply.
+A tile is some input rows by a panel (compiled/products.py). AVX-512 and AMX multiply words, AVX2
+multiplies numbers. Meanwhile the code prefetches the next weights. Otherwise memory would be idle
+while cores multiply.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from flexgen_h2o.kernels.compiled.emitter import F32, I16, I32, I64, Emitter, cg
 from flexgen_h2o.kernels.jit import bytes_at, jit, num_planes, shorts_at
 
 LANES = 16
-LINE = 64  # bytes of a cache line
-STEP = 4 * PANEL  # bytes of a word of each row of a panel
+LINE = 64  # bytes per cache line
+STEP = 4 * PANEL  # bytes of one word of each row of a panel
 _VECTORS = PANEL // LANES
-_MOST_ROWS = 6  # input rows by 4 vectors: 24 sums, of 32 registers; of AVX2, by one of two registers: 12 of 16
-_SIDE = 16  # rows of a register of AMX, of LINE bytes each; a tile has up to twice as many input rows
-REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48  # bytes that say how AMX's registers are; where their bytes and rows are
-_NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
-_UNROLLED = 2  # words at a time: more are too long for the cache of decoded instructions
+# Input rows per tile. By 4 vectors they are 24 sums, of 32 registers. With AVX2, by one vector of
+# two registers, they are 12 of 16.
+_MOST_ROWS = 6
+_SIDE = 16  # rows of an AMX register, of LINE bytes each; a tile has up to twice as many input rows
+# bytes that configure AMX's registers; offsets of their widths and of their heights
+REGISTERS, _WIDTHS, _HEIGHTS = 64, 16, 48
+_NEXT_CACHE = 2  # cache to which is prefetched: a chunk exceeds the nearest cache
+_UNROLLED = 2  # words at a time: longer loops exceed the cache of decoded instructions
 _INTS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 _SHORTS, _HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
 _PAIRS = ir.VectorType(I16, 2 * LANES)
-AVX2_CHUNK = 256  # words of a row at a time: numbers of inputs, taken apart, are to be in the nearest cache
+AVX2_CHUNK = 256  # words of a row at a time: the split numbers of inputs must fit the nearest cache
 
 
 def _is_amx(kind: Any) -> bool:
-    """Of the type of `kind` (products.multiply)."""
+    """Return whether AMX multiplies, for the type of `kind` (products.multiply)."""
     return kind in (types.int8, types.int16)
 
 
@@ -44,12 +48,12 @@ def _is_avx2(kind: Any) -> bool:
 
 
 def _is_float(kind: Any) -> bool:
-    """Are inputs bf16?"""
+    """Return whether inputs are bf16."""
     return kind in (types.int16, types.uint16, types.uint32)
 
 
 def _known(meaning: Callable[[Any], bool]) -> Any:
-    """An intrinsic that says of a number's type what is known at compile time."""
+    """Return an intrinsic that returns `meaning` of a number's type, known at compile time."""
 
     @intrinsic
     def run(_context: Any, kind: Any) -> Any:
@@ -64,7 +68,7 @@ is_amx, is_avx2, is_float = _known(_is_amx), _known(_is_avx2), _known(_is_float)
 
 @jit
 def most_rows(kind):  # type: ignore[no-untyped-def]
-    """Input rows of a tile at most."""
+    """Return the maximal number of input rows of a tile."""
     return 2 * _SIDE if is_amx(kind) else _MOST_ROWS
 
 
@@ -81,7 +85,7 @@ def _emit_tile(e: Emitter, kind: Any, *numbers: Any) -> None:
 
 
 def _emit_vector_tile(e: Emitter, emit: Callable[..., None], is_float: bool, rows: Any, *numbers: Any) -> None:
-    """The code of a tile of each size, of which one is run."""
+    """Emit the code of a tile of each size, of which one runs."""
     b = e.builder
     end = b.append_basic_block("end")
     choice = b.switch(rows, end)
@@ -123,7 +127,10 @@ def _emit_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) 
 
 
 def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, ...]) -> None:
-    """As many vectors of the panel at a time as registers hold sums of; inputs are taken apart once for all."""
+    """Emit a tile for AVX2: as many vectors of the panel at a time as registers hold sums.
+
+    Inputs are split once for all vectors.
+    """
     b, (words, weight, x, x_step, sums, begun, lines, *to_come) = e.builder, numbers
     kind, together = _FLOATS if is_float else _INTS, max(1, _VECTORS // rows)
     parts = _VECTORS // together
@@ -140,7 +147,7 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
             for half, place in enumerate(halves):
                 e.store(_half(e, is_float, found, half, False), e.onward(place, first))
     coming = _Ahead.begin(e, e.parts(lines, parts), *to_come)
-    # No more than the tile's share, whatever is rounded up above.
+    # Rounding up above must not exceed the tile's share.
     b.store(e.least(b.load(coming.left), b.mul(lines, blocks)), coming.left)
     with e.loop(e.number(parts)) as part:
         lanes = b.mul(part.index, e.number(together * LINE))
@@ -154,7 +161,8 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
             coming.ask()
             begin = b.mul(block.index, e.number(LANES))
             count = e.least(b.sub(words, begin), e.number(LANES))
-            # Of int8 the odd numbers after the even ones of all words: both at once are more than registers hold.
+            # In int8, odd numbers come after the even ones of all words, because both at once
+            # exceed the registers.
             for some in ((0, 1),) if is_float else ((0,), (1,)):
                 for word in e.unrolled(begin, count, _UNROLLED):
                     at = b.add(b.add(weight, lanes), b.mul(word, e.number(STEP)))
@@ -171,8 +179,10 @@ def _emit_avx2_rows(e: Emitter, is_float: bool, rows: int, numbers: tuple[Any, .
 
 
 def _half(e: Emitter, is_float: bool, words: Any, half: int, is_signed: bool) -> Any:
-    """Every other number of words in a vector, the even or the odd ones: of two bf16 one, as fp32; of four int8 (or
-    uint8) two, as 16 bits."""
+    """Return the even or the odd numbers of words in a vector.
+
+    Of two bf16 it returns one, as fp32. Of four int8 (or uint8) it returns two, as 16 bits.
+    """
     b = e.builder
     if is_float:
         return e.bf16_pairs(words)[half]
@@ -182,7 +192,10 @@ def _half(e: Emitter, is_float: bool, words: Any, half: int, is_signed: bool) ->
 
 
 def _add_products(e: Emitter, total: Any, x: Any, w: Any) -> Any:
-    """total + the numbers, or pairs of 16 bits, of x times those of w: sums of pairs hold in 32 bits."""
+    """Return total + the products of x and w, as numbers, or as pairs of 16 bits.
+
+    Sums of pairs fit 32 bits.
+    """
     if total.type == _FLOATS:
         return e.call(f"fma.v{LANES}f32", _FLOATS, x, w, total)
     pairs = (e.builder.bitcast(v, _PAIRS) for v in (x, w))
@@ -190,7 +203,10 @@ def _add_products(e: Emitter, total: Any, x: Any, w: Any) -> Any:
 
 
 def _amx(e: Emitter, name: str, *arguments: Any) -> None:
-    """An instruction of AMX. Registers are int; of other numbers the first is an address."""
+    """Emit an AMX instruction.
+
+    Registers are given as int. The first argument that is no int is an address.
+    """
     values = [ir.Constant(ir.IntType(8), a) if isinstance(a, int) else a for a in arguments]
     addresses = [i for i, a in enumerate(arguments) if not isinstance(a, int)][:1]
     for i in addresses:
@@ -208,8 +224,11 @@ def _emit_amx_tile(e: Emitter, dot: str, rows: Any, *numbers: Any) -> None:
 
 
 def _emit_registers(e: Emitter, dot: str, numbers: tuple[Any, ...], half: int, is_pair: bool) -> None:
-    """16 input rows by a panel, or two times 16 by a half of it. Registers of 16 rows: 0 to 3 are sums, 4 and 5 input
-    rows, 6 and 7 words of 16 rows of the panel."""
+    """Emit 16 input rows by a panel, or two times 16 rows by half of it.
+
+    Registers of 16 rows: 0 to 3 are sums, 4 and 5 input rows, 6 and 7 words of 16 rows of the
+    panel.
+    """
     b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
     step, many = e.number(STEP), e.number(_SIDE)
     start = b.add(sums, e.number(half * 2 * LINE))
@@ -223,7 +242,8 @@ def _emit_registers(e: Emitter, dot: str, numbers: tuple[Any, ...], half: int, i
             for register in range(4):
                 _amx(e, "tilezero", register)
     steps = b.sdiv(words, many)
-    if is_pair:  # each half asks for half of it: memory would rest during the other
+    # each half prefetches its half; otherwise memory would be idle during the other half
+    if is_pair:
         lines, *where, first = to_come
         some = e.parts(lines, 2)
         to_come = [some, *where, b.add(first, b.mul(e.number(half), b.mul(some, steps)))]
@@ -247,19 +267,18 @@ def _emit_registers(e: Emitter, dot: str, numbers: tuple[Any, ...], half: int, i
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Lines to ask for: of PANEL runs of `run` lines, `step` bytes apart, those from `first` on.
+    """Emit the prefetch of lines.
 
-    lines: at a time. place, column, left: variables: the next line's address, its number in its run, and how many lines
-    there are from it on.
+    There are PANEL runs of `run` lines, `step` bytes apart. The first line to prefetch is `first`.
     """
 
     e: Emitter
-    lines: Any
+    lines: Any  # lines that are prefetched at a time
     run: Any
     step: Any
-    place: Any
-    column: Any
-    left: Any
+    place: Any  # variable: address of the next line
+    column: Any  # variable: index of the next line in its run
+    left: Any  # variable: number of lines from the next line on
 
     @classmethod
     def begin(cls, e: Emitter, lines: Any, ahead: Any, step: Any, run: Any, first: Any) -> _Ahead:
@@ -305,7 +324,10 @@ def _emit_lay(e: Emitter, source: Any, step: Any, last: Any, words: Any, out: An
 
 
 def _quarters(e: Emitter, places: list[Any]) -> Any:
-    """A vector of 4 words each from four addresses: loaded into place, which takes no shuffle."""
+    """Return a vector of 4 words from each of four addresses.
+
+    Words are loaded into their place in the vector, so no shuffle instruction is needed.
+    """
     found = None
     for number, place in enumerate(places):
         words = e.load(place, ir.VectorType(I32, 4))
@@ -316,7 +338,7 @@ def _quarters(e: Emitter, places: list[Any]) -> Any:
 
 
 def _numbers(e: Emitter, element: Any, at: Any) -> Any:
-    """A vector of the numbers at an address, in fp32 (jit.number_at)."""
+    """Load a vector of numbers at an address, in fp32 (as jit.number_at)."""
     return e.load(at, _FLOATS) if element == types.float32 else _widened(e, element, e.load(at, _SHORTS, align=2))
 
 
@@ -329,7 +351,7 @@ def _widened(e: Emitter, element: Any, kept: Any) -> Any:
 
 
 def rounded(e: Emitter, element: Any, value: Any) -> Any:
-    """A vector of fp32 as it is kept: fp32, or 16 bits of each (jit.set_number)."""
+    """Round a vector of fp32 to its stored form: fp32, or 16 bits each (as jit.set_number)."""
     b = e.builder
     if element == types.float32:
         return value
@@ -344,7 +366,10 @@ def rounded(e: Emitter, element: Any, value: Any) -> Any:
 
 
 def _emit_finish(is_int: bool, e: Emitter, element: Any, *numbers: Any) -> None:
-    """To be called from what is jit_rounded, which gets the same of what is less than a vector."""
+    """Emit the conversion of sums to results.
+
+    Call it from a jit_rounded function, which computes the same for what is less than a vector.
+    """
     b, (rows, vectors, sums, out, out_step, bias, *flags) = e.builder, numbers
     ends, zero, size = flags[2:], e.constant(_FLOATS, 0.0), e.number(4 // num_planes(element))
     is_added, has_relu, has_bias = (b.icmp_signed("!=", flag, e.number(0)) for flag in (*flags[:2], bias))
@@ -369,31 +394,37 @@ def _emit_finish(is_int: bool, e: Emitter, element: Any, *numbers: Any) -> None:
 
 
 def _rescaled(e: Emitter, at: Any, row: Any, first: Any, x_scales: Any, ends: Any) -> Any:
-    """Sums of codes as int8.scaled has them before bias. ends: scales of the panel's rows, then what is added."""
+    """Return sums of codes as int8.scaled has them before the bias.
+
+    ends: address of the scales of the panel's rows, followed by what is added to sums.
+    """
     b, scales = e.builder, e.onward(ends, first)
     total = b.add(e.load(at, _INTS), e.load(b.add(scales, e.number(STEP)), _INTS))
     x_scale = e.spread([e.load(e.onward(x_scales, row), F32)], LANES)
     return b.fmul(b.fmul(b.sitofp(total, _FLOATS), x_scale), e.load(scales, _FLOATS))
 
 
-# tile(kind, (rows, words, weight, x, x_step, sums, begun, lines, ahead, step, run, first)): sums (rows, PANEL), which
-# products of so many words begin, or are added to; and what is asked for meanwhile (_Ahead).
+# tile(kind, (rows, words, weight, x, x_step, sums, begun, lines, ahead, step, run, first)): compute
+# sums (rows, PANEL) over `words` words; add to them if begun. The last five arguments are what is
+# prefetched (_Ahead).
 tile = emitted_by_type(lambda kind: kind, _emit_tile)
-# finish_floats(element, (rows, vectors, sums, out, out_step, bias, adds, relu)): so many vectors of a panel's sums of
-# each input row are the result; finish_ints: the same with (..., x_scales, ends), see _rescaled.
+# finish_floats(element, (rows, vectors, sums, out, out_step, bias, adds, relu)): convert `vectors`
+# vectors of a panel's sums of each input row to results. finish_ints: the same with (..., x_scales,
+# ends), see _rescaled.
 finish_floats = emitted_by_type(lambda element: element, partial(_emit_finish, False))
 finish_ints = emitted_by_type(lambda element: element, partial(_emit_finish, True))
-# load_registers(kind, (address,)), release_registers(kind, ()): of AMX; nothing for other kinds.
+# load_registers(kind, (address,)), release_registers(kind, ()): configure or release AMX; they do
+# nothing for other kinds.
 load_registers = emitted_by_type(_is_amx, lambda e, is_amx, at: _amx(e, "ldtilecfg", at) if is_amx else None)
 release_registers = emitted_by_type(_is_amx, lambda e, is_amx: _amx(e, "tilerelease") if is_amx else None)
-# lay((source, row_step, last, words, out, lines, ahead, step, run, first)): a panel of rows in order into the blocked
-# layout; rows beyond the last one are like it. words: at least LANES.
+# lay((source, row_step, last, words, out, lines, ahead, step, run, first)): convert a panel of rows
+# in order to the blocked layout. Rows beyond `last` repeat it. words: at least LANES.
 lay = emitted(_emit_lay)
 
 
 @jit
 def set_registers(kind, registers, rows):  # type: ignore[no-untyped-def]
-    """Tell AMX how many input rows its registers hold, where it is not so yet; they are what `_emit_registers` says.
+    """Tell AMX how many input rows its registers hold, if that changed; see `_emit_registers`.
 
     registers: the address of REGISTERS bytes, zeros at first.
     """

@@ -1,20 +1,24 @@
-"""LLVM vector code that numba's loops call: products of queries and slots, without the auto-vectoriser.
+"""Emit LLVM vector code for products of queries and slots, which numba's loops call.
 
-numba has no vector types, and its loops over a runtime width of 64 are mostly prologue and remainder. So the innermost
-loops are emitted here: several queries and slots at once, sums in registers.
+numba has no vector types, and its loops over a runtime width of 64 are mostly prologue and
+remainder. So the innermost loops are emitted here, without the auto-vectoriser: several queries and
+slots at once, with sums in registers.
 
-A tile is some neighbouring slots, whose words (4 bytes) are taken in chunks of `lanes`. The queries, or the sums, are
-fp32 in scratch of (queries, chunks, planes, floats of a vector), in the order of the slots' words:
+A tile is some adjacent slots, whose words (4 bytes) are read in chunks of `lanes`. The queries, or
+the sums, are fp32 in scratch of (queries, chunks, planes, floats per vector), in the order of the
+slots' words:
 
-- whole slots: a word is an fp32 number (one plane) or two in bf16 or fp16 (two planes: low halves are the even ones).
-  Where chunks do not divide a slot, the last overlaps the one before; the caller zeroes the queries' lanes in both.
-- packed slots (packing.SlotPacking): a word holds 16, 8 or 4 values, a plane each; in 3 bits the highest bits of a
-  word's 16 values are a half word elsewhere. A value is not shifted into place: masked where it lies it is
-  2**(bits x plane) times too large, which the caller takes off in queries and sums. Only the highest plane is shifted,
-  to stay clear of the sign. Scale and least value of a group enter once a chunk: query . slot = scale x (query .
-  values) + least x (sum of the query), where the sum of the query is a last plane. A table gives the chunks' places,
-  each within one group. A vector of 16 is shared by two slots of 8 lanes, or by four of 4, which is what a group of 64
-  has in 2 and in 3 bits. Lanes that are not a chunk's own are 0 in a query and have no meaning in a sum.
+- Whole slots: a word is one fp32 number (one plane) or two in bf16 or fp16 (two planes, of which
+  the low halves are the even numbers). If chunks do not divide a slot, the last chunk overlaps the
+  one before. The caller zeroes the lanes of the queries that are in both.
+- Packed slots (packing.SlotPacking): a word holds 16, 8 or 4 values, one per plane. In 3 bits the
+  highest bits of a word's 16 values are a half word elsewhere. A value is masked but not shifted, so
+  it is 2**(bits x plane) times too large. The caller divides by that in queries and sums. Only the
+  highest plane is shifted, to avoid the sign bit. Scale and least value of a group are applied once
+  per chunk: query . slot = scale x (query . values) + least x (sum of the query). The sum of the
+  query is the last plane. A table lists the places of the chunks; each chunk is within one group.
+  A vector of 16 is shared by two slots of 8 lanes, or by four of 4, which is what a group of 64
+  has in 3 bits. Lanes that are not a chunk's own are 0 in a query and have no meaning in a sum.
 """
 
 from __future__ import annotations
@@ -33,46 +37,48 @@ from flexgen_h2o.core.packing import low_bits_of
 from flexgen_h2o.kernels.compiled.emitter import F32, I16, I32, I64, Emitter, emitted_by_type
 from flexgen_h2o.kernels.jit import num_planes
 
-WIDE = 16  # words of a chunk of whole slots; 1 where a slot has fewer
-SLOTS = 4  # of a tile: more of them jump so far in memory that the hardware no longer prefetches
-PACKED_WIDE = {8: 8, 4: 8, 3: 4}  # by bits: words of a chunk of packed slots; 1 where a slot has fewer
-SHARED = 16  # floats of a vector of packed slots
-# Numbers whose types stand for the bits of packed slots, so that a loop is compiled for one of them.
+WIDE = 16  # words per chunk of whole slots; 1 if a slot has fewer
+# Slots per tile. More slots would be so far apart that the hardware no longer prefetches them.
+SLOTS = 4
+PACKED_WIDE = {8: 8, 4: 8, 3: 4}  # by bits: words per chunk of packed slots; 1 if a slot has fewer
+SHARED = 16  # floats per vector of packed slots
+# Numbers whose types stand for the bits of packed slots, so that a loop is compiled for each.
 KINDS: dict[int, np.number[Any]] = {8: np.uint8(0), 4: np.int8(0), 3: np.int16(0)}
 _BITS_OF_KIND = {types.uint8: 8, types.int8: 4, types.int16: 3}
 PACKED_SLOTS = 8
-PLACE = 4  # int32 numbers of a chunk in the table, of which the first two are read here: its first word, its group's
-_QUERIES = 4  # of a tile, where a kv-head has as many
+# int32 numbers per chunk in the table; the first two are read here: its first word, and the word of
+# its group
+PLACE = 4
+_QUERIES = 4  # queries per tile, if a kv-head has as many
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk of a tile: for each vector the words, and in packed slots the scale and the least value of the group, and
-    in 3 bits the half words of highest bits."""
+    """Hold a chunk of a tile, as LLVM values; lists have one item per vector."""
 
-    number: Any
+    number: Any  # index of the chunk
     words: list[Any]
-    scales: list[Any]
-    least: list[Any]
-    high: list[Any]
+    scales: list[Any]  # only packed slots: scale of the group
+    least: list[Any]  # only packed slots: least value of the group
+    high: list[Any]  # only 3 bits: half words of the highest bits
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Whole slots. at: the address of the first slot; words: of a slot; planes: of scratch; is_half: of fp16."""
+    """Emit code for a tile of whole slots."""
 
     e: Emitter
-    lanes: int
-    planes: int
-    at: Any
-    words: Any
-    is_half: bool
+    lanes: int  # words of a chunk
+    planes: int  # planes of scratch
+    at: Any  # address of the first slot
+    words: Any  # words per slot
+    is_half: bool  # elements are fp16
     slots = SLOTS
-    sharing = 1  # slots of a vector
+    sharing = 1  # slots that share a vector
 
     @property
     def size(self) -> int:
-        """Floats of a vector."""
+        """Floats per vector."""
         return self.lanes * self.sharing
 
     @property
@@ -91,7 +97,7 @@ class _Tile:
         return self.e.parts(self.words, self.lanes)
 
     def scratch(self, start: Any, query: int, chunk: Any, plane: int) -> Any:
-        """The address of a vector of scratch."""
+        """Return the address of a vector of scratch."""
         b, e = self.e.builder, self.e
         number = b.add(b.mul(self.num_chunks(), e.number(query)), chunk)
         number = b.add(b.mul(number, e.number(self.planes)), e.number(plane))
@@ -108,7 +114,7 @@ class _Tile:
             yield _Chunk(loop.index, [e.load(place, self.ints) for place in places], [], [], [])
 
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
-        """The numbers of vector i in a plane, as floats."""
+        """Return the numbers of vector i in a plane, as floats."""
         b, words = self.e.builder, chunk.words[i]
         if self.is_half:
             halves = b.trunc(b.lshr(words, self.e.constant(self.ints, 16 * plane)), ir.VectorType(I16, self.size))
@@ -116,18 +122,21 @@ class _Tile:
         return self.e.bf16_pairs(words)[plane] if self.planes == 2 else b.bitcast(words, self.floats)
 
     def add_dots(self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]) -> list[Any]:
-        """totals[q] + the products of vector i and the query `asked[q]` (a vector a plane)."""
+        """Return totals[q] + the products of vector i and the query `asked[q]`.
+
+        A query has one vector per plane.
+        """
         for plane in range(self.planes):
             values = self.plane(chunk, i, plane)
             totals = [self.e.multiply_add(q[plane], values, total) for q, total in zip(asked, totals, strict=True)]
         return totals
 
     def weights(self, chunk: _Chunk, p: list[Any], plane: int) -> list[Any]:
-        """What the vectors of a plane are multiplied with; p: the probabilities of their slots."""
+        """Return the factors of the vectors of a plane. p: the probabilities of their slots."""
         return p
 
     def slot_sums(self, vectors: list[Any]) -> list[Any]:
-        """The sums over the lanes of vectors: in vectors of four, or one each."""
+        """Return the sums over the lanes of vectors, in vectors of four, or one each."""
         e, width, together = self.e, self.lanes, min(self.lanes, self.slots)
         if width == 1:
             return vectors
@@ -144,13 +153,12 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _PackedTile(_Tile):
-    """Packed slots. places, count: the address of the table of chunks, and how many there are. high_at: bytes from a
-    slot to its half words of highest bits."""
+    """Emit code for a tile of packed slots."""
 
     bits: int
-    places: Any
-    count: Any
-    high_at: Any
+    places: Any  # address of the table of chunks
+    count: Any  # number of chunks
+    high_at: Any  # bytes from a slot to its half words of highest bits
     slots = PACKED_SLOTS
 
     @property
@@ -181,7 +189,10 @@ class _PackedTile(_Tile):
             yield chunk
 
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
-        """Values, 2**(bits x plane) times too large but for the highest; in the last plane the least value."""
+        """Return values of vector i; the last plane is the least value.
+
+        Values are 2**(bits x plane) times too large, except in the highest plane.
+        """
         b, e, values = self.e.builder, self.e, chunk.words[i]
         step = low_bits_of(self.bits)
         if plane == self.planes - 1:
@@ -190,7 +201,7 @@ class _PackedTile(_Tile):
             values = b.lshr(values, e.constant(self.ints, 32 - step))
         else:
             values = b.and_(values, e.constant(self.ints, (2**step - 1) << (step * plane)))
-        if self.bits == 3:  # the highest bit comes to stand above the lower two
+        if self.bits == 3:  # move the highest bit above the lower two
             bit = b.and_(chunk.high[i], e.constant(self.ints, 1 << plane))
             is_last = plane == self.planes - 2
             move, by = (b.lshr, plane - 2) if is_last else (b.shl, plane + 2)
@@ -212,7 +223,10 @@ class _PackedTile(_Tile):
         return [self.e.multiply(share, scale) for share, scale in zip(p, chunk.scales, strict=True)]
 
     def slot_sums(self, vectors: list[Any]) -> list[Any]:
-        """Of 8 lanes all in one vector, of 1 lane one each: neighbours are added until one number a slot is left."""
+        """Add adjacent lanes until one number per slot is left.
+
+        With 8 lanes the result is one vector, with 1 lane one vector per slot.
+        """
         e, lanes = self.e, self.lanes
         while lanes > 1:
             size = vectors[0].type.count
@@ -226,7 +240,7 @@ class _PackedTile(_Tile):
 
 
 def _emit_dots(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> None:
-    """p[query, slot] = query . slot."""
+    """Emit p[query, slot] = query . slot."""
     e, b = tile.e, tile.e.builder
     totals = e.variables(tile.floats, queries, tile.vectors)
     with tile.chunks() as chunk:
@@ -242,7 +256,7 @@ def _emit_dots(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> 
 
 
 def _emit_mix(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> None:
-    """sums[query] += sum over slots of p[query, slot] x slot."""
+    """Emit sums[query] += sum over slots of p[query, slot] x slot."""
     e, b = tile.e, tile.e.builder
     shares = []
     for q in range(queries):
@@ -262,7 +276,7 @@ def _emit_mix(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> N
 
 
 def _for_queries(emit: Callable[..., None], tile: _Tile, scratch: Any, p: Any, stride: Any, group: Any) -> None:
-    """Emit loops over the queries: four at a time where vectors are wide, then one by one."""
+    """Emit loops over the queries: four at a time if vectors are wide, then one by one."""
     e, b = tile.e, tile.e.builder
 
     def work(count: Any, first: Any, together: int) -> None:
@@ -296,10 +310,12 @@ def _over_packed_slots(emit: Callable[..., None], e: Emitter, bits: int, *number
     e.choose(is_wide, (PACKED_WIDE[bits], 1), lambda n: _for_queries(emit, _PackedTile(e, n, *kind), *queries))
 
 
-# dots(element, (at, words, scratch, p, stride, group)): a tile's first slot and words of a slot; the first query (or
-# sum) in scratch; its first probability, and floats from one query's probabilities to the next's; how many queries.
+# dots(element, (at, words, scratch, p, stride, group)). at: a tile's first slot; words: words per
+# slot; scratch: the first query (or sum); p: its first probability; stride: floats from one query's
+# probabilities to the next; group: number of queries.
 dots = emitted_by_type(lambda element: element, partial(_over_slots, _emit_dots))
 mix = emitted_by_type(lambda element: element, partial(_over_slots, _emit_mix))
-# packed_dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)): first the format.
+# packed_dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)): the
+# format, then the arguments of `dots`.
 packed_dots = emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_dots))
 packed_mix = emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_mix))

@@ -1,6 +1,7 @@
-"""Kernels for cards in Triton (Tillet et al. 2019), each beside a reference in torch operations.
+"""Kernels for cards in Triton (Tillet et al. 2019), each with a reference in torch operations.
 
-Every launch goes through `launch`. Triton is imported where a kernel is launched: the package works without it.
+Every launch goes through `launch`. Triton is imported only when a kernel is launched, so the
+package works without it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from flexgen_h2o.kernels.workspace import upload
 
-DEVICES = {"cuda"}  # types that kernels are launched on
+DEVICES = {"cuda"}  # device types on which kernels are launched
 Grid = tuple[int, ...]
 
 
@@ -25,40 +26,41 @@ def is_installed() -> bool:
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Do kernels compute on these?"""
+    """Return whether kernels compute on these tensors."""
     return all(t.device.type in DEVICES for t in tensors) and is_installed()
 
 
 def launch(
     name: str, grid: Grid, reference: Callable[[], object], arguments: tuple[Any, ...], **constants: Any
 ) -> None:
-    """Start a kernel, FILE.FUNCTION of this folder, on the current stream. reference: does the same in torch
-    operations, for tests that have no card. constants: what it is compiled for, and how many warps it takes."""
+    """Start a kernel, FILE.FUNCTION of this folder, on the current stream.
+
+    reference: computes the same in torch operations, for tests that have no card. constants:
+    constants for which the kernel is compiled, and its number of warps.
+    """
     file, _, function = name.partition(".")
     getattr(import_module(f"{__name__}.{file}"), function)[grid](*arguments, **constants)
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The least power of two that is neither below `count` nor `least`."""
+    """Return the least power of two that is at least `count` and at least `least`."""
     return max(least, 1 << (count - 1).bit_length())
 
 
 class PromptLine(NamedTuple):
-    """What a card's kernels are told of one prompt of a launch.
+    """Describe one prompt of a launch to a card's kernels.
 
-    start: where it begins among the tokens of prompts that lie one behind the other; 0 in a batch. rows, keys: its
-    queries, which are its last, and its keys. kept_start, kept: of its columns that stay, where they begin and how many
-    they are. begin, end: of its columns, those that are ranked. window: its newest columns that stay whole.
+    Prompts of a launch are a batch, or packed: adjacent in one batch row.
     """
 
-    start: int
-    rows: int
-    keys: int
-    kept_start: int = 0
-    kept: int = 0
-    begin: int = 0
-    end: int = 0
-    window: int = 0
+    start: int  # index of its first token among packed prompts; 0 in a batch
+    rows: int  # its queries, which belong to its last tokens
+    keys: int  # its keys
+    kept_start: int = 0  # index of its first column among the columns that stay
+    kept: int = 0  # number of its columns that stay
+    begin: int = 0  # first of its columns that are ranked
+    end: int = 0  # end of its columns that are ranked
+    window: int = 0  # its newest columns that stay whole
 
     @property
     def tokens(self) -> slice:
@@ -66,19 +68,22 @@ class PromptLine(NamedTuple):
 
     @property
     def stays(self) -> slice:
-        """Its columns that stay."""
+        """The slice of its columns among those that stay."""
         return slice(self.kept_start, self.kept_start + self.kept)
 
 
 Lines = tuple[PromptLine, ...]
 
 
-@lru_cache(maxsize=64)  # of a sweep's micro-batches, with each set of budgets
+@lru_cache(maxsize=64)  # one per micro-batch of a sweep, for each set of budgets
 def prompt_table(lines: Lines, where: torch.device) -> torch.Tensor:
-    """(prompts, 8) int32 on a card, copied there once."""
+    """Return `lines` as (prompts, 8) int32 on a card, copied there once."""
     return upload(torch.tensor(lines, dtype=torch.int32, device="cpu"), where)
 
 
 def batch_strides(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
-    """The first `count` strides; 0 from prompt to prompt where they lie one behind the other in a batch of one."""
+    """Return the first `count` strides of a tensor.
+
+    The stride from prompt to prompt is 0 if prompts are packed in a batch of one.
+    """
     return (tensor.stride(0) if len(tensor) > 1 else 0, *tensor.stride()[1:count])

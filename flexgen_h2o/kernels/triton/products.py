@@ -1,4 +1,4 @@
-"""Products of few input rows; weights in few bits are decoded in registers."""
+"""Multiply few input rows; weights in few bits are decoded in registers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flexgen_h2o.kernels.triton.rows import scale_and_least
 
-FIELDS = tl.constexpr(6)  # of a product in `table`
+FIELDS = tl.constexpr(6)  # int64 numbers per product in `table`
 
 
 @triton.jit(do_not_specialize=("tokens",))
@@ -16,12 +16,15 @@ def few_rows(
     BITS: tl.constexpr, MX: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr, TABLE: tl.constexpr,
     ALIGNED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """All tokens with ROWS rows of the weight, WORDS words of each at a time. BITS: of a column; 0: words are numbers
-    of x's dtype. group_params: of a group of columns its scale and least value in a word, or, MX, its exponent in a
-    byte. Sums are in fp32; weights are rounded to x's dtype first.
+    """Multiply all tokens with ROWS rows of the weight, WORDS words of each row at a time.
 
-    TABLE: of several products, each of which has FIELDS int64 in `table`: its tokens, and how many numbers behind x,
-    words, group_params, bias and out its own begin; ALIGNED: those of x and words, in 16s.
+    BITS: of a column; 0: words are numbers of x's dtype. group_params: for a group of columns its
+    scale and least value in a word, or with MX its exponent in a byte. Sums are in fp32; weights
+    are rounded to x's dtype first.
+
+    TABLE: the launch has several products. Each has FIELDS int64 in `table`: its tokens, and the
+    offsets (in numbers) of its x, words, group_params, bias and out from the arguments. ALIGNED:
+    the offsets of x and words are multiples of 16.
     """
     per_word: tl.constexpr = 32 // BITS if BITS else 1
     if TABLE:
@@ -39,7 +42,7 @@ def few_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([TOKENS, ROWS], tl.float32)
     for first in range(0, columns, WORDS * per_word):
-        column = first + tl.arange(0, WORDS) * per_word  # the first of each word
+        column = first + tl.arange(0, WORDS) * per_word  # the first column of each word
         loads = (row < rows)[:, None] & (column < columns)[None, :]
         word = tl.load(words + row[:, None] * words_row + (column // per_word)[None, :], mask=loads, other=0)
         if BITS == 0:
@@ -47,8 +50,9 @@ def few_rows(
         else:
             end = tl.load(group_params + row[:, None] * params_row + (column // group)[None, :], mask=loads, other=0)
             if TOKENS <= 16:
-                # Columns of one place in each word at a time: a sum has no order, and codes stay with the thread that
-                # loaded their word. With more tokens gathering x so takes longer than sending codes elsewhere.
+                # Multiply the columns at one place in each word at a time. A sum has no order, and
+                # codes stay with the thread that loaded their word. With more tokens, gathering x
+                # in this way takes longer than sending codes to other threads.
                 for place in tl.static_range(per_word):
                     tile = _decoded(word >> (place * BITS), end, BITS, MX).to(x.dtype.element_ty)
                     inputs = _inputs(x, token, tokens, x_row, column + place, columns)
@@ -70,7 +74,10 @@ def few_rows(
 
 @triton.jit
 def _decoded(code, end, BITS: tl.constexpr, MX: tl.constexpr):
-    """fp32 of the lowest bits of `code`. end: what their group shares, as of `few_rows`."""
+    """Return the number of the lowest bits of `code` in fp32.
+
+    end: the parameters of its group, as in `few_rows`.
+    """
     code = code & ((1 << BITS) - 1)
     if MX:
         number = twice_e2m1(code) * half_power(end)
@@ -88,7 +95,7 @@ def _inputs(x, token, tokens, x_row, column, columns):
 
 @triton.jit
 def unpack_mxfp4(words, group_params, out, words_row, out_row, columns, BLOCK: tl.constexpr):
-    """A row of `quantised.unpack_mxfp4`, BLOCK columns of it."""
+    """Decode BLOCK columns of a row, as in `quantised.unpack_mxfp4`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -100,14 +107,20 @@ def unpack_mxfp4(words, group_params, out, words_row, out_row, columns, BLOCK: t
 
 @triton.jit
 def twice_e2m1(code):
-    """0, 1, 2, 3, 4, 6, 8, 12 and their negatives, of int32 codes of 4 bits, in fp32."""
-    bits = ((code & 7) << 22) | ((code & 8) << 28)  # an fp32 of the same exponent and fraction, 2^127 times too small
+    """Return twice the e2m1 number of 4-bit codes in int32, in fp32.
+
+    These are 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
+    """
+    # an fp32 number of the same exponent and fraction, 2^127 times too small
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38
 
 
 @triton.jit
 def half_power(end):
-    """2^(end - 128) in fp32, of bytes: half a block's scale, since the largest one is beyond fp32. The two least are
-    not normal."""
+    """Return 2^(end - 128) in fp32 for bytes `end`: half of a block's scale.
+
+    The largest scale itself exceeds fp32. The results for the two least bytes are subnormal.
+    """
     bits = end.to(tl.int32)
     return tl.where(bits < 2, (1 << 21) << (bits & 1), (bits - 1) << 23).to(tl.float32, bitcast=True)

@@ -1,9 +1,13 @@
-"""Prompts on a card, one launch each: causal attention with its log-sum-exp (Dao 2023, FlashAttention-2, whose backward
-pass we have no use for) and what each column received of it, without an n x n matrix; the columns that stay, and their
-way into slots. R, d, C, S, W: as in kernels/slots.py.
+"""Kernels on prompts, one launch each.
 
-prompts: a line of numbers for each prompt of a launch (`PromptLine`). Where they lie one behind the other, tensors have
-a batch stride of 0 and each prompt begins at its line's start, which is 0 in a batch."""
+They compute causal attention with its log-sum-exp (Dao 2023, FlashAttention-2, without its backward
+pass), and the attention that each column received, without an n x n matrix. They also choose the
+columns that stay, and put them into slots. R, d, C, S, W: as in kernels/slots.py.
+
+prompts: a row of numbers for each prompt of a launch (`PromptLine`). If prompts are packed, tensors
+have a batch stride of 0, and each prompt begins at the start in its row. In a batch this start is
+0.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,14 @@ import triton.language as tl
 from flexgen_h2o.kernels.triton.slots import pack, softmax_start, softmax_step
 
 _MOST = tl.constexpr(3.4028234663852886e38)  # the largest number in fp32
-# Sizes that differ from prompt to prompt or from plan to plan, and make no code faster: none is compiled in.
+# Sizes that differ from prompt to prompt or from plan to plan. They make no code faster, so none is
+# compiled in.
 _SIZES = (
     "lse_batch", "lse_head", "sums_batch", "sums_head", "last", "window", "rank_batch", "rank_head", "kept_batch",
     "kept_head", "given_batch", "given_head", "length", "columns", "first", "windows",
 )  # fmt: skip
-_ROWS = "rank", "kept", "given", "scores", "positions", "whole_slots"  # of any number of columns: may begin anywhere
+# any number of columns, so rows may have any alignment
+_ROWS = "rank", "kept", "given", "scores", "positions", "whole_slots"
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -27,8 +33,12 @@ def attend(
     out_batch, out_head, out_token, lse_batch, lse_head, heads, group, window, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of a head, the last of all keys of its prompt. window: keys that a query sees."""
-    of_all = tl.program_id(0)  # a head of a prompt, on the first axis: others end at 65,535
+    """Attend with ROWS queries of a head. The queries belong to the last keys of the prompt.
+
+    window: number of keys that a query sees.
+    """
+    # a head of a prompt; on the first axis, because the other axes end at 65,535
+    of_all = tl.program_id(0)
     start, batch, head = tl.program_id(1) * ROWS, (of_all // heads).to(tl.int64), of_all % heads
     origin, rows, keys = _line(prompts, batch)
     number, query = tl.arange(0, WIDTH), start + tl.arange(0, ROWS)
@@ -39,7 +49,7 @@ def attend(
     v += batch * v_batch + origin * v_token + head // group * v_head
     most, total, mixed = softmax_start(ROWS, WIDTH)
     first = tl.maximum(0, keys - rows + start + 1 - window) // KEYS * KEYS
-    # A longer prompt's grid has more programs than this one's queries.
+    # The grid of a longer prompt has more programs than this prompt has queries.
     end = tl.where(start < rows, tl.minimum(keys, keys - rows + start + ROWS), 0)
     for begin in range(first, end, KEYS):
         key = begin + tl.arange(0, KEYS)
@@ -63,7 +73,10 @@ def column_sums(
     sums_batch, sums_head, kv_heads, group, last, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """KEYS columns of a kv-head, over the queries of its group: nobody else adds to them. last: queries that count."""
+    """Sum the attention of KEYS columns of a kv-head over the queries of its group.
+
+    No other program adds to these columns. last: number of last queries that count.
+    """
     begin, of_all = tl.program_id(1) * KEYS, tl.program_id(0)
     batch, kv_head = (of_all // kv_heads).to(tl.int64), of_all % kv_heads
     origin, rows, keys = _line(prompts, batch)
@@ -91,14 +104,14 @@ def column_sums(
 
 @triton.jit
 def _line(prompts, batch):
-    """Of a prompt: where it begins, queries and keys."""
+    """Return where a prompt begins, and its numbers of queries and keys."""
     line = prompts + batch * 8
     return tl.load(line).to(tl.int64), tl.load(line + 1), tl.load(line + 2)
 
 
 @triton.jit
 def _stays(prompts, batch):
-    """Of a prompt: where its columns that stay begin, and how many they are."""
+    """Return where a prompt's columns that stay begin, and how many they are."""
     line = prompts + batch * 8
     return tl.load(line + 3).to(tl.int64), tl.load(line + 4)
 
@@ -110,7 +123,10 @@ def _stays(prompts, batch):
 def choose(
     rank, kept, prompts, rank_batch, rank_head, kept_batch, kept_head, kv_heads, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A row of `choose_kept`. The lowest rank that stays is found bit by bit, by how many are as high."""
+    """Compute a row of `choose_kept`.
+
+    The lowest rank that stays is found bit by bit, by counting how many ranks are as high.
+    """
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     batch, head = row // kv_heads, row % kv_heads
     origin, _, tokens = _line(prompts, batch)
@@ -126,7 +142,8 @@ def choose(
         lowest = tl.where(high >= heavy, lowest + step, lowest)
         step = step >> 1
     high, equal = _above(rank, begin, end, lowest, BLOCK)
-    skipped, seen, written = equal - (heavy - high), 0, 0  # the oldest of equals go
+    # if ranks are equal, the oldest columns leave
+    skipped, seen, written = equal - (heavy - high), 0, 0
     for start in range(0, tokens, BLOCK):
         at = start + place
         judged = (at >= begin) & (at < end)
@@ -142,7 +159,10 @@ def choose(
 
 @triton.jit
 def _above(rank, begin, end, limit, BLOCK: tl.constexpr):
-    """How many ranks of [begin, end) are above, and how many are equal to, what `_order` made of another."""
+    """Return how many ranks in [begin, end) are above `limit`, and how many are equal to it.
+
+    limit: a result of `_order`.
+    """
     above, equal = 0, 0
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -155,13 +175,16 @@ def _above(rank, begin, end, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def _order(x):
-    """Integers that compare as ranks do: NaN and -inf as the least number, inf as the largest, both zeros alike."""
+    """Return integers that compare as ranks do.
+
+    NaN and -inf become the least number, inf the largest; both zeros are equal.
+    """
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -_MOST), _MOST), -_MOST)
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
-# ---- their way into slots
+# ---- columns to slots
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
@@ -171,8 +194,10 @@ def put(
     columns, kv_heads, first,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK of a row's columns, which tokens kept[row] of its prompt have, into its slots from the first on.
-    first: of the prompts' rows, the one that is row 0 of the slots."""
+    """Write BLOCK columns of a row, those of tokens kept[row] of its prompt, to its first slots.
+
+    first: row of the prompts that is row 0 of the slots.
+    """
     row = tl.program_id(0).to(tl.int64)
     batch, head = (first + row) // kv_heads, (first + row) % kv_heads
     origin, _, _ = _line(prompts, batch)
@@ -201,8 +226,11 @@ def put_packed(
     K_SHARING: tl.constexpr, K_GROUPS: tl.constexpr, V_BITS: tl.constexpr, V_SHARING: tl.constexpr,
     V_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The same, packed; a prompt's newest tokens also whole, in some of the `windows` places beside. k_, v_: as of
-    slots.attend_packed_step. `begin_whole` comes first."""
+    """Write columns as `put` does, but packed, and a prompt's newest tokens also as whole columns.
+
+    Whole columns go to some of the `windows` places. k_, v_: as in slots.attend_packed_step.
+    `begin_whole` runs first.
+    """
     row = tl.program_id(0).to(tl.int64)
     batch, head = (first + row) // kv_heads, (first + row) % kv_heads
     origin, _, tokens = _line(prompts, batch)
@@ -238,7 +266,7 @@ def put_packed(
 
 @triton.jit
 def _record(row, slot, token, given, scores, positions, columns, count):
-    """What is recorded of columns. given: the scores of the row's tokens."""
+    """Record the positions and scores of columns. given: scores of the row's tokens."""
     at, here = row * columns + slot, slot < count
     tl.store(positions + at, token.to(tl.int32), mask=here)
     tl.store(scores + at, tl.load(given + token, mask=here, other=0.0), mask=here)
@@ -249,7 +277,7 @@ def begin_whole(
     k, prompts, centres, ranges, whole_keys, whole_values, whole_slots, k_batch, k_token, k_head, kv_heads, first,
     windows, least_range, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SMOOTHS: tl.constexpr,
 ):  # fmt: skip
-    """A row of what lies beside packed slots, without whole columns. SMOOTHS: PromptSlots.smooths."""
+    """Initialise a row of WholeColumns, without whole columns. SMOOTHS: PromptSlots.smooths."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = (first + row) // kv_heads, (first + row) % kv_heads
     number = tl.arange(0, WIDTH)

@@ -1,5 +1,8 @@
-"""Rows on a card: unpacking of weights, RMS norms, gates, weighted sums, rotary embeddings and Hadamard transforms. One
-launch each."""
+"""Kernels on rows.
+
+They unpack weights, and compute RMS norms, gates, weighted sums, rotary embeddings and Hadamard
+transforms. Each is one launch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def unpack(packed, out, row_words, columns, value_words, group, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of `unpack_rows`, BLOCK columns of it. packed: int32 words of (n, row words)."""
+    """Unpack BLOCK columns of a row, as in `unpack_rows`. packed: int32 words of (n, row words)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -25,13 +28,13 @@ def unpack(packed, out, row_words, columns, value_words, group, BITS: tl.constex
 
 @triton.jit
 def scale_and_least(word):
-    """In fp32, of a group's word (core/packing.SlotPacking)."""
+    """Return scale and least value of a group's word in fp32 (core/packing.SlotPacking)."""
     return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rms_norm(x, weight, out, x_row, out_row, width, eps, ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of `rms_norm`; BLOCK is at least its width."""
+    """Compute a row of `rms_norm`; BLOCK is at least its width."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -46,7 +49,7 @@ def rms_norm(x, weight, out, x_row, out_row, width, eps, ONCE: tl.constexpr, BLO
 
 @triton.jit
 def silu_gated(gate, up, count, BLOCK: tl.constexpr):
-    """BLOCK numbers of `silu_gated`."""
+    """Compute BLOCK numbers of `silu_gated`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     kind = gate.dtype.element_ty
@@ -58,7 +61,10 @@ def silu_gated(gate, up, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("tokens", "weights"))
 def add_weighted(x, tokens, weights, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of `add_weighted`, for the token of one row: of a token's rows the first adds all, in order."""
+    """Compute BLOCK columns of `add_weighted` for the token of one row.
+
+    If a token has several rows, the program of its first row adds all of them, in order.
+    """
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token, place = tl.load(tokens + row), tl.arange(0, ROWS)
     kind = out.dtype.element_ty
@@ -82,7 +88,7 @@ def add_weighted(x, tokens, weights, out, rows, width, ROWS: tl.constexpr, BLOCK
 
 @triton.jit
 def clamped_gate(x, out, alpha, limit, count, BLOCK: tl.constexpr):
-    """BLOCK numbers of `clamped_gate`."""
+    """Compute BLOCK numbers of `clamped_gate`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     kind = out.dtype.element_ty
@@ -95,7 +101,10 @@ def clamped_gate(x, out, alpha, limit, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate(q, k, positions, frequencies, scaling, q_token, k_token, heads, width, pairs, BLOCK: tl.constexpr):
-    """A head of a token: the `heads` first are q's, those behind k's. Angles in fp32; products in the dtype."""
+    """Rotate a head of a token: the first `heads` heads are q's, the others k's.
+
+    Angles are in fp32, products in the dtype of q.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, BLOCK)
     inside = pair < pairs
@@ -116,8 +125,11 @@ def rotate(q, k, positions, frequencies, scaling, q_token, k_token, heads, width
 
 @triton.jit
 def hadamard(x, x_token, factor, SIZE: tl.constexpr):
-    """A block of SIZE numbers of a token, in place: number i is the sum of all j, less where i & j has an odd number
-    of bits."""
+    """Transform a block of SIZE numbers of a token in place.
+
+    Number i becomes the sum of all numbers j, where j is subtracted if i & j has an odd number of
+    bits.
+    """
     start = x + tl.program_id(0).to(tl.int64) * x_token + tl.program_id(1) * SIZE
     place = tl.arange(0, SIZE)
     odd = place[:, None] & place[None, :]
@@ -132,5 +144,5 @@ def hadamard(x, x_token, factor, SIZE: tl.constexpr):
 
 @triton.jit
 def _rounded(x, kind: tl.constexpr):
-    """As it is in another dtype, in fp32."""
+    """Return x rounded to the dtype `kind`, in fp32."""
     return x.to(kind).to(tl.float32)

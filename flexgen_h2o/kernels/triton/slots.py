@@ -1,6 +1,10 @@
-"""Decode attention on a card: one launch puts each row's new column into its slot, attends over the filled slots, adds
-to their scores what they received, and names the row's next victim. R, g, d, C, S, W: as in kernels/slots.py; fields of
-a step's state: as of kernels/decode_step.StepSlots, `sequences` apart."""
+"""Decode attention on a card, in one launch.
+
+The kernel writes each row's new column to its slot, attends over the filled slots, adds to their
+scores what they received, and names the row's next victim. R, g, d, C, S, W: as in
+kernels/slots.py. Fields of a step's state: as in kernels/decode_step.StepSlots, `sequences` numbers
+apart.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ import triton.language as tl
 from flexgen_h2o.kernels.triton.rows import scale_and_least
 
 _NO_POSITION = tl.constexpr(2147483647)
-# Sizes that differ from sweep to sweep, or from plan to plan, and make no code faster: none is compiled in.
+# Sizes that differ from sweep to sweep, or from plan to plan. They make no code faster, so none is
+# compiled in.
 _SIZES = "sequences", "first_row", "length", "columns", "windows"
-_SCALARS = "gains", "victims"  # are read number by number, wherever they lie
+_SCALARS = "gains", "victims"  # read number by number, so they need no alignment
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SCALARS)
@@ -23,8 +28,11 @@ def attend_step(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """A row of kernels/decode_step.attend_step. GROUP, WIDTH: g and d, filled up to powers of two; products: (R, g, C)
-    fp32, written. BEFORE: 1 with a log-sum-exp of what is in front of the slots, 2 with its values too."""
+    """Run a row of kernels/decode_step.attend_step.
+
+    GROUP, WIDTH: g and d, rounded up to powers of two. products: (R, g, C) fp32, written. BEFORE: 1
+    if the log-sum-exp of what is in front of the slots is given, 2 if its values are given too.
+    """
     row = tl.program_id(0).to(tl.int64)
     sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
     filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
@@ -68,8 +76,11 @@ def attend_packed_step(
     RECORDS: tl.constexpr, PER_QUERY: tl.constexpr, BEFORE: tl.constexpr, K_BITS: tl.constexpr, K_SHARING: tl.constexpr,
     K_GROUPS: tl.constexpr, V_BITS: tl.constexpr, V_SHARING: tl.constexpr, V_GROUPS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The same over packed slots, with the newest columns whole beside them. k, v: of keys and values: words of lower
-    bits, of codes, of a slot; SHARING: numbers of a scale. windows: whole columns, WINDOW the power of two above."""
+    """Run a row of decode_step.attend_step over packed slots, with the newest columns whole.
+
+    k_, v_: for keys and values, the words of lower bits, of codes, of a slot. SHARING: numbers that
+    share a scale. windows: number of whole columns; WINDOW: the next power of two.
+    """
     row = tl.program_id(0).to(tl.int64)
     sequence, head = (first_row + row) // kv_heads, (first_row + row) % kv_heads
     filled, slot = tl.load(state + sequence), tl.load(state + sequences + sequence)
@@ -123,7 +134,10 @@ def attend_packed_step(
 
 @triton.jit
 def _queries(q, head, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The queries of a kv-head of one sequence: numbers, where they are, which of the tile exist, and the tile."""
+    """Load the queries of a kv-head of one sequence.
+
+    Returns the query numbers, the offsets of the tile, its mask, and the tile.
+    """
     query, number = tl.arange(0, GROUP), tl.arange(0, WIDTH)
     of_query = (head * G + query)[:, None] * D + number[None, :]
     asked = (query < G)[:, None] & (number < D)[None, :]
@@ -133,7 +147,10 @@ def _queries(q, head, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WID
 @triton.jit
 def _begin(before, before_lse, row, query, asked, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
            WIDTH: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
-    """What the softmax begins with: what the queries attend to in front of the slots. row: of the unit."""
+    """Return the softmax's initial state.
+
+    It includes what the queries attend to in front of the slots. row: of the unit.
+    """
     most, total, mixed = softmax_start(GROUP, WIDTH)
     if BEFORE > 0:
         most = tl.load(before_lse + row * G + query, mask=query < G, other=float("-inf"))
@@ -146,7 +163,7 @@ def _begin(before, before_lse, row, query, asked, G: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def _record(row, slot, position, scores, positions, victims, taken, columns, RECORDS: tl.constexpr):
-    """The slot of the new column; it is noted with its position and a score of 0."""
+    """Return the slot of the new column, and record its position and a score of 0."""
     if RECORDS:
         slot = tl.where(slot < 0, tl.load(victims + row), slot)
         tl.store(positions + row * columns + slot, tl.load(position))
@@ -157,16 +174,20 @@ def _record(row, slot, position, scores, positions, victims, taken, columns, REC
 
 @triton.jit
 def _enter(whole_slots, entry, windows, slot, goes):
-    """The slots whose columns are whole, with the new one at `goes` in the place of that which leaves the window."""
+    """Return the slots whose columns are whole, with the new one at `goes`, and store them.
+
+    It replaces the column that leaves the window.
+    """
     its = tl.load(whole_slots + entry, mask=entry < windows, other=-1)
-    its = tl.where(entry == goes, slot, tl.where(its == slot, -1, its))  # that of `slot` was evicted within the window
+    # the old column of `slot` was evicted within the window
+    its = tl.where(entry == goes, slot, tl.where(its == slot, -1, its))
     tl.store(whole_slots + entry, its, mask=entry < windows)
     return its
 
 
 @triton.jit
 def _products(tile, of_columns, here, scale):
-    """(GROUP, columns) fp32: scale x q.k, -inf where there is no column."""
+    """Return scale x q.k, (GROUP, columns) fp32, with -inf if there is no column."""
     product = tl.dot(tile, tl.trans(of_columns), input_precision="ieee") * scale
     return tl.where(here[None, :], product, float("-inf"))
 
@@ -179,17 +200,20 @@ def _keep(products, row, query, column, product, here, columns, G: tl.constexpr)
 
 @triton.jit
 def softmax_start(GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """What `softmax_step` begins with."""
+    """Return the initial state for `softmax_step`: maximum, sum, and weighted values."""
     most = tl.full([GROUP], float("-inf"), tl.float32)
     return most, tl.zeros([GROUP], tl.float32), tl.zeros([GROUP, WIDTH], tl.float32)
 
 
 @triton.jit
 def softmax_step(product, of_columns, most, total, mixed):
-    """The softmax of Milakov and Gimelshein (2018), which sees the columns once: its running maximum, its sum, and the
-    weighed values."""
+    """Return the softmax's state after more columns, of which each is read once.
+
+    The state is the running maximum, the sum, and the weighted values (Milakov and Gimelshein
+    2018).
+    """
     highest = tl.maximum(most, tl.max(product, 1))
-    safe = tl.where(highest == float("-inf"), 0.0, highest)  # no column yet
+    safe = tl.where(highest == float("-inf"), 0.0, highest)  # true only if there was no column yet
     less, share = tl.exp(most - safe), tl.exp(product - safe[:, None])
     total = total * less + tl.sum(share, 1)
     added = tl.dot(share.to(of_columns.dtype), of_columns, input_precision="ieee")
@@ -201,9 +225,12 @@ def _score(
     row, filled, lse, gain, now, sequences, scores, positions, victims, products, columns, decay,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PER_QUERY: tl.constexpr,
 ):  # fmt: skip
-    """Scores grow by what columns received; the lowest of those that may go names the victim, the earliest of equals.
-    now: of the field of positions, behind which are the oldest and the newest that may go."""
-    tl.debug_barrier()  # products were written by other threads
+    """Add to scores what their columns received, and store the row's victim.
+
+    The victim is the column of the lowest score that may leave, the earliest if scores are equal.
+    now: address of the POSITION field of the state; OLDEST and NEWEST follow it.
+    """
+    tl.debug_barrier()  # other threads wrote the products
     query = tl.arange(0, GROUP)
     oldest, newest, now = tl.load(now + sequences), tl.load(now + 2 * sequences), tl.load(now)
     lowest, earliest, victim = float("inf"), _NO_POSITION + 0, -1
@@ -219,7 +246,8 @@ def _score(
         may_leave = here & (position >= oldest) & (position <= newest)
         if PER_QUERY:
             score = tl.div_rn(score, tl.where(may_leave, now + 1 - position, 1).to(tl.float32))
-        score = tl.where(score == score, score, float("-inf"))  # a row always has a victim
+        # NaN counts as lowest, so that a row always has a victim
+        score = tl.where(score == score, score, float("-inf"))
         candidate = tl.where(may_leave, score, float("inf"))
         low = tl.min(candidate, 0)
         old = tl.min(tl.where(may_leave & (candidate == low), position, _NO_POSITION), 0)
@@ -237,9 +265,9 @@ def _score(
 @triton.jit
 def _unpack(area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
             SHARING: tl.constexpr):  # fmt: skip
-    """(columns, WIDTH) fp32 of the slots that begin at the words `at`."""
+    """Decode the slots that begin at the words `at` to (columns, WIDTH) fp32."""
     low_bits: tl.constexpr = 2 if BITS == 3 else BITS
-    shared: tl.constexpr = 32 // low_bits if 32 // low_bits < WIDTH else WIDTH  # numbers of a word
+    shared: tl.constexpr = 32 // low_bits if 32 // low_bits < WIDTH else WIDTH  # numbers per word
     rows: tl.constexpr = at.shape[0]
     of_word, word = tl.arange(0, shared), tl.arange(0, WIDTH // shared)
     loads = here[:, None] & (word * shared < D)[None, :]
@@ -257,7 +285,7 @@ def _unpack(area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.c
 @triton.jit
 def pack(x, area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
          BITS: tl.constexpr, SHARING: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
-    """Numbers (COLUMNS, WIDTH) fp32 into the slots that begin at the words `at`, those that are `here`."""
+    """Pack numbers (COLUMNS, WIDTH) fp32 into the slots that begin at the words `at`, if `here`."""
     low_bits: tl.constexpr = 2 if BITS == 3 else BITS
     levels: tl.constexpr = (1 << BITS) - 1
     number = tl.arange(0, WIDTH)
@@ -271,7 +299,7 @@ def pack(x, area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.c
         high, low = least.to(tl.int32, bitcast=True) & -65536, (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
         tl.store(area + at + value_words + group, high | low, mask=here)
         level = tl.floor(tl.div_rn(x - least[:, None], tl.broadcast_to(scale[:, None], [COLUMNS, WIDTH])) + 0.5)
-        level = tl.where(level == level, level, 0.0)  # a group of equals has a scale of 0
+        level = tl.where(level == level, level, 0.0)  # a group of equal numbers has a scale of 0
         code = tl.where(inside, tl.minimum(tl.maximum(level, 0.0), levels * 1.0).to(tl.int32), code)
     _join(code & ((1 << low_bits) - 1), area, at, here, low_words, WIDTH, COLUMNS, low_bits)
     if BITS == 3:
@@ -280,7 +308,7 @@ def pack(x, area, at, here, low_words, value_words, D: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def _join(code, area, at, here, count, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Codes side by side in `count` words of a slot, from the lowest bit on."""
+    """Store codes in `count` words of a slot, from the lowest bit on."""
     per_word: tl.constexpr = 32 // BITS
     if per_word > WIDTH:
         tl.store(area + at, tl.sum(code << (tl.arange(0, WIDTH) * BITS)[None, :], 1), mask=here)
@@ -293,7 +321,7 @@ def _join(code, area, at, here, count, WIDTH: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def _outwards(x, down):
-    """fp32 rounded down or up to a bf16 number; NaN stays NaN."""
+    """Round fp32 down or up to a bf16 number; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + tl.where((x < 0) == down, 0xFFFF, 0)) & -65536
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
