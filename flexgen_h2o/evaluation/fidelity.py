@@ -1,4 +1,4 @@
-"""`evaluate fidelity`: policies and the full cache along the same continuations (teacher forcing), in figures."""
+"""`evaluate fidelity`: policies compared with the full cache on the same text (teacher forcing)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SCHEMA = 1
 
 
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
-    """The measurement that the flags ask for, printed and written; returns the exit code."""
+    """Measure what the flags ask for, print and write the result, and return the exit code."""
     exact = replace(policy, compress_weight=False, compress_cache=False, int8_compute=False, attn_sparsity=1.0)
     plain = without_unused_bits(exact)
     cases = make_cells(args.policies, args.budgets, policy != plain, args.budgets_of)
@@ -70,7 +70,10 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
 
 
 def rows_of(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], list[TextRow]]:
-    """Rows of text and of recall; UsageError for a file or a model that cannot give them."""
+    """Return the rows of text and the rows of recall.
+
+    Raise UsageError if the file or the model cannot provide them.
+    """
     model, lengths, texts, recalls = runner.llm.model, (args.prompt_len, args.gen_len), [], []
     greedy = args.continuation == "greedy"
     if args.prompts is None or args.recall_prompts:
@@ -87,7 +90,7 @@ def rows_of(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], li
 def _facts(
     args: argparse.Namespace, llm: LLM, policy: Policy, cases: Sequence[Case], texts: Sequence[TextRow]
 ) -> Figures:
-    """What was run, in words and numbers."""
+    """Return the facts about the run for the JSON result."""
     names = ("prompt_len", "gen_len", "continuation", "depths", "mass_steps", "resamples", "seed")
     return {
         "measure": "fidelity",
@@ -136,25 +139,30 @@ def _say(line: str) -> None:
 
 
 def divergence(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
-    """KL(full || policy) in nats, (rows,) float64, of logits (rows, vocab) of any float dtype.
+    """Return KL(full || policy) of the next token, in nats: (rows,) float64.
 
-    Computed in float64, so that it is exactly 0 where the logits are the same and differences of 1e-9 mean something.
+    full, policy: logits, (rows, vocab) of any float dtype. The KL is computed in float64: it is
+    exactly 0 if the logits are the same, and differences of 1e-9 are meaningful.
     """
     p, q = full.double().log_softmax(dim=-1), policy.double().log_softmax(dim=-1)
     return (p.exp() * (p - q)).sum(dim=-1)
 
 
 def flips(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
-    """(rows,) bool: is the likeliest token another one? Of equal logits the lower index counts as likeliest."""
+    """Return whether the likeliest token differs between two logits (rows, vocab): (rows,) bool.
+
+    The lower index counts as likeliest if logits are equal.
+    """
     return full.argmax(dim=-1) != policy.argmax(dim=-1)
 
 
 def evicted_mass(weights: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
-    """Share of the attention probability that the columns which a policy has dropped get: (rows, kv_heads) float32.
+    """Return the share of attention probability on dropped KV entries: (rows, kv_heads) float32.
 
-    weights: (rows, kv_heads, columns), what the full model gives to each column of the sequence. positions: (rows,
-    kv_heads, slots) int, the columns that the policy holds; slot j counts if j < filled[row], else it is arbitrary.
-    The measure is the "attention loss" of cold-compress.
+    weights: (rows, kv_heads, columns), the full cache's probability of each position of the
+    sequence. positions: (rows, kv_heads, slots) int, the positions that the policy holds. Slot j
+    counts if j < filled[row]; the others are arbitrary. The measure is the "attention loss" of
+    cold-compress.
     """
     counts = torch.arange(positions.shape[-1], device=positions.device) < filled.view(-1, 1, 1)
     index = positions.long().clamp(0, weights.shape[-1] - 1)
@@ -164,10 +172,11 @@ def evicted_mass(weights: torch.Tensor, positions: torch.Tensor, filled: torch.T
 
 @dataclass(frozen=True)
 class Probe(Full):
-    """The full cache whose scores are one step's attention probabilities, summed over the query heads of a kv-head.
+    """The full cache, with one step's attention probabilities as its scores.
 
-    They sum to the number of these query heads. Prompts are scored by one row, which the first decode step forgets: so
-    that no score is ever undefined, and that prompts are computed exactly as they are for policies that score.
+    A score is summed over the query heads of a kv-head, so all scores sum to the number of these
+    heads. Prompts are scored by one query row, which the first decode step forgets. Thus no score
+    is ever undefined, and prompts are computed exactly as they are for policies that score.
     """
 
     name: ClassVar[str] = "probe"
@@ -178,16 +187,18 @@ class Probe(Full):
 
 
 class FullWatch:
-    """Keeps what the full cache gives along the continuations of n rows, all of `steps` tokens.
+    """Keep logits and attention of the full cache along the continuations of n rows.
 
-    prompt_lens: of the rows. mass_steps: decode steps (0 is the first after the prefill) whose attention is kept.
-    logits: (n, steps, vocab) in the compute dtype. weights: for each (decode step, transformer block) the attention
-    probability of each column, (n, kv_heads, columns) fp32, summed over the query heads of a kv-head. All on the host.
+    prompt_lens: prompt tokens of each row. steps: tokens of every continuation. mass_steps: decode
+    steps whose attention is kept; 0 is the first after the prefill. All tensors are on the host.
     """
 
     def __init__(self, prompt_lens: Sequence[int], steps: int, mass_steps: frozenset[int]) -> None:
         self.prompt_lens, self.steps, self.mass_steps = prompt_lens, steps, mass_steps
+        # (n, steps, vocab) in the compute dtype; empty until the first logits come.
         self.logits = torch.empty(0, dtype=torch.float32, device="cpu")
+        # (decode step, transformer block) -> attention probability of each position, summed over
+        # the query heads of a kv-head: (n, kv_heads, longest prompt + steps) fp32.
         self.weights: dict[tuple[int, int], torch.Tensor] = {}
         self.see_logits = by_step(len(prompt_lens), self._keep)
 
@@ -199,11 +210,14 @@ class FullWatch:
         self.logits[rows, steps] = logits.cpu()
 
     def decode_step(self, rows: Sequence[int], columns: Columns) -> int:
-        """0 is the first after the prefill; the rows of a micro-batch are all at the same."""
+        """Return the decode step of a micro-batch, whose rows are all at the same one.
+
+        Step 0 is the first after the prefill.
+        """
         return int(columns.newest[0]) - self.prompt_lens[rows[0]]
 
     def see_slots(self, rows: list[int], filled: torch.Tensor, columns: Columns) -> None:
-        """Of a run with the probe policy."""
+        """Keep the attention of a watched step of a run with `Probe` (a `SlotsWatch`)."""
         step = self.decode_step(rows, columns)
         if step not in self.mass_steps:
             return
@@ -221,20 +235,20 @@ class FullWatch:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the full cache gives along n rows' continuations. watch: its logits and attention; tokens: (n, s + 1)
-    int64; nll: nats of the tokens after the first, (n, s) float64."""
+    """The full cache's results along the continuations of n rows; made by `Runner.reference`."""
 
-    watch: FullWatch
-    tokens: torch.Tensor
-    nll: Array
+    watch: FullWatch  # logits and attention of the full cache
+    tokens: torch.Tensor  # (n, s + 1) int64: the continuations
+    nll: Array  # (n, s) float64, nats: negative log-likelihood of each token after the first
 
 
 class Runner:
-    """Runs one open LLM with one eviction policy after another.
+    """Run one open LLM with one eviction policy after another.
 
-    keep_bytes: most host memory for what is kept of the full cache's run at a time; rows are worked through in chunks
-    that fit. mass_steps: decode steps, evenly apart, whose attention is kept (0: none). compared: policy under which
-    the compared runs execute (it may compress KV or weights); Case.policy overrides it; None: the reference's.
+    keep_bytes: most host memory for the results of the full cache; rows are followed in chunks that
+    fit. mass_steps: number of decode steps, evenly apart, whose attention is kept (0: none).
+    compared: the policy of the compared runs, which may compress KV or weights. None: the
+    reference's policy. `Case.policy` overrides it.
     """
 
     def __init__(self, llm: LLM, keep_bytes: int, mass_steps: int, compared: Policy | AutoPolicy | None = None) -> None:
@@ -242,19 +256,24 @@ class Runner:
         self._reference, self._compared = llm.asked_policy, compared or llm.asked_policy
 
     def check(self, cases: Sequence[Case]) -> None:
-        """UsageError for a policy that cannot run, before the first of them has run for long."""
+        """Raise UsageError if a case cannot run.
+
+        Called before the first run, which may be long.
+        """
         for case in cases:
             self._use(case).check_plan()
 
     def greedy(self, rows: Sequence[TextRow], tokens: int) -> list[TextRow]:
-        """The rows with the model's own greedy continuation under the full cache."""
+        """Return the rows with greedy continuations of `tokens` tokens, written by the full cache.
+        """
         found = self._generate(None, rows, tokens)
         return [replace(row, continuation=tuple(ids)) for row, ids in zip(rows, found.tolist(), strict=True)]
 
     def texts(self, rows: Sequence[TextRow], cases: Sequence[Case]) -> tuple[Array, list[TextFidelity]]:
-        """Follow all rows, whose continuations are equally long, with the full cache and with each case's policy.
+        """Follow all rows with the full cache and with each case's policy.
 
-        Returns nats of the reference tokens with the full cache, (n, s) float64, and a result a case.
+        Continuations must be equally long. Returns the negative log-likelihood of the reference
+        tokens with the full cache, (n, s) float64 in nats, and one result per case.
         """
         size = self.rows_at_once(rows, len(rows[0].continuation))
         full_nll: list[Array] = []
@@ -271,17 +290,21 @@ class Runner:
         return np.concatenate(full_nll), [TextFidelity.joined(found, sizes) for found in parts]
 
     def rows_at_once(self, rows: Sequence[TextRow], steps: int) -> int:
-        """How many rows' reference fits what may be kept. steps: tokens of a continuation."""
+        """Return how many rows fit in `keep_bytes` with their reference, at least 1.
+
+        steps: tokens of a continuation.
+        """
         return max(1, self._keep_bytes // self._row_bytes(rows, steps))
 
     def reference(self, rows: Sequence[TextRow]) -> Reference:
-        """Follow the rows, whose continuations are equally long, with the full cache."""
+        """Follow the rows with the full cache. Their continuations must be equally long."""
         watch, tokens = self._watch_full(rows), torch.tensor([row.continuation for row in rows], device="cpu")
         nats = surprise(watch.logits[:, 1:].flatten(0, 1), tokens[:, 1:].flatten())
         return Reference(watch, tokens, nats.view(len(rows), -1).numpy())
 
     def compare(self, rows: Sequence[TextRow], reference: Reference, case: Case) -> TextFidelity:
-        """Follow the same rows as the reference with a case's policy."""
+        """Follow the rows of the reference with a case's policy, and return how far it is from it.
+        """
         found = self._unmeasured(case, rows, (len(rows), reference.tokens.shape[1] - 1))
         self._compare(rows, reference.tokens, reference.watch, found)
         return found
@@ -289,18 +312,24 @@ class Runner:
     def answers(
         self, case: Case, prompts: Sequence[Sequence[int]], tokens: int, ignore_eos: bool = False
     ) -> list[str]:  # fmt: skip
-        """Texts of greedy answers; token ids as text where there is no tokenizer."""
+        """Return the texts of greedy answers; token ids as text if the model has no tokenizer."""
         params = SamplingParams(tokens, ignore_eos=ignore_eos)
         found = self._use(case).generate(prompts, params)
         return [one.text if one.text is not None else " ".join(map(str, one.token_ids)) for one in found]
 
     def share(self, case: Case, lengths: Sequence[tuple[int, int]]) -> float:
-        """The mean of `kv_share` over rows. lengths: their prompt tokens and most new tokens."""
+        """Return the mean of `kv_share` over rows.
+
+        lengths: (prompt tokens, most new tokens) of each.
+        """
         spec, policy, eviction = self.llm.model.spec, base_of(self._placed(case)), self._use(case).eviction
         return float(np.mean([kv_share(spec, policy, eviction, row) for row in lengths]))
 
     def recall(self, rows: Sequence[TextRow], case: Case | None) -> list[list[bool]]:
-        """For each row and question: are all tokens of the answer the likeliest ones? case: None for the reference."""
+        """Return for each row and question whether each token of the answer is the likeliest one.
+
+        case: None for the full cache.
+        """
         likeliest = np.full((len(rows), max(len(row.continuation) for row in rows)), -1)
 
         def see(at: list[int], steps: list[int], logits: torch.Tensor) -> None:
@@ -313,7 +342,10 @@ class Runner:
         ]
 
     def first_divergence(self, rows: Sequence[TextRow], cases: Sequence[Case], tokens: int) -> list[NDArray[np.int_]]:
-        """For each case, (n,): the first of `tokens` greedy tokens that is not the full cache's; `tokens` if none."""
+        """Return for each case the first greedy token that is not the full cache's.
+
+        Each array is (n,): the index of that token, or `tokens` if none of so many tokens differs.
+        """
         full, found = self._generate(None, rows, tokens), []
         for case in cases:
             other = self._generate(case, rows, tokens) != full
@@ -324,8 +356,11 @@ class Runner:
     def speeds(
         self, rows: Sequence[TextRow], cases: Sequence[Case], tokens: int, rounds: int
     ) -> list[tuple[list[float], list[float]]]:
-        """For each case, new tokens a second of prefill and decode together: the full cache's by round, and its own,
-        measured one directly after the other."""
+        """Return for each case the tokens/s of the full cache and its own, by round.
+
+        New tokens are divided by the seconds of prefill and decode together. In each round the case
+        is measured directly after the full cache.
+        """
         found: list[tuple[list[float], list[float]]] = [([], []) for _ in cases]
         for case, (full, own) in zip(cases, found, strict=True):
             for count in range(rounds + 1):
@@ -337,8 +372,11 @@ class Runner:
         return found
 
     def _use(self, case: Case | None) -> LLM:
-        """The LLM reads its policies at each run and opens new buffers where they need others. None: the reference."""
-        self.llm.eviction = Full()  # goes with what was used before and with what comes
+        """Return the LLM with the policies of a case; None: those of the reference.
+
+        The LLM reads its policies at each run, and opens new buffers if they need others.
+        """
+        self.llm.eviction = Full()  # works with the placement before and the one after
         self.llm.use(self._placed(case) if case else self._reference)
         if case:
             self.llm.eviction = case.eviction
@@ -348,7 +386,7 @@ class Runner:
         return case.policy or self._compared
 
     def _generate(self, case: Case | None, rows: Sequence[TextRow], tokens: int) -> NDArray[np.int_]:
-        """(n, tokens) greedy tokens."""
+        """Return the greedy tokens of a run, (n, tokens). case: None for the full cache."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         done = self._use(case).generate([row.prompt for row in rows], params)
         return np.array([completion.token_ids for completion in done])
@@ -384,7 +422,10 @@ class Runner:
     def _compare(
         self, rows: Sequence[TextRow], continuations: torch.Tensor, full: FullWatch, found: TextFidelity
     ) -> None:
-        """Fill `found` with what a policy gives along the continuations, (n, steps + 1), compared step by step."""
+        """Run the policy of `found.case` and write its losses into the arrays of `found`.
+
+        continuations: (n, steps + 1) token ids. Each step is compared with the full cache's.
+        """
 
         def see_logits(at: list[int], steps: list[int], logits: torch.Tensor) -> None:
             decoding = [i for i, step in enumerate(steps) if step > 0]
@@ -406,7 +447,7 @@ class Runner:
         case = found.case
         if not case.eviction.needs.record and base_of(self._placed(case)).attn_sparsity == 1:
             case = replace(case, eviction=Probe())
-        watch = see_slots if case.eviction.needs.record else None  # what reads some columns drops none
+        watch = see_slots if case.eviction.needs.record else None  # --attn-sparsity drops no entry
         self._follow(self._use(case), rows, by_step(len(rows), see_logits), watch)
 
     def _follow(

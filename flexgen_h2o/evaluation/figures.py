@@ -1,4 +1,5 @@
-"""What is counted at a decode step, means with their intervals, and fidelity as tables and as a picture."""
+"""Measures of a decode step, means with their intervals, and fidelity as tables and as a picture.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +28,40 @@ from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.llm import LLM
 
 Array = NDArray[np.float64]
-Figures = dict[str, Any]  # as the JSON result has them
-LEVEL = 0.95
+Figures = dict[str, Any]  # a part of the JSON result
+LEVEL = 0.95  # probability that an interval covers
 BF16_BYTES = DTYPE_BYTES["bfloat16"]
-STEP_BINS = 6
-BASELINE = H2O.name
+STEP_BINS = 6  # ranges of decode steps that figures by step are means over
+BASELINE = H2O.name  # policy whose KL is subtracted in the paired comparison
 
 
 class Bootstrap:
-    """Percentile intervals (Efron and Tibshirani 1993, chapter 13) from `count` resamples of `n` prompts.
+    """Percentile intervals (Efron and Tibshirani 1993, chapter 13) from `count` resamples of `n`
+    prompts.
 
-    A prompt is drawn with all its steps or questions, since what belongs to one prompt is not independent. Equal seeds
-    draw equal prompts, so differences between policies are paired. An interval is {value, low, high, n}: the estimate,
-    the ends of its 95% interval, and the number of prompts.
+    A prompt is drawn with all its steps or questions, since values of one prompt are not
+    independent. Equal seeds draw equal prompts, so differences between policies are paired. An
+    interval is {value, low, high, n}: the estimate, the ends of its 95% interval, and the number of
+    prompts.
     """
 
     def __init__(self, n: int, count: int, seed: int) -> None:
         self._drawn = np.random.default_rng(seed).integers(0, n, size=(count, n))
 
     def mean(self, values: Array) -> Figures:
-        """Of one value a prompt, (n,)."""
+        """Return the interval of the mean. values: one per prompt, (n,)."""
         return self._interval(float(values.mean()), values[self._drawn].mean(axis=1))
 
     def percentile(self, values: Array, percent: float) -> Figures:
-        """Of all values (n, steps) together."""
+        """Return the interval of a percentile of all values together. values: (n, steps)."""
         found = [np.percentile(values[rows], percent) for rows in self._drawn]
         return self._interval(float(np.percentile(values, percent)), np.array(found))
 
     def ratio(self, above: Array, below: Array) -> Figures:
-        """Of two sums over prompts, (n,) each; a resample whose lower sum is 0 does not count."""
+        """Return the interval of sum(above) / sum(below), each (n,).
+
+        A resample in which the sum of `below` is 0 does not count.
+        """
         drawn = below[self._drawn].sum(axis=1)
         found = above[self._drawn].sum(axis=1)[drawn > 0] / drawn[drawn > 0]
         return self._interval(float(above.sum() / below.sum()), found)
@@ -66,17 +72,23 @@ class Bootstrap:
 
 
 def surprise(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Negative log likelihood of `tokens` ((rows,) int64) in nats: (rows,) float64. logits: (rows, vocab)."""
+    """Return the negative log-likelihood of tokens in nats: (rows,) float64.
+
+    logits: (rows, vocab). tokens: (rows,) int64.
+    """
     return -logits.double().log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def perplexity(nats: float) -> float:
-    """Of a mean surprise; a finite number however large that is."""
+    """Return exp(nats) of a mean surprise. The result is finite however large `nats` is."""
     return math.exp(min(700.0, nats))
 
 
 def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]) -> LogitsWatch:
-    """A watch of the logits of `rows` rows that tells `see` also at which step, from 0, each of them is."""
+    """Return a watch of the logits of `rows` rows that calls see(rows, steps, logits).
+
+    The step of each row is counted from 0.
+    """
     seen = [0] * rows
 
     def watch(at: list[int], logits: torch.Tensor) -> None:
@@ -89,11 +101,12 @@ def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]
 
 
 def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
-    """Columns and bytes of all transformer blocks together, as the LLM's last run held them, once a row has got so
-    many new tokens; the newest has no column yet. Bytes are those of keys and values, with scales, and of what lies
-    beside slots: centres and whole columns, for which all room is reserved.
+    """Return (KV entries, bytes) that a row held in the LLM's last run after `new_tokens` new
+    tokens.
 
-    row: its prompt tokens and most new tokens.
+    Both are sums over all transformer blocks. The newest token has no entry yet. Bytes count keys
+    and values with their scales. They also count centres and unpacked entries, which lie beside the
+    slots and are reserved in full. row: its prompt tokens and most new tokens.
     """
     eviction = llm.eviction
     held = 0
@@ -108,8 +121,11 @@ def held_kv(llm: LLM, row: tuple[int, int], new_tokens: int) -> tuple[int, int]:
 
 
 def kv_share(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int]) -> float:
-    """Bytes of a row's keys and values when it has all its tokens, with scales, centres and whole columns, over those
-    of the full cache in bf16. row: its prompt tokens and most new tokens."""
+    """Return the bytes of a row's KV cache as a share of the full cache's bytes in bf16.
+
+    The row has all its tokens. Scales, centres and unpacked entries are counted. row: its prompt
+    tokens and most new tokens.
+    """
     held = sum(layout.sequence_bytes for layout in _layouts(spec, policy, eviction, row, BF16_BYTES))
     full: int = sizes_of(spec, {row: 1}, BF16_BYTES)[1]
     return held / full
@@ -118,7 +134,7 @@ def kv_share(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int
 def _layouts(
     spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int], itemsize: int
 ) -> list[UnitLayout]:
-    """Of a row's units, a transformer block each."""
+    """Return the KV layout of one row in each transformer block. itemsize: bytes per number."""
     record = record_of(eviction)
     return [
         kv_layout(spec, policy, 1, eviction.slots(*row, block), record_in(spec, block, record), itemsize, True)
@@ -128,25 +144,26 @@ def _layouts(
 
 @dataclass(frozen=True)
 class TextFidelity:
-    """How far a policy is from the full cache along the continuations of n rows.
+    """How far a policy is from the full cache along the continuations of n rows; made by `Runner`.
 
-    columns: mean columns kept per row and block, capped at the columns that the budget is a share of. share: of the
-    full cache's bytes in bf16, a mean over rows (`kv_share`). kl, nll: (n, steps) float64, nats, and flipped: bool, of
-    the decode steps: the first token comes from the prefill, which is exact. mass: (n, blocks) float64, means over
-    heads and watched steps; None if it was not watched.
+    Only decode steps are compared: the first token comes from the prefill, which is exact.
     """
 
     case: Case
+    # Mean KV entries kept per row and block, capped at the number that the budget is a share of.
     columns: float
+    # Share of the full cache's bytes in bf16, a mean over rows (`kv_share`).
     share: float
-    kl: Array
-    nll: Array
-    flipped: NDArray[np.bool_]
+    kl: Array  # (n, steps) float64, nats
+    nll: Array  # (n, steps) float64, nats
+    flipped: NDArray[np.bool_]  # (n, steps): is the likeliest token another one?
+    # Attention probability on evicted entries, (n, blocks) float64: means over heads and watched
+    # steps; None if it was not watched.
     mass: Array | None
 
     @classmethod
     def joined(cls, parts: Sequence[TextFidelity], rows: Sequence[int]) -> TextFidelity:
-        """Return the parts of one case as one. rows: of each part."""
+        """Join the results of one case over chunks of rows. rows: number of rows in each chunk."""
         first = parts[0]
         weights = np.array(rows) / sum(rows)
         columns = float(weights @ [part.columns for part in parts])
@@ -161,9 +178,10 @@ class TextFidelity:
 def summarise_texts(
     full_nll: Array, results: Sequence[TextFidelity], resamples: int, seed: int
 ) -> tuple[Figures, list[Figures]]:
-    """The figures of the full cache, and those of each case, with its difference to the baseline at its budget.
+    """Return the figures of the full cache, and those of each case.
 
-    full_nll: (n, steps) float64. Decode steps are counted from 1 here: token 0 comes from the prefill.
+    A case's figures have its difference to the baseline at the same budget. full_nll: (n, steps)
+    float64. Decode steps are counted from 1 here: token 0 comes from the prefill.
     """
     n, steps = full_nll.shape
     bootstrap = Bootstrap(n, resamples, seed)
@@ -203,9 +221,10 @@ def summarise_texts(
 
 
 def summarise_recall(rows: Sequence[TextRow], right: Sequence[Sequence[bool]], resamples: int, seed: int) -> Figures:
-    """Shares of questions whose answer is right, by place of the question and by depth of what it asks for.
+    """Return the share of right answers, by place of the question and by depth of the pair asked
+    for.
 
-    right: as of Runner.recall. Rows are resampled with all their questions.
+    right: as `Runner.recall` returns it. Rows are resampled with all their questions.
     """
     bootstrap = Bootstrap(len(rows), resamples, seed)
     asked = [(i, row.depth, q.inside, q.at) for i, row in enumerate(rows) for q in row.questions]
@@ -226,14 +245,17 @@ def summarise_recall(rows: Sequence[TextRow], right: Sequence[Sequence[bool]], r
 
 
 def summarise_speeds(full: Sequence[float], own: Sequence[float]) -> Figures:
-    """Medians of tokens a second by round, and of their ratio with the least and the largest."""
+    """Return the median tokens/s over rounds, and the median, least and largest ratio to `full`.
+
+    full, own: tokens/s of each round.
+    """
     ratios = sorted(a / b for a, b in zip(own, full, strict=True))
     names = ("tokens_per_s", "full_tokens_per_s", "ratio", "least", "largest")
     return dict(zip(names, (np.median(own), np.median(full), np.median(ratios), ratios[0], ratios[-1]), strict=True))
 
 
 def summarise_divergence(first: NDArray[np.int_], tokens: int, resamples: int, seed: int) -> Figures:
-    """first: (n,) as of Runner.first_divergence."""
+    """Return where greedy answers first differ. first: (n,), as from `Runner.first_divergence`."""
     bootstrap = Bootstrap(len(first), resamples, seed)
     return {
         "first": bootstrap.mean(first.astype(float)),
@@ -243,7 +265,10 @@ def summarise_divergence(first: NDArray[np.int_], tokens: int, resamples: int, s
 
 
 def markdown(result: Figures) -> str:
-    """Tables of a fidelity result (fidelity JSON): a budget at a time, the worst policy first, the full cache last."""
+    """Return the tables of a fidelity result (fidelity JSON), one per budget.
+
+    The worst policy is first, the full cache last.
+    """
     settings = result["settings"]
     text, recall = result["text"], result["recall"]
     head = [
@@ -267,8 +292,10 @@ def markdown(result: Figures) -> str:
 
 
 def _names(result: Figures) -> tuple[str, Callable[[Figures], str]]:
-    """The first column of the reference, and of a cell: where the compared runs are compressed, the full cache is one
-    of them."""
+    """Return the first column of the reference's line, and a function that returns it for a cell.
+
+    If the compared runs are compressed, the full cache is one of them, so the two are told apart.
+    """
     compression = result["settings"]["compression"]
     if not compression:
         return "full", lambda cell: f"`{cell['policy']}`"
@@ -280,7 +307,7 @@ def _names(result: Figures) -> tuple[str, Callable[[Figures], str]]:
 
 def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
     full, text, (reference, name_of) = result["full"], result["text"], _names(result)
-    # Its head, its text of a cell, and that of the full cache.
+    # Each column: its head, a function of the cell, and the text for the full cache.
     columns: list[tuple[str, Callable[[Figures], str], str]] = [
         ("policy", name_of, reference),
         ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_columns']:.0f}"),
@@ -330,23 +357,26 @@ def _by_depth(result: Figures, name: str) -> list[str]:
 
 
 def number(interval: Figures | None, digits: int) -> str:
+    """Return an interval as text, `value [low, high]`; "" for None."""
     if interval is None:
         return ""
     return f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
 
 
 def percent(interval: Figures) -> str:
+    """Return an interval of shares as text, in percent."""
     value, low, high = (100 * interval[key] for key in ("value", "low", "high"))
     return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
 
 
-MARKS = "osD^vP*X<>h"
+MARKS = "osD^vP*X<>h"  # matplotlib's marker of each policy in turn
 
 
 def draw(result: Figures, path: Path) -> None:
-    """KL, flips and recall over budgets, and KL over steps at the smallest budget. The suffix names the format.
+    """Draw KL, flips and recall over budgets, and KL over steps at the smallest budget.
 
-    Raises FlexgenError naming --plot where the file cannot be written.
+    The suffix of `path` names the format. Raise FlexgenError naming --plot if the file cannot be
+    written.
     """
     from matplotlib.figure import Figure
 
@@ -388,8 +418,9 @@ def by_policy(cells: Sequence[Figures], size: str) -> Iterator[tuple[list[Figure
 
 
 def over_budgets(ax: Any, cells: list[Figures], intervals: list[Figures], style: Figures) -> None:
+    """Draw the intervals of cells over their budgets into matplotlib axes."""
     budgets, values = [cell["budget"] for cell in cells], [one["value"] for one in intervals]
-    # A percentile interval may leave its estimate out; matplotlib takes no negative lengths.
+    # A percentile interval may not contain its estimate; matplotlib takes no negative lengths.
     below = [max(0.0, one["value"] - one["low"]) for one in intervals]
     above = [max(0.0, one["high"] - one["value"]) for one in intervals]
     ax.errorbar(budgets, values, yerr=[below, above], capsize=2, linewidth=1.2, **style)

@@ -1,13 +1,15 @@
-"""`evaluate frontier`: what answers lose, and what is saved, for each way to have a smaller KV cache or weights.
+"""`evaluate frontier`: quality lost and memory saved by ways to shrink the KV cache or the weights.
 
-Each setting is an eviction policy at a size, with a precision of KV cache and weights. It follows the same
-continuations as the full cache in the precision of --dtype does (teacher forcing). Its losses are the KL divergence of
-the next token, the share of steps whose likeliest token changes, and the negative log-likelihood of the text. They
-stand against the bytes of the KV cache that it holds, and tokens/s.
+Each setting is an eviction policy at a size, with a precision of KV cache and weights. It follows
+the same continuations as the full cache does in the precision of --dtype (teacher forcing).
+Three losses are measured: the KL divergence of the next token, the share of steps whose likeliest
+token changes, and the negative log-likelihood of the text. They are compared with the bytes of
+the KV cache that the setting holds, and with tokens/s.
 
-Every figure is a mean over prompts with the 95% interval of a percentile bootstrap (Efron and Tibshirani 1993, chapter
-13). What each prompt gave is appended to FILE.rows.jsonl beside --json FILE. The same command after a kill, or with
-more settings, measures only what is missing there.
+Every figure is a mean over prompts. Its 95% interval is that of a percentile bootstrap (Efron and
+Tibshirani 1993, chapter 13). The values of each prompt are appended to FILE.rows.jsonl beside
+--json FILE. The same command measures only what is missing there, after a kill or with more
+settings.
 """
 
 from __future__ import annotations
@@ -55,11 +57,12 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.load import Model
 
 SCHEMA = 1
-INT8 = "int8"  # of --weight-bits: int8_compute
+INT8 = "int8"  # value of --weight-bits that sets int8_compute
 DEFAULT_POLICIES = (Full.name, "h2o", "local", "random")
 DEFAULT_BUDGETS = (0.5, 0.2)
 SMALL = 0.03  # nats of KL that --kv-loss calls small
-ROUNDED = 1.02  # bytes over a share that count as the share: of whole entries
+# Bytes held may exceed a share by this factor and still count as fitting: only whole entries fit.
+ROUNDED = 1.02
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # Settings of `Policy` that the grid sets.
 GRID_FIELDS = (
@@ -76,27 +79,28 @@ GRID_FIELDS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to have a smaller KV cache or weights.
+    """One way to have a smaller KV cache or weights; made by `grid` from the flags."""
 
-    policy: eviction policy, with settings of its own behind a colon. kv_budget: share of the KV entries of prompt and
-    answer that stay. kv_bytes: share of the full bf16 cache's bytes instead. kv_bits: of a key or value, 16 where they
-    are not packed; "4/3": keys in 4, values in 3. kv_window: newest entries that packing leaves whole (None: the
-    default). kv_rotation: keys and values are rotated before they are packed. weights: bits of a weight ("16": as
-    computed), or INT8. chosen_by: the flag that stands for policy and bits.
-    """
-
+    # Name of the eviction policy; its own settings may follow after a colon.
     policy: str = Full.name
+    # Share of the KV entries of prompt and answer that stay.
     kv_budget: float | None = None
+    # Share of the bytes of the full bf16 cache that may be used; given instead of `kv_budget`.
     kv_bytes: float | None = None
+    # Bits per number of keys and values; 16: not packed; "4/3": keys in 4 bits, values in 3.
     kv_bits: int | str = WHOLE
+    # Number of newest entries that are not packed; None: the default of `Policy`.
     kv_window: int | None = None
+    # Are keys and values rotated before they are packed?
     kv_rotation: bool = False
+    # Bits per weight ("16": as computed), or INT8.
     weights: str = str(WHOLE)
+    # The flag that has chosen policy and bits (`--kv-size 0.2`), "" if there is none.
     chosen_by: str = ""
 
     @property
     def name(self) -> str:
-        """What tables call it, and the file of measurements."""
+        """Name of the setting in tables and progress lines."""
         parts = [f"{self.chosen_by}: {self.policy}" if self.chosen_by else self.policy]
         if self.kv_budget is not None:
             parts.append(f"{self.kv_budget:.3g} of the entries")
@@ -111,7 +115,11 @@ class Setting:
         return ", ".join(parts)
 
     def case(self, base: Policy, is_auto: bool) -> Case:
-        """Return what the runner takes. UsageError names --policies."""
+        """Return the setting as the runner's `Case`. Raise UsageError naming --policies.
+
+        base: the policy of the flags, which the setting's fields change. is_auto: the placement is
+        searched for.
+        """
         changes: dict[str, Any] = {}
         if self.kv_bits != WHOLE:
             changes |= {"compress_cache": True, "cache_bits": self.kv_bits, "cache_rotation": self.kv_rotation}
@@ -183,7 +191,10 @@ def add_flags(parser: OneLineParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what is missing, print and write; returns the exit code. Flags are checked before torch is imported."""
+    """Measure what is missing, print and write the result, and return the exit code.
+
+    Flags are checked before torch is imported.
+    """
     settings = _check(args)
     model = model_of(args)
     results_are_in(args.json, args.markdown)
@@ -201,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
         facts = {**_facts(args, llm.model, llm.dtype, prompts), "weights": llm.digests()["weights"]}
         kept = None if args.json is None else args.json.with_name(args.json.name + ".rows.jsonl")
         with contextlib.closing(Measurements(kept, facts)) as measured:
-            for setting in measured.settings:  # of earlier runs: they stand in the same table
+            for setting in measured.settings:  # settings of earlier runs are rows of the table too
                 try:
                     cases.setdefault(setting, setting.case(base, is_auto))
                 except UsageError as error:
@@ -236,7 +247,7 @@ def _keep_table(path: Path, table: Figures) -> None:
 
 
 def _check(args: argparse.Namespace) -> list[Setting]:
-    """Return the settings, the full cache first. UsageError for what is wrong with flags and files."""
+    """Return the settings, the full cache first. Raise UsageError if flags or files are wrong."""
     if args.prompts is None:
         raise UsageError("--prompts: is missing; name a .txt or .jsonl file of prompts")
     if args.gen_len < 2:
@@ -265,20 +276,23 @@ def _check(args: argparse.Namespace) -> list[Setting]:
     if args.plot is not None and len(settings) == 1:
         raise UsageError("--plot: nothing is compared with the full cache; name a policy or --kv-bits too")
     for setting in settings:
-        setting.case(Policy(), False)  # what it refuses is refused before torch is imported
+        setting.case(Policy(), False)  # raises its errors before torch is imported
     for name in GRID_FIELDS:
         setattr(args, name, None)
     return settings
 
 
 def grid(args: argparse.Namespace) -> list[Setting]:
-    """Return every setting that the flags ask for, once, the full cache first. UsageError names the flag."""
+    """Return every setting that the flags ask for, once each, the full cache first.
+
+    Raise UsageError naming the flag.
+    """
     bits = [_kv_bits(text) for text in args.kv_bits or ("16", "8", "4")]
     chosen = bool(args.kv_sizes or args.weight_bits)
     policies = args.policies or (() if chosen and not args.kv_budget and not args.learn else DEFAULT_POLICIES)
     budgets = args.kv_budget or (() if chosen else DEFAULT_BUDGETS)
     evicting = [policy for policy in policies if policy != Full.name]
-    # A table that is to be made anew may be damaged.
+    # --learn replaces the model's own table, so a damaged one must not stop it.
     table = read_table(SHIPPED) if args.learn else table_for(args.model, args.offload_dir)
     for policy in evicting:
         if policy.partition(":")[0] not in EVICTING:
@@ -308,7 +322,7 @@ def grid(args: argparse.Namespace) -> list[Setting]:
 
 
 def setting_of_mix(size: float, mix: Mix) -> Setting:
-    """Return what `--kv-size` chooses for a share of the bytes."""
+    """Return the setting that `--kv-size` chooses. size: share of the full cache's bytes."""
     return Setting(
         mix.eviction,
         kv_bytes=size,
@@ -333,17 +347,21 @@ def _kv_bits(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class Prompts:
-    """rows: token ids of prompts, all with equally long continuations. asked, references: prompts to summarise with
-    what a person wrote; without references `asked` are the rows' prompts. questions: by task."""
+    """The prompts that every setting is measured on; made by `read_prompts`."""
 
+    # Prompts with their continuations, all equally long; () if the model writes its own.
     rows: list[TextRow]
+    # Token ids of the prompts that are answered: articles to summarise, else the rows' prompts.
     asked: list[tuple[int, ...]]
+    # Summaries that people wrote, one per prompt of `asked`; empty if there are none.
     references: list[str]
+    # Questions of the long-context tasks, by name of the task.
     questions: Mapping[str, list[long_context.Question]]
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of it, so that measurements of other prompts are not taken for these."""
+        """SHA-256 of all fields, so that measurements of other prompts are not mistaken for these.
+        """
         found = hashlib.sha256()
         for row in self.rows:
             found.update(json.dumps([row.prompt, row.continuation]).encode())
@@ -354,7 +372,11 @@ class Prompts:
 
 
 def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
-    """Return the prompts that the flags ask for; continuations of the model's own are still ()."""
+    """Return the prompts that the flags ask for.
+
+    Continuations that the model itself writes are still (). Raise UsageError if no prompt is long
+    enough.
+    """
     if args.chat:
         model.check_chat()
     answers_itself = args.chat or args.continuation == "greedy"
@@ -377,7 +399,7 @@ def read_prompts(args: argparse.Namespace, model: Model) -> Prompts:
         )
     cut = [tokens[:length] for tokens in ids]
     rows = [TextRow(tokens[: args.prompt_len], tokens[args.prompt_len :]) for tokens in cut]
-    # Cutting an article to its length encodes it several times: only as many as are asked for.
+    # Cutting an article to its length encodes it several times, so no more are cut than are used.
     summaries = list(islice(_summaries(args, model, articles), len(rows)))
     asked = [row.prompt for row in rows]
     references: list[str] = []
@@ -395,7 +417,11 @@ Article = tuple[str, str]  # a text that asks for a summary, and a person's summ
 
 
 def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tuple[tuple[int, ...], Article | None]]:
-    """Yield token ids of each line, at least `length` of a longer one. UsageError names the line."""
+    """Yield the token ids of each line, and its article if it has a reference summary.
+
+    A line of more than `length` tokens yields at least `length` of them. Raise UsageError naming
+    the line.
+    """
     from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.jobs.input import read_lines
     from flexgen_h2o.jobs.requests import RequestReader, RowError
@@ -421,7 +447,10 @@ def _lines(args: argparse.Namespace, model: Model, length: int) -> Iterator[tupl
 def _summaries(
     args: argparse.Namespace, model: Model, articles: Iterable[Article]
 ) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield prompts of at most --prompt-len tokens, with what a person wrote, of the articles that can be cut so."""
+    """Yield (token ids of the prompt, reference summary) of each article.
+
+    Articles are cut to --prompt-len tokens; those that cannot be cut so far are left out.
+    """
     from flexgen_h2o.evaluation.articles import shortened
 
     encode = model.encode_message if args.chat else model.encode
@@ -436,7 +465,10 @@ def _summaries(
 
 
 def _joined(ids: Iterable[tuple[int, ...]], length: int) -> Iterator[tuple[int, ...]]:
-    """Yield neighbouring prompts as one, each at least `length` tokens; what is left at the end is dropped."""
+    """Join neighbouring prompts and yield each joined one once it has `length` tokens or more.
+
+    Prompts at the end that together are too short are dropped.
+    """
     found: tuple[int, ...] = ()
     for tokens in ids:
         found += tokens
@@ -446,7 +478,10 @@ def _joined(ids: Iterable[tuple[int, ...]], length: int) -> Iterator[tuple[int, 
 
 
 def _facts(args: argparse.Namespace, model: Model, dtype: str, prompts: Prompts) -> Figures:
-    """Return what is measured, in words and numbers; equal facts make measurements that can stand in one table."""
+    """Return the facts about the run for the JSON result.
+
+    Measurements of runs with equal facts may be in one table.
+    """
     continuation = "the model's own" if args.chat or args.continuation == "greedy" else "the text's"
     return {
         "measure": "frontier",
@@ -468,10 +503,11 @@ def _facts(args: argparse.Namespace, model: Model, dtype: str, prompts: Prompts)
 
 
 class Measurements:
-    """What each prompt gave, by setting and kind, appended to a file as it is measured.
+    """The value of each prompt, by setting and kind, appended to a file as it is measured.
 
-    path: the file; None: nothing is kept. facts: of the run. settings: that the file has measurements of. UsageError
-    where the file is of another run, or another process measures into it.
+    path: the file; None: nothing is kept on disk. facts: those of the run (`_facts`), which must
+    equal the file's. Raise UsageError if the file belongs to another run, or another process
+    measures into it.
     """
 
     def __init__(self, path: Path | None, facts: Figures) -> None:
@@ -494,12 +530,13 @@ class Measurements:
             raise UsageError(f"--json: another run measures into {self._path}; wait for it, or name another file")
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
-        if len(lines) == 1 and b'{"facts": '.startswith(lines[0][:10]):  # new, or its first line was cut
+        # A new file, or one whose first line was cut by a kill.
+        if len(lines) == 1 and b'{"facts": '.startswith(lines[0][:10]):
             self._file.truncate(0)
             self._append({"facts": facts})
             return
         self._read(lines[:-1], facts)
-        if lines[-1]:  # a kill has cut it
+        if lines[-1]:  # a kill has cut the last line
             self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))
 
     def _read(self, lines: Sequence[bytes], facts: Figures) -> None:
@@ -526,19 +563,23 @@ class Measurements:
 
     @property
     def settings(self) -> list[Setting]:
+        """Settings that have measurements, those of the file included."""
         return list(dict.fromkeys(setting for setting, _ in self._found))
 
     def __getitem__(self, key: tuple[Setting, str]) -> list[Any]:
-        """Return the values of a setting's kind, in the order of the prompts."""
+        """Return the values of a (setting, kind), in the order of the prompts."""
         found = self._found.get(key, {})
         return [found[number] for number in sorted(found)]
 
     def lacks(self, setting: Setting, kind: str, numbers: range = range(1)) -> bool:
-        """Is a value of these prompts missing? numbers: of the prompts, from 0."""
+        """Return whether a value is missing for a prompt of `numbers`, which count from 0."""
         return not self._found.get((setting, kind), {}).keys() >= set(numbers)
 
     def add(self, setting: Setting, kind: str, values: Sequence[Any], start: int = 0) -> None:
-        """Keep one value a prompt. start: the first prompt's number. FlexgenError where the file cannot be written."""
+        """Keep one value per prompt. Raise FlexgenError if the file cannot be written.
+
+        start: the number of the first prompt.
+        """
         self._keep(setting, kind, values, start)
         self._append({"setting": asdict(setting), "kind": kind, "start": start, "values": list(values)})
 
@@ -555,23 +596,24 @@ class Measurements:
             raise FlexgenError(f"--json: {self._path}: {error.strerror or error}") from error
 
 
-LOSSES = "losses"  # kind: [KL, share of changed tokens, negative log-likelihood] a prompt
-ANSWERS = "answers"  # kind: ROUGE a prompt
-SPEED = "tokens_per_s"  # kind: of all prompts together
+# The kinds of measurements; a task's name is a kind too.
+LOSSES = "losses"  # [KL, share of changed tokens, negative log-likelihood] per prompt
+ANSWERS = "answers"  # [ROUGE-1, -2, -L] per prompt
+SPEED = "tokens_per_s"  # one value for all prompts together
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared, on what, and what is known already. cases: settings as the runner takes them."""
+    """One run of the command; made by `run`."""
 
-    args: argparse.Namespace
-    runner: Runner
-    prompts: Prompts
-    cases: Mapping[Setting, Case]
-    measured: Measurements
+    args: argparse.Namespace  # the flags
+    runner: Runner  # runs the open LLM with one setting after another
+    prompts: Prompts  # what every setting is measured on
+    cases: Mapping[Setting, Case]  # the settings, each as the runner takes it
+    measured: Measurements  # what is known already; grows while measuring
 
     def measure(self) -> None:
-        """Measure what is not known yet."""
+        """Measure everything that `measured` lacks."""
         self._measure_losses()
         for setting in self.cases:
             if not self.args.no_answers and self.measured.lacks(setting, SPEED):
@@ -581,7 +623,10 @@ class Study:
                     self._measure_task(setting, task, questions)
 
     def _measure_losses(self) -> None:
-        """Follow the rows with each setting, as many rows at a time as --keep-mem holds the reference of."""
+        """Follow the rows with each setting.
+
+        Rows are followed in chunks, whose full-cache reference fits in --keep-mem.
+        """
         rows, gen_len = self.prompts.rows, self.args.gen_len
         size = self.runner.rows_at_once(rows, gen_len)
         for start in range(0, len(rows), size):
@@ -628,7 +673,7 @@ class Study:
         say("evaluate", f"{setting.name}: {task} {np.mean(scores):.0%}")
 
     def cells(self) -> list[Figures]:
-        """Return the figures of each setting, the full cache's first."""
+        """Return the figures of each setting, those of the full cache first."""
         return [self._cell(setting) for setting in self.cases]
 
     def _cell(self, setting: Setting) -> Figures:
@@ -654,17 +699,17 @@ class Study:
         }
 
     def _mean(self, values: Any) -> Figures:
-        """Return the mean of one value a prompt, with its interval."""
+        """Return the mean of one value per prompt, with its interval."""
         from flexgen_h2o.evaluation.figures import Bootstrap
 
         return Bootstrap(len(values), self.args.resamples, self.args.seed).mean(np.array(values, dtype=float))
 
 
-# ---- What is shown
+# ---- Tables and pictures
 
 
 def on_frontier(cells: Sequence[Figures]) -> list[Figures]:
-    """Return the cells that no cell of at most their size beats, smallest first.
+    """Return the cells that no cell of the same or a smaller size beats, smallest first.
 
     A cell beats another if its KL is lower and their intervals do not overlap.
     """
@@ -677,10 +722,11 @@ def on_frontier(cells: Sequence[Figures]) -> list[Figures]:
 
 
 def learned(result: Figures) -> Figures:
-    """Return the table of `--kv-size` for this model, as of kvcache/eviction/mixes.py.
+    """Return the table of `--kv-size` for this model, in the layout of kvcache/eviction/mixes.py.
 
-    A share of --kv-bytes has the setting with the lowest KL among those that need no more than these bytes. Ways to
-    keep every entry are of small loss where their KL is at most SMALL.
+    For each share of --kv-bytes the table has the setting with the lowest KL among those that need
+    no more than these bytes. It also lists the settings that keep every entry with a KL of at most
+    SMALL.
     """
     cells = [
         cell
@@ -697,7 +743,8 @@ def learned(result: Figures) -> Figures:
         mixes.append(
             {
                 "least": size,
-                # Where all entries fit, nothing is dropped; in longer rows the policy sees to the bytes.
+                # If all entries fit, nothing is dropped. In longer sequences the policy keeps the
+                # cache within its bytes.
                 "eviction": H2O.name if best["policy"] == Full.name else best["policy"],
                 "cache_bits": best["kv_bits"],
                 "cache_window": window,
@@ -716,14 +763,14 @@ def learned(result: Figures) -> Figures:
 
 
 def _of_policy(cell: Figures) -> dict[str, Any]:
-    """Return the settings of `Policy` with which every entry is kept."""
+    """Return the fields of `Policy` for a cell that keeps every entry."""
     if cell["kv_bits"] == WHOLE:
         return {}
     return {"compress_cache": True, "cache_bits": cell["kv_bits"]}
 
 
 def markdown(result: Figures) -> str:
-    """Return the table: a line a setting, the most bytes first."""
+    """Return the table, one line per setting, the largest KV cache first."""
     head = (
         f"Model `{result['model']}` in {result['dtype']}; {result['num_prompts']} prompts of {result['prompt_len']} "
         f"tokens from {result['prompts']}, {result['gen_len']} tokens followed ({result['continuation']}). "
@@ -751,7 +798,10 @@ def markdown(result: Figures) -> str:
 
 
 def draw(result: Figures, path: Path) -> None:
-    """Draw KL against the bytes held. FlexgenError names --plot."""
+    """Draw KL against the bytes held.
+
+    Raise FlexgenError naming --plot if `path` cannot be written.
+    """
     from matplotlib.figure import Figure
 
     from flexgen_h2o.core.files import write_picture

@@ -1,8 +1,8 @@
 """`evaluate lm-eval`: lm-eval's own command line with the engine as its model, and h2o_hf's three steps.
 
-Without a step it runs tasks to their table. `generate` writes the requests of a task, `run` is the durable batch job
-over them, `score` makes results of its answers (formats: docs/reference/lm-eval.md). `grid` does the three for each of
-many policies and KV budgets.
+Without a step it runs tasks and prints their table. `generate` writes the requests of a task, `run`
+answers them as a durable batch job, and `score` computes results from the answers (formats:
+docs/reference/lm-eval.md). `grid` does the three steps for each of many policies and KV budgets.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ from flexgen_h2o.flags import (
 from flexgen_h2o.parser import OneLineParser
 
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
-_CWE_ANSWER, _FWE_LEAST = 120, 200  # of ruler_cwe and ruler_fwe: the answer's tokens; 4 coded words
-_VT_SOLVED, _VT_ANSWER, _MARGIN = 500, 30, 16  # of lm-eval's ruler_vt; names and numbers differ by some tokens
+# Tokens of ruler_cwe's answer, and of ruler_fwe's shortest text, which has 4 coded words.
+_CWE_ANSWER, _FWE_LEAST = 120, 200
+# Limits of lm-eval's ruler_vt: tokens of the solved example and of the answer. The margin is for names
+# and numbers, whose tokens differ by some.
+_VT_SOLVED, _VT_ANSWER, _MARGIN = 500, 30, 16
 
 
 def _limit(text: str) -> float:
@@ -73,7 +76,8 @@ def _of_grid(text: str) -> str:
 
 _MANY: dict[str, Any] = {"nargs": "+", "metavar": "KEY=VALUE"}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
-# lm-eval's own flags, which it gets as they are; each is also taken as lm-eval spells it, with `_`.
+# lm-eval's own flags, which are passed on to it. Each may also be spelled with `_`, as lm-eval does.
+# Flag: (arguments of `add_argument`, help).
 OF_TASKS: dict[str, tuple[dict[str, Any], str]] = {
     "num_fewshot": ({"type": count, "metavar": "N"}, "examples in front of each question (the task's own number)"),
     "limit": ({"type": _limit, "metavar": "N"}, "only the first N questions of each task, or a share below 1"),
@@ -102,7 +106,7 @@ OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The flags of a run over tasks, and the three steps as commands below this one."""
+    """Add the flags of a run over tasks, and the three steps as commands below this one."""
     parser.set_defaults(run=_evaluate)
     parser.allow_abbrev = False  # a step's --output is no short form of --output-path
     add_engine_flags(parser)
@@ -180,11 +184,14 @@ def _file(parser: OneLineParser, flag: str, alias: str, help: str) -> None:
     parser.add_argument(flag, alias, alias.replace("-", "_").replace("__", "--", 1), type=file_name, help=help)
 
 
-# ---- What can be wrong, before torch is imported
+# ---- Checks before torch is imported
 
 
 def check_tasks(args: argparse.Namespace) -> list[str]:
-    """The tasks that are asked for, lists written out. UsageError for none, and where lm-eval is not installed."""
+    """Return the names of the tasks that are asked for, with lists written out.
+
+    Raise UsageError if there is none, or lm-eval is not installed.
+    """
     if find_spec("lm_eval") is None:
         raise UsageError(f"evaluate lm-eval: needs lm-eval, which is not installed; {INSTALL}")
     names = [name for word in args.tasks or () for name in word.split(",") if name]
@@ -201,7 +208,7 @@ def check_tasks(args: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    """Run tasks; returns the exit code."""
+    """Run tasks and return the exit code."""
     names = check_tasks(args)
     check_press_folder(args)
     for name in ("output_path", "use_cache"):
@@ -235,7 +242,10 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _own_flags(args: argparse.Namespace, names: list[str]) -> Iterator[str]:
-    """The command line that lm-eval gets; what depends on the model is added once it is open."""
+    """Yield the words of lm-eval's command line.
+
+    What depends on the model is added once the model is open.
+    """
     yield from ("run", "--model", "flexgen-h2o", "--tasks", *names)
     for name in OF_TASKS | OF_RUN:
         value = getattr(args, name)
@@ -245,7 +255,10 @@ def _own_flags(args: argparse.Namespace, names: list[str]) -> Iterator[str]:
 
 
 def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
-    """lm-eval's command line, and what it made of the words. UsageError with its own message."""
+    """Return lm-eval's command line object and the arguments that it parsed.
+
+    Raise UsageError with lm-eval's own message.
+    """
     from lm_eval._cli import HarnessCLI
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
@@ -254,7 +267,7 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             parsed = harness.parse_args()
-        logging.disable(logging.WARNING)  # they come again
+        logging.disable(logging.WARNING)  # the same warnings come again in the run
         EvaluatorConfig.from_cli(argparse.Namespace(**vars(parsed)))
     except SystemExit as error:
         raise UsageError(said.getvalue().strip().rpartition("\n")[2] or "lm-eval does not take these flags") from error
@@ -267,7 +280,11 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
 
 
 def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
-    """UsageError for lengths that are too short for the shortest example of a task: lm-eval looks for one for ever."""
+    """Raise UsageError if a length is too short for the shortest example of a RULER task.
+
+    lm-eval would search for an example that fits without end. names: of tasks. metadata: that of
+    --metadata.
+    """
     import numpy
 
     asked = [
@@ -297,7 +314,11 @@ def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
 
 
 def _shortest_vt(model: Any) -> int | None:
-    """An example has 10 sentences of noise or more, behind one that is solved: of 5 or more, and at most 500 tokens."""
+    """Return the tokens of the shortest example of ruler_vt; None if no solved example fits.
+
+    An example has 10 or more sentences of noise. It follows a solved one, which has 5 or more such
+    sentences and at most 500 tokens.
+    """
     from lm_eval.tasks.ruler.vt_utils import generate_input_output
 
     def tokens(noises: int, solved: bool) -> int:
@@ -309,7 +330,11 @@ def _shortest_vt(model: Any) -> int | None:
 
 
 def _shortest_cwe(model: Any) -> int:
-    """An example asks for 10 words or more, behind one that is solved; words have few tokens or many."""
+    """Return the tokens of the shortest example of ruler_cwe.
+
+    An example asks for 10 or more words and follows a solved one. The number of tokens per word
+    varies, so the longest of 20 examples counts.
+    """
     from lm_eval.tasks.ruler import cwe_utils
 
     def tokens() -> int:
@@ -324,7 +349,10 @@ def _shortest_cwe(model: Any) -> int:
 
 
 def _shortest_fwe(model: Any) -> int:
-    """The words around the coded ones, and a length that has as many different ones as are asked for."""
+    """Return the tokens of the shortest example of ruler_fwe.
+
+    It must hold the template's words, and as many different coded words as are asked for.
+    """
     from lm_eval.tasks.ruler.fwe_utils import TEMPLATE
 
     return max(_FWE_LEAST, len(model.encode_more(TEMPLATE.format(context="", query=""))) + _MARGIN)
@@ -339,7 +367,10 @@ def _first_seed(text: str | None) -> int:
 
 
 def _settings_digest(llm: Any, policy: Policy, seed: int) -> str:
-    """Of what answers depend on: lm-eval knows an answer by its request alone."""
+    """Return a digest of the settings that answers depend on.
+
+    It is part of the name of lm-eval's cache, which knows an answer by its request alone.
+    """
     from flexgen_h2o.models.load import shape_fingerprint
 
     facts = [
@@ -360,7 +391,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace) -> int:
-    """Run the requests of --input as a batch job; returns the exit code."""
+    """Run the requests of --input as a batch job and return the exit code."""
     for name in ("input", "output"):
         if getattr(args, name) is None:
             raise UsageError(f"{flag_of(name)}: is missing; name a .jsonl file")

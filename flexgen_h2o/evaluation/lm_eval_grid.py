@@ -1,7 +1,9 @@
-"""`evaluate lm-eval grid`: the three steps of h2o_hf for policies by KV budget, as a table and a picture.
+"""`evaluate lm-eval grid`: the three steps of h2o_hf for policies by KV budget, as a table and a
+picture.
 
-The experiment of the H2O paper's figures 4 and 8. KV entries are dropped inside the context, so choices of one token
-show it too. Each setting is a durable batch job with an output of its own: after a kill the same command resumes.
+This is the experiment of the H2O paper's figures 4 and 8. KV entries are dropped inside the
+context, so they change the scores of choices of one token too. Each setting is a durable batch job
+with an output of its own: after a kill the same command resumes.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ if TYPE_CHECKING:
 SCHEMA = 1
 POLICIES = ("full", "local:sinks=0", "h2o")  # the paper's three
 BUDGETS = (0.5, 0.2, 0.1)
-STDERRS = 1.96  # of a 95% interval, to either side
+STDERRS = 1.96  # standard errors on either side in a 95% interval
 
 
 def run(args: argparse.Namespace, names: list[str]) -> int:
-    """Do all settings, one after the other; returns the exit code."""
+    """Run and score all settings, one after the other, and return the exit code."""
     cells = _check(args)
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
         model = llm.model
         if model.tokenizer is None:
             raise UsageError(f"--model {model.name}: has no tokenizer, which tasks need; give a folder with one")
-        for cell in cells:  # what is refused is refused before anything is run
+        for cell in cells:  # raises all errors before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
         facts = {"measure": "lm-eval", "schema": SCHEMA, "model": model.name, "dtype": llm.dtype, "tasks": names}
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> list[Cell]:
-    """Return the settings. UsageError for what can be wrong with flags and files."""
+    """Return the settings. Raise UsageError if flags or files are wrong."""
     if args.output_dir is None:
         raise UsageError("--output-dir: is missing; name a folder for the answers")
     check_files(args, (), ("json", "markdown", "plot"))
@@ -110,7 +112,11 @@ def _check(args: argparse.Namespace) -> list[Cell]:
 
 
 def _plan(args: argparse.Namespace, lines: str, cell: Cell, policy: Policy, is_auto: bool) -> int:
-    """Print the plan of the first setting's job, which keeps the most; writes nothing beside the output."""
+    """Print the plan of the first setting's job, and return the exit code.
+
+    The first setting keeps the most entries. The requests go to a temporary folder, so nothing is
+    written to --output-dir.
+    """
     with tempfile.TemporaryDirectory() as folder:
         requests = Path(folder) / "requests.jsonl"
         requests.write_text(lines)
@@ -118,7 +124,10 @@ def _plan(args: argparse.Namespace, lines: str, cell: Cell, policy: Policy, is_a
 
 
 def _write_requests(path: Path, lines: str) -> None:
-    """Write the requests of all settings. UsageError if the folder has those of other tasks."""
+    """Write the requests of all settings.
+
+    Raise UsageError if the folder has those of other tasks.
+    """
     try:
         if path.exists() and path.read_text(encoding="utf-8") != lines:
             raise UsageError(
@@ -132,7 +141,10 @@ def _write_requests(path: Path, lines: str) -> None:
 
 
 def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Figures]:
-    """Return value and standard error of each metric, by task and metric. results: lm-eval's, of one setting."""
+    """Return the value, 95% interval and standard error of each metric, by task and metric.
+
+    results: those of lm-eval for one setting.
+    """
     found: dict[tuple[str, str], Figures] = {}
     for task, own in results.items():
         for name, value in own.items():
@@ -147,7 +159,8 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str],
 
 
 def grid_table(result: Figures) -> str:
-    """Return a line per setting of the JSON result, with lm-eval's metrics of each task."""
+    """Return the table of a JSON result: one line per setting, with lm-eval's metrics of each task.
+    """
     scored = [scores_of(cell["results"]) for cell in result["cells"]]
     columns = list(dict.fromkeys(key for one in scored for key in one))
     head = ["policy", "KV size", "KV of full", *(f"{task} {metric}" for task, metric in columns)]
@@ -176,9 +189,10 @@ def _number(score: Figures | None) -> str:
 
 
 def draw_grid(result: Figures, path: Path) -> None:
-    """Draw the first metric of each task over the KV budget, as the paper's figures do. The suffix names the format.
+    """Draw the first metric of each task over the KV budget, as the paper's figures do.
 
-    Raises FlexgenError naming --plot if the file cannot be written.
+    The suffix of `path` names the format. Raise FlexgenError naming --plot if the file cannot be
+    written.
     """
     from matplotlib.figure import Figure
 

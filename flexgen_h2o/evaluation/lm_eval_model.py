@@ -1,8 +1,9 @@
 """lm-eval's interface to a model, over an `LLM`: all requests of a type are one run of many rows.
 
-lm-eval 0.4.13's own Hugging Face backend (`HFLM`) says what is asked for: texts are encoded, cut on the left and cut at
-their stop strings as it does. With the full cache log-likelihoods equal HFLM's; with eviction a continuation is decoded
-token by token, so that it sees the columns that its row has kept.
+It follows lm-eval 0.4.13's own Hugging Face backend (`HFLM`): texts are encoded, cut on the left
+and cut at their stop strings in the same way. With the full cache log-likelihoods equal those of
+HFLM. With eviction a continuation is decoded token by token, so that each token sees only the KV
+entries that its row has kept.
 """
 
 from __future__ import annotations
@@ -34,32 +35,36 @@ from flexgen_h2o.engine.workload import base_of
 from flexgen_h2o.evaluation.kvpress import FLAG, RATIO_OF, PressRun, dropped_share, write_press_run
 from flexgen_h2o.llm import LLM
 
-NAME = "flexgen-h2o"  # of this model in lm-eval
-MAX_GEN_TOKS = 256  # where a task does not say, as HFLM has it
-# Generation arguments of tasks, and the values that change nothing; any other would change the text.
+NAME = "flexgen-h2o"  # name of this model in lm-eval
+MAX_GEN_TOKS = 256  # most new tokens if a task does not say, as in HFLM
+# Generation arguments of tasks, and their values that change nothing. Other values are errors,
+# because they would change the text.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
     "typical_p": (1,), "min_p": (0,), "no_repeat_ngram_size": (0,), "use_cache": (True,), "early_stopping": (False,),
 }  # fmt: skip
 
-# What is said of a task, behind its name.
+# Message about a task; it follows the name of the task.
 ONE_TOKEN = (
     "each choice is one token long, so eviction and a compressed KV cache cannot change its scores; `evaluate lm-eval "
     "grid`, or `generate`, `run` and `score`, evict inside the context"
 )
 
 Tokens = tuple[int, ...]
-Answer = tuple[float, bool]  # log-likelihood of a continuation; is each of its tokens the likeliest one?
+# Log-likelihood of a continuation, and whether each of its tokens is the likeliest one.
+Answer = tuple[float, bool]
 
 
 @register_model(NAME)
 class EngineLM(TemplateLM):
-    """An open `LLM` as lm-eval's model. seed: of what is drawn, where a task samples.
+    """An open `LLM` as lm-eval's model.
 
-    Needs a tokenizer: UsageError. Finished rows go to lm-eval's cache (`--use_cache`) one by one.
+    Finished rows go to lm-eval's cache (`--use_cache`) one by one. seed: random seed of tasks that
+    sample. Raise UsageError if the model has no tokenizer.
     """
 
-    opened: ClassVar[EngineLM | None] = None  # what lm-eval's command line gets for the name of this model
+    # The instance that lm-eval's command line gets for NAME; set by `evaluate lm-eval` for its run.
+    opened: ClassVar[EngineLM | None] = None
 
     def __init__(self, llm: LLM, seed: int = 0) -> None:
         super().__init__()
@@ -67,14 +72,18 @@ class EngineLM(TemplateLM):
             raise UsageError(f"--model {llm.model.name}: has no tokenizer, which tasks need; give a folder with one")
         self.llm = llm
         self._seed = seed
-        self._task_of: list[str | None] = []  # of each request of `_loglikelihood_tokens`, set by `loglikelihood`
+        # Task of each request of `_loglikelihood_tokens`; set by `loglikelihood`.
+        self._task_of: list[str | None] = []
         self._warned: set[str | None] = set()  # tasks that `_warn_of_single_tokens` has named
         self.tokenizer: Any = llm.model.tokenizer
         self.max_length = llm.model.spec.max_positions
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: object = None) -> EngineLM:
-        """The model that is open; the arguments are for lm-eval's records and for tasks that make their own data."""
+        """Return the open model, as lm-eval asks for one.
+
+        The arguments are for lm-eval's records and for tasks that make their own data.
+        """
         if cls.opened is None:
             raise UsageError(f"{NAME}: give lm-eval an EngineLM(llm), or run `flexgen-h2o evaluate lm-eval`")
         return cls.opened
@@ -87,7 +96,7 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands in front of a text without a context."""
+        """Token that begins a text without a context."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
@@ -96,14 +105,21 @@ class EngineLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """With the tokenizer's special tokens, unless the text begins with its first one already."""
+        """Return the token ids of a text.
+
+        By default they have the tokenizer's special tokens, unless the text already begins with the
+        first of these.
+        """
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return self.llm.model.tokens_of(string, **given)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Without the system's message where the template does not take one."""
+        """Return a conversation as text in the model's chat template.
+
+        The system message is left out if the template does not take one.
+        """
         if not self.llm.model.has_chat_template:
             raise UsageError(f"--apply-chat-template: {self.llm.model.name} has no chat template; leave it out")
 
@@ -116,7 +132,7 @@ class EngineLM(TemplateLM):
             raise UsageError(f"--apply-chat-template: the model's template refuses: {error}; leave it out") from error
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results' file."""
+        """Return facts about the model for lm-eval's results file."""
         return {
             "model_dtype": self.llm.dtype, "model_digests": self.llm.digests(),
             "eviction": self.llm.eviction.to_json(),
@@ -125,7 +141,11 @@ class EngineLM(TemplateLM):
     # Log-likelihoods
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
-        """Return lm-eval's answers; `_loglikelihood_tokens` gets the requests in this order, without their tasks."""
+        """Return lm-eval's answers.
+
+        `_loglikelihood_tokens` gets the requests in this order but without their tasks, so these
+        are kept here.
+        """
         self._task_of = [request.task_name for request in requests]
         try:
             return list(super().loglikelihood(requests, disable_tqdm))
@@ -135,7 +155,10 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: object
     ) -> list[Answer]:  # fmt: skip
-        """requests: (what the cache knows it by, context, continuation)."""
+        """Return the answer of each request.
+
+        requests: (key in lm-eval's cache, token ids of the context, of the continuation).
+        """
         self._warn_of_single_tokens([len(continuation) for _, _, continuation in requests])
         answers: list[Answer] = [(0.0, False)] * len(requests)
 
@@ -151,7 +174,7 @@ class EngineLM(TemplateLM):
 
         Such a token is scored by the pass that reads the context, in which every KV entry is still there.
         """
-        if self.score_mode == PREFILL:  # nothing is dropped or rounded
+        if self.score_mode == PREFILL:  # no entry is dropped or compressed
             return
         longest: dict[str | None, int] = {}
         for task, length in zip(self._task_of, lengths, strict=bool(self._task_of)):
@@ -162,10 +185,13 @@ class EngineLM(TemplateLM):
                 note("evaluate", f"{task or 'requests'}: {ONE_TOKEN}")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of as many tokens as the model has positions."""
+        """Return the log-likelihood of whole texts.
+
+        A text is scored in windows of as many tokens as the model has positions.
+        """
         pairs: list[tuple[list[int], list[int]]] = []
         owner: list[int] = []
-        begins: list[int] = []  # of each request's windows, which stand together
+        begins: list[int] = []  # index of each request's first window; its windows are adjacent
         for i, request in enumerate(requests):
             windows = utils.get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
@@ -193,9 +219,10 @@ class EngineLM(TemplateLM):
     def _score(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], done: Callable[[int, Answer], None]
     ) -> None:  # fmt: skip
-        """One run over all pairs of context and continuation; `done` gets the number of each and its answer.
+        """Score all pairs of context and continuation in one run.
 
-        Continuations that differ in their last token only, behind one context, are one row: its last logits have all.
+        done: called with the index of each pair and its answer. Continuations of one context that
+        differ only in their last token share a row: the row's last logits score all of them.
         """
         rows: dict[tuple[Tokens, Tokens], list[int]] = {}
         last: list[int] = []
@@ -230,18 +257,24 @@ class EngineLM(TemplateLM):
             SamplingParams(score=(*path, last[own[0]]), score_mode=mode)
             for (_, path), own in zip(rows, asked, strict=True)
         ]
-        self.llm.expect(len(prompts))  # ragged blocks take longer to predict than it is worth
+        self.llm.expect(len(prompts))  # exact prediction of ragged blocks is not worth its time
         self.llm.run(prompts, scored, finished, Callbacks(seen))
 
     @property
     def score_mode(self) -> str:
-        """One pass over context and continuation where decode steps give the same: all columns stay, as they are."""
+        """PREFILL if one pass over context and continuation scores as decode steps do, else DECODE.
+
+        The two score the same if every KV entry stays and none is compressed.
+        """
         policy = base_of(self.llm.asked_policy)
         keeps_all = not self.llm.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
         return PREFILL if keeps_all else DECODE
 
     def _prompt(self, i: int, ids: Sequence[int]) -> Prompt:
-        """UsageError for ids that the model does not have: its tokenizer may have more."""
+        """Return token ids as the prompt of request `i`.
+
+        Raise UsageError for ids that the model does not have: its tokenizer may have more of them.
+        """
         try:
             return make_prompt(i, ids, None, self.llm.model.spec.vocab_size)
         except UsageError as error:
@@ -254,10 +287,10 @@ class EngineLM(TemplateLM):
     # Texts that are generated
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Up to the first stop string, or the end-of-sequence token."""
+        """Return generated texts, each up to its first stop string or the end-of-sequence token."""
         texts = [""] * len(requests)
         prompts, params, cut = [], [], 0
-        met: Counter[str] = Counter()  # a request that is repeated draws anew
+        met: Counter[str] = Counter()  # how often a request came; a repeated one gets another seed
         for i, request in enumerate(requests):
             context, given = request.args
             key = json.dumps([context, given], sort_keys=True, default=str)
@@ -282,7 +315,10 @@ class EngineLM(TemplateLM):
         return texts
 
     def _sampling(self, given: Mapping[str, Any], key: str) -> SamplingParams:
-        """What a task's generation arguments ask for. key: of the request, which its seed is made of."""
+        """Return the sampling that a task's generation arguments ask for.
+
+        key: identifies the request; its seed is made of it. Raise UsageError naming --gen-kwargs.
+        """
         asked: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), MAX_GEN_TOKS))
         draws, most = asked.pop("do_sample"), asked.pop("max_gen_toks")
         stop = tuple(text for text in asked.pop("until") if text)
@@ -305,9 +341,10 @@ class EngineLM(TemplateLM):
     # kvpress's layout
 
     def write_press(self, folder: Path, results: Mapping[str, Any], compression: str) -> None:
-        """A folder for each task of `results` that generates text, in kvpress's layout; a line names the others.
+        """Write a folder in kvpress's layout for each task of `results` that generates text.
 
-        results: lm-eval's, with samples. The prompt's last line is the question, without what begins the answer.
+        A note names the other tasks. results: those of lm-eval, with samples. The question of a row
+        is the last line of its prompt, without the words that begin the answer.
         """
         others = []
         for task, samples in results.get("samples", {}).items():
@@ -315,9 +352,11 @@ class EngineLM(TemplateLM):
             if config["output_type"] != "generate_until":
                 others.append(task)
                 continue
-            once = list({sample["doc_id"]: sample for sample in reversed(samples)}.values())[::-1]  # not by filter
+            # One sample per question: lm-eval has one per question and filter.
+            once = list({sample["doc_id"]: sample for sample in reversed(samples)}.values())[::-1]
             counts = results["n-samples"][task]
-            sizes = {sample["doc"].get("max_length") for sample in once}  # of RULER's tasks: kvpress has it here
+            # Only RULER's tasks have lengths; kvpress has them as its data_dir.
+            sizes = {sample["doc"].get("max_length") for sample in once}
             settings = {
                 "press_init_command": json.dumps(self.llm.eviction.to_json()), "dtype": self.llm.dtype,
                 "compression_ratio_of": RATIO_OF, "compression": compression or None,
@@ -325,7 +364,8 @@ class EngineLM(TemplateLM):
                 "generation": config.get("generation_kwargs"),
             }  # fmt: skip
             lengths = [self._lengths_of(*sample["arguments"][0]) for sample in once]
-            asked = getattr(self.llm.eviction, "policy", self.llm.eviction)  # as it was before windows were fitted
+            # The policy as it was before it was fitted to the model's windows.
+            asked = getattr(self.llm.eviction, "policy", self.llm.eviction)
             run = PressRun(
                 task, self.llm.model.name, asked.name,
                 dropped_share(asked, self.llm.model.spec, base_of(self.llm.asked_policy), lengths),
@@ -342,7 +382,7 @@ class EngineLM(TemplateLM):
             note("evaluate", f"{FLAG}: {', '.join(others)}: no text is generated, so there is no folder of it")
 
     def _lengths_of(self, context: str, given: Mapping[str, Any]) -> tuple[int, int]:
-        """Tokens of a prompt as it was run, and the most new ones."""
+        """Return the tokens of a prompt as it was run, and its most new tokens."""
         most = int(normalize_gen_kwargs(dict(given), MAX_GEN_TOKS)["max_gen_toks"])
         return min(max(1, len(self.tok_encode(context))), self.max_length - most), most
 
@@ -354,7 +394,7 @@ class EngineLM(TemplateLM):
 
 
 def _press_row(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A question of lm-eval's as kvpress has it."""
+    """Return a sample of lm-eval as a row of kvpress's predictions."""
     prompt, prefix = sample["arguments"][0][0], str(sample["doc"].get("gen_prefix") or "").strip()
     begun = prompt.rstrip()
     question = begun.removesuffix(prefix) if prefix else begun
@@ -365,19 +405,19 @@ def _press_row(sample: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# Defaults of the sampling arguments.
 _SAMPLED: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
 
 @dataclass
 class _LastTokens:
-    """Answers for the last tokens of rows, from the logits that they follow on.
+    """A watch that scores the last tokens of rows from the logits before them."""
 
-    steps: how often each row's logits come; the last time counts. tokens: that are asked for of each row. found: of
-    rows that have come to their end.
-    """
-
+    # How often logits of each row are still to come; the last time counts.
     steps: list[int]
+    # Token ids that each row asks for as its last token.
     tokens: Sequence[Sequence[int]]
+    # Answers of the rows that have ended, by row.
     found: dict[int, list[Answer]] = field(default_factory=dict)
 
     def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
@@ -391,7 +431,10 @@ class _LastTokens:
 
 
 def logprobs_at(logits: torch.Tensor, tokens: Sequence[Sequence[int]]) -> list[list[Answer]]:
-    """(log-probability, is it the likeliest?) of so many tokens of each row. logits: (rows, vocab), any float dtype."""
+    """Return (log-probability, is it the likeliest?) of tokens of each row.
+
+    logits: (rows, vocab), any float dtype. tokens: token ids asked for of each row.
+    """
     found: list[list[Answer]] = []
     height = max(1, SAMPLING_CHUNK // logits.shape[1])
     for start in range(0, len(tokens), height):

@@ -1,7 +1,7 @@
-"""h2o_hf's way over files: the requests of a task, and its results from their answers.
+"""Files of lm-eval's requests and answers, as in h2o_hf, and the results of tasks from them.
 
-Formats of `generate_task_data.py` and `evaluate_task_result.py`; a request is known by its
-prompt, context and continuation as one text.
+The formats are those of h2o_hf's `generate_task_data.py` and `evaluate_task_result.py`. A request
+is known by its prompt, which is context and continuation as one text.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ from flexgen_h2o.flags import model_of
 from flexgen_h2o.models import check_family
 from flexgen_h2o.models.load import find_model
 
-# As h2o_hf writes it, in its order; `prompt` stands between `n` and `request_type`.
+# Fields of a request in h2o_hf's order; `prompt` comes between `n` and `request_type`.
 BEFORE_PROMPT = {"best_of": 1, "echo": True, "logprobs": 1, "max_tokens": 0, "model": "x", "n": 1}
 BEHIND_PROMPT = {"request_type": "language-model-inference", "stop": None, "temperature": 0, "top_p": 1}
 RESAMPLES = 100_000  # bootstrap resamples of lm-eval's own command line
-Loglikelihood = Callable[[str, str], tuple[float, bool]]  # of context and continuation
+# Takes context and continuation; returns (log-likelihood, is each token the likeliest one?).
+Loglikelihood = Callable[[str, str], tuple[float, bool]]
 
 
 def request_of(prompt: str) -> dict[str, Any]:
+    """Return the request of a prompt as h2o_hf writes it."""
     return {**BEFORE_PROMPT, "prompt": prompt, **BEHIND_PROMPT}
 
 
 def mended(text: str) -> str:
-    """As h2o_hf mends texts before it tokenises them: by ftfy, where it is installed, to Unicode's NFKC."""
+    """Return a text as h2o_hf mends it before it tokenises it: in Unicode's NFKC.
+
+    ftfy also mends other flaws if it is installed.
+    """
     if find_spec("ftfy") is None:
         return unicodedata.normalize("NFKC", text)
     from ftfy import fix_text
@@ -49,7 +54,7 @@ def mended(text: str) -> str:
 
 
 class FileLM(LM):
-    """A model whose answers come from a function: log-likelihoods only, as h2o_hf's adaptor."""
+    """A model of lm-eval whose log-likelihoods come from a function, as in h2o_hf's adaptor."""
 
     def __init__(self, answer: Loglikelihood) -> None:
         super().__init__()
@@ -68,7 +73,7 @@ class FileLM(LM):
 
 
 def task_manager(args: argparse.Namespace, names: list[str]) -> TaskManager:
-    """Read lm-eval's task files and those of --include-path, which takes seconds."""
+    """Read lm-eval's task files and those of --include-path. This takes seconds."""
     with lm_eval_here(args, names):
         folder = args.include_path and str(args.include_path)
         return TaskManager(include_path=folder, metadata=_metadata(args.metadata))
@@ -110,7 +115,7 @@ def _metadata(words: list[str] | None) -> dict[str, Any]:
 
 
 def generate(args: argparse.Namespace, names: list[str]) -> int:
-    """Write the requests of tasks to --output; returns the exit code."""
+    """Write the requests of tasks to --output and return the exit code."""
     if args.output is None:
         raise UsageError("--output: is missing; name the .jsonl file that gets the requests")
     args.output = usable_path(args.output, "--output")
@@ -141,7 +146,7 @@ def prompts_of_tasks(args: argparse.Namespace, names: list[str], manager: TaskMa
 
 
 def score(args: argparse.Namespace, names: list[str]) -> int:
-    """Print the results of tasks from the answers in --input; returns the exit code."""
+    """Print the results of tasks from the answers in --input and return the exit code."""
     if args.input is None:
         raise UsageError("--input: is missing; name the file that `evaluate lm-eval run` wrote")
     check_files(args, ("input",), ("json",))
@@ -167,20 +172,22 @@ def score(args: argparse.Namespace, names: list[str]) -> int:
 
 
 def model_in(path: Path) -> str | None:
-    """Return the model that a job's answers name; None if they are h2o_hf's, which name none."""
+    """Return the model that a job's answers name; None for answers of h2o_hf, which name none."""
     for _, line in lines_of(path, "--input"):
         try:
             name = object_of_json(line)["response"]["body"]["model"]
-        except (UsageError, KeyError, TypeError):  # `read_answers` says what is wrong with it
+        except (UsageError, KeyError, TypeError):  # `read_answers` reports the error
             return None
         return name if isinstance(name, str) else None
     return None
 
 
 def read_answers(path: Path, flag: str = "--input") -> dict[str, dict[str, Any]]:
-    """The log-probabilities (`tokens`, `token_logprobs`, `top_logprobs`) of each prompt of a file of answers.
+    """Return the log-probabilities in a file of answers, by prompt.
 
-    flag: what names the file. Rows of h2o_hf's script or of `batch`. UsageError for a row that is neither, or an error.
+    They are objects of `tokens`, `token_logprobs` and `top_logprobs`. The rows are those of
+    h2o_hf's script or of `batch`. flag: the flag that names the file. Raise UsageError for a row of
+    another kind, or one that is an error.
     """
     answers: dict[str, dict[str, Any]] = {}
     for place, line in lines_of(path, flag):
@@ -209,7 +216,10 @@ def read_answers(path: Path, flag: str = "--input") -> dict[str, dict[str, Any]]
 
 
 def _is_echo(values: list[Any], tops: list[Any]) -> bool:
-    """Are they log-probabilities of all tokens but a prompt's first, with the likeliest ones beside each?"""
+    """Return whether these are the log-probabilities of an echoed prompt.
+
+    Every token has one, except the first, and the likeliest tokens (`tops`) are beside each.
+    """
     if values[0] is not None or not 1 < len(values) <= len(tops):
         return False
     pairs = zip(values[1:], tops[1 : len(values)], strict=True)
@@ -217,9 +227,11 @@ def _is_echo(values: list[Any], tops: list[Any]) -> bool:
 
 
 class Answers:
-    """Log-likelihoods from answers of a file. encode: the tokens of a text, without special ones.
+    """Log-likelihoods of continuations, computed from the answers of a file.
 
-    mean: per token, as h2o_hf's adaptor gives them, so that `acc` is length-normalised; else the sum, as lm-eval.
+    answers: as `read_answers` returns them. encode: returns the token ids of a text, without
+    special tokens. mean: return the mean over tokens, as h2o_hf's adaptor does, so that `acc` is
+    length-normalised. Otherwise return the sum, as lm-eval does.
     """
 
     def __init__(
@@ -228,6 +240,10 @@ class Answers:
         self._path, self._answers, self._encode, self._mean = path, answers, encode, mean
 
     def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
+        """Return a `Loglikelihood`'s values.
+
+        Raise UsageError if the file has no answer to the prompt.
+        """
         prompt = context + continuation
         if prompt not in self._answers:
             raise UsageError(
@@ -242,7 +258,10 @@ class Answers:
         return sum(values) / (count if self._mean else 1), greedy
 
     def _tokens_of(self, context: str, continuation: str, tokens: int) -> int:
-        """How many of the last tokens are the continuation's: as lm-eval cuts the whole text, and at least one."""
+        """Return how many of the last tokens belong to the continuation, at least one.
+
+        The whole text is cut as lm-eval cuts it.
+        """
         kept = context.rstrip()
         whole, before = self._encode(context + continuation), self._encode(kept)
         return max(1, min(len(whole) - len(before), tokens - 1))

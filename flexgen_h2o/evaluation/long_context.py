@@ -1,8 +1,10 @@
-"""Long-context questions of RULER's kinds (Hsieh et al., arXiv 2404.06654, section 3), made without a network.
+"""Long-context questions of RULER's kinds (Hsieh et al., arXiv 2404.06654, section 3), made without
+a network.
 
-niah: one number is hidden in filler; niah-multikey: four are, and one is asked for; vt: a chain of variable
-assignments is to be followed; cwe, fwe: the most common words of a list are asked for. The sentences are this
-project's own. A score is the share of the wanted strings that stand in the answer, as RULER scores.
+niah hides one number in filler. niah-multikey hides four numbers and asks for one. vt has a chain
+of variable assignments to follow. cwe and fwe ask for the most common words of a list. The
+sentences are this project's own. As in RULER, a score is the share of the wanted strings that the
+answer contains.
 """
 
 from __future__ import annotations
@@ -27,33 +29,35 @@ WORDS = (
     "insect", "jungle", "kitten", "lemon", "mirror", "napkin", "orange", "parrot", "rabbit", "silver", "ticket",
     "umbrella", "violin", "wallet",
 )  # fmt: skip
-COMMON, COMMON_TIMES, RARE_TIMES = 5, 8, 2  # of cwe: words that are asked for, and how often words stand there
-CHAIN = 4  # variables of vt that have the value
-FREQUENT = 3  # words of fwe that are asked for
+# cwe: number of words asked for, how often each of them is listed, and how often each other word.
+COMMON, COMMON_TIMES, RARE_TIMES = 5, 8, 2
+CHAIN = 4  # vt: variables that have the value
+FREQUENT = 3  # fwe: number of words asked for
 
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: token ids. answers: strings that the answer should have. max_tokens: of the answer."""
+    """One question of a task; made by `questions`."""
 
-    prompt: tuple[int, ...]
-    answers: tuple[str, ...]
-    max_tokens: int
+    prompt: tuple[int, ...]  # token ids
+    answers: tuple[str, ...]  # strings that the answer should contain
+    max_tokens: int  # most tokens of the answer
 
     def score(self, text: str) -> float:
-        """Return the share of the wanted strings that stand in the text."""
+        """Return the share of the wanted strings that the text contains; case is ignored."""
         lower = text.lower()
         return sum(answer.lower() in lower for answer in self.answers) / len(self.answers)
 
 
-# Of a random source and a number of sentences or words: the prompt and its answers.
+# Takes a random source and a number of sentences or words; returns the prompt and its answers.
 Maker = Callable[[random.Random, int], tuple[str, tuple[str, ...]]]
 
 
 def questions(task: str, model: Model, length: int, count: int, seed: int) -> list[Question]:
-    """Return `count` questions of at most `length` tokens each, nearly that many.
+    """Return `count` questions of at most `length` tokens, each as long as possible.
 
-    UsageError names --prompt-len where a question has no room, or --model where it has no tokenizer.
+    Raise UsageError naming --prompt-len if a question has no room, or --tasks if the model has no
+    tokenizer.
     """
     if model.tokenizer is None:
         raise UsageError(f"--tasks {task}: {model.name} has no tokenizer; leave it out")
@@ -93,7 +97,7 @@ def _filler(size: int) -> list[str]:
 
 
 def _hidden(rng: random.Random, size: int, sentences: Sequence[str]) -> str:
-    """Return filler of `size` sentences with others in their order at random places among them."""
+    """Return filler of `size` sentences with `sentences` at random places, their order kept."""
     places = sorted(rng.choices(range(size + 1), k=len(sentences)))
     text = _filler(size)
     for place, sentence in reversed(list(zip(places, sentences, strict=True))):
@@ -170,11 +174,11 @@ def _frequent_words(rng: random.Random, size: int) -> tuple[str, tuple[str, ...]
 
 
 def _word(rng: random.Random) -> str:
-    """Return a word of no language, six letters."""
+    """Return an invented word of six letters."""
     return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
 
 
-# How a question is made, and the most tokens of its answer.
+# Task: (function that makes a question, most tokens of its answer).
 TASKS: dict[str, tuple[Maker, int]] = {
     "niah": (_needle, 12),
     "niah-multikey": (_several_needles, 12),

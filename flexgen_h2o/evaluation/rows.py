@@ -1,8 +1,9 @@
-"""What quality is measured on: rows of held-out text, of prompt files, for recall; streams; policies of given sizes.
+"""Texts, recall prompts and policies of given sizes that quality is measured with.
 
-Text is the source files of Python's standard library, which every machine has; the shipped model was trained on all but
-the held-out ones (scripts/train_tiny_opt.py). Recall rows state pairs early and ask for them later, so that columns far
-back in the KV cache matter.
+Rows are made of held-out text, of prompt files, or for recall; streams are long texts. Without a
+file the text is the source files of Python's standard library, which every machine has. The shipped
+model was trained on all but the held-out ones (scripts/train_tiny_opt.py). Recall rows state pairs
+early and ask for them later, so that entries far back in the KV cache matter.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _HELD_OUT_OF = 40
 
 
 def stdlib_files() -> list[Path]:
-    """All Python sources of the standard library, without installed packages, in name order."""
+    """Return all Python sources of the standard library in name order, installed packages left out.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[Path] = []
     for folder, below, names in os.walk(root):
@@ -50,7 +52,10 @@ def stdlib_files() -> list[Path]:
 
 
 def is_held_out(path: Path) -> bool:
-    """One file in 40, chosen by a hash of its name: the same files on every machine."""
+    """Return whether a file was kept out of training.
+
+    One file in 40 is, chosen by a hash of its name, so that every machine holds out the same files.
+    """
     return hashlib.sha256(path.name.encode()).digest()[0] % _HELD_OUT_OF == 0
 
 
@@ -61,56 +66,55 @@ def read_text(path: Path) -> str:
 Encode = Callable[[str], list[int]]
 Pair = tuple[str, str]
 
-MOST_TEXT_BYTES = 16 * 2**20  # of a file: more than any stream is long
-PAIRS = 10
+MOST_TEXT_BYTES = 16 * 2**20  # read from a text file at most; longer than any stream
+PAIRS = 10  # pairs that a recall prompt states
 
 
 @dataclass(frozen=True)
 class Question:
-    """A pair that is asked for.
+    """A pair that a recall row asks for; made by `recall_rows`."""
 
-    at: where the prompt states it, as a share of the prompt. inside: the prompt ends with the question; else it comes
-    after the prompt. answer: indices of its tokens in the continuation.
-    """
-
+    # Where the prompt states the pair, as a share of the prompt.
     at: float
+    # Does the prompt end with the question? If not, the question comes after the prompt.
     inside: bool
+    # Indices of the answer's tokens in the continuation.
     answer: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TextRow:
-    """Token ids of a prompt and of what follows on it: () where the model's own continuation is still to be generated.
-
-    questions: whose answers are in the continuation of a recall row. depth: which of a number of depths its pairs are
-    stated at, 0 being the prompt's beginning.
-    """
+    """A prompt and the continuation that is followed after it, as token ids."""
 
     prompt: tuple[int, ...]
+    # () if the model's own continuation is still to be generated.
     continuation: tuple[int, ...]
+    # Recall rows only: the questions whose answers are in the continuation.
     questions: tuple[Question, ...] = ()
+    # Recall rows only: number of the place at which the pairs are stated; 0: where the prompt
+    # begins.
     depth: int = 0
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Tokens of the prompt and of the continuation."""
+        """Number of tokens of the prompt and of the continuation."""
         return len(self.prompt), len(self.continuation)
 
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Sources as token ids of a model's tokenizer.
+    """A long text as token ids of a model's tokenizer; made by `text_of`."""
 
-    start: what a prompt begins with (BOS). encode: token ids of more text, without special tokens.
-    """
-
-    encode: Encode
-    start: tuple[int, ...]
-    tokens: list[int]
+    encode: Encode  # returns the token ids of more text, without special tokens
+    start: tuple[int, ...]  # token ids that every prompt begins with (BOS)
+    tokens: list[int]  # token ids of the text
 
 
 def draw_pairs(rng: random.Random, count: int) -> list[Pair]:
-    """`count` names or fewer, if names are drawn twice, each with a number of two digits."""
+    """Return pairs of a name of two letters and a number of two digits, in random order.
+
+    There are `count` pairs, or fewer if a name is drawn twice.
+    """
     names = {"".join(rng.choices(string.ascii_lowercase, k=2)) for _ in range(count)}
     pairs = [(name, f"{rng.randint(0, 99):02d}") for name in sorted(names)]
     rng.shuffle(pairs)
@@ -118,14 +122,19 @@ def draw_pairs(rng: random.Random, count: int) -> list[Pair]:
 
 
 def statement(pair: Pair) -> str:
+    """Return the line of code that states a pair."""
     return f"let {pair[0]} = {pair[1]}\n"
 
 
 def recall_rows(
     text: HeldOutText, count: int, prompt_len: int, gen_len: int, depths: int, seed: int
 ) -> list[TextRow]:  # fmt: skip
-    """`count` rows of exactly `prompt_len` + at most `gen_len` tokens, which state their pairs at each of `depths`
-    places, evenly apart, in turn. UsageError if a prompt has no room for them, or a continuation none for an answer."""
+    """Return `count` recall rows of exactly `prompt_len` and at most `gen_len` tokens.
+
+    The rows state their pairs at `depths` places of the prompt, evenly apart, one place per row in
+    turn. Raise UsageError if a prompt has no room for the pairs, or a continuation none for an
+    answer.
+    """
     rng = random.Random(seed)
     rows = [_recall_row(rng, text, prompt_len, gen_len, i % depths, depths) for i in range(count)]
     if not all(row.questions for row in rows):
@@ -138,9 +147,11 @@ def recall_rows(
 def _recall_row(
     rng: random.Random, text: HeldOutText, prompt_len: int, gen_len: int, depth: int, depths: int
 ) -> TextRow:
-    """Code, pairs, code, and a question; then its answer, and all other pairs asked for in another order.
+    """Return one recall row.
 
-    The pairs are stated together, as in training: stated separately, the shipped model misses one in ten.
+    The prompt has code, the pairs, more code and a question. The continuation has its answer, and
+    then asks for all other pairs in another order. The pairs are stated together, as in training:
+    if they are stated separately, the shipped model misses one in ten.
     """
     encode, names = text.encode, dict[str, str]()
     while len(names) < PAIRS:
@@ -174,7 +185,10 @@ def _recall_row(
 
 
 def stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
-    """`length` token ids of `code`, which follow on each other there. UsageError where it has fewer."""
+    """Return `length` consecutive token ids from a random place of `code`.
+
+    Raise UsageError if `code` is too short.
+    """
     if len(code) < length + 2:
         raise UsageError(
             f"--prompt-len: a prompt takes {length} tokens of the held-out text, which has {len(code)}; lower it"
@@ -184,9 +198,10 @@ def stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
 
 
 def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutText:
-    """A file's text, or that of the sources which the shipped model has not seen (None), as token ids.
+    """Return the text of a file as token ids.
 
-    UsageError for a file that cannot be read, or a model without a tokenizer: without_tokenizer ends its message.
+    path: None for the sources that the shipped model has not seen. without_tokenizer: the end of
+    the message if the model has no tokenizer. Raise UsageError then, or if the file cannot be read.
     """
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -207,7 +222,10 @@ def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutT
 
 
 def held_out_rows(text: HeldOutText, count: int, prompt_len: int, gen_len: int, seed: int) -> list[TextRow]:
-    """Stretches of the text that do not overlap, drawn at random. UsageError if there are not so many."""
+    """Return `count` rows of text drawn at random that do not overlap.
+
+    Raise UsageError if the text has fewer of them.
+    """
     if prompt_len <= len(text.start):
         raise UsageError(
             f"--prompt-len {prompt_len}: a prompt begins with {len(text.start)} special token(s); give more"
@@ -227,11 +245,12 @@ def held_out_rows(text: HeldOutText, count: int, prompt_len: int, gen_len: int, 
 def rows_of_file(
     path: Path, model: Model, prompt_len: int, gen_len: int, greedy: bool, most: int | None, or_else: str = ""
 ) -> list[TextRow]:
-    """Rows of a prompt file in its order, at most `most`. UsageError if no row is left.
+    """Return at most `most` rows of a prompt file, in its order. Raise UsageError if none is left.
 
-    Text is cut into prompt and continuation, and rows that are too short for both are left out. greedy: the model's own
-    continuation is to be followed: rows are prompts and keep their length, up to `prompt_len`. or_else: appended to the
-    error when all rows are too short.
+    Each prompt of the file is cut into prompt and continuation. Prompts that are too short for both
+    are left out. greedy: the model's own continuation will be followed, so rows are prompts only
+    and are cut to `prompt_len` if they are longer. or_else: the end of the error if all prompts are
+    too short.
     """
     both = prompt_len + gen_len
     encode = partial(model.encode_beginning, tokens=both) if model.tokenizer is not None else None
@@ -247,7 +266,11 @@ def rows_of_file(
 
 
 def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[int, ...]]:
-    """Stretches of the text, evenly apart, each behind what a prompt begins with; None: as long as there is text."""
+    """Return `count` streams of the text that begin evenly apart, as token ids.
+
+    Each begins with the tokens that start a prompt. length: tokens of a stream; None: all of the
+    text is used. Raise UsageError if the text is too short.
+    """
     have = len(text.tokens)
     size = have // count if length is None else length - len(text.start)
     if size + len(text.start) < 2 or count * size > have:
@@ -260,46 +283,50 @@ def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[
 
 # ---- The policies that are compared
 
-PROMPT, SEQUENCE, BYTES = "prompt", "sequence", "bytes"  # what budgets are shares of
+# A budget is a share of the prompt's KV entries, of the whole sequence's, or of its bytes in bf16.
+PROMPT, SEQUENCE, BYTES = "prompt", "sequence", "bytes"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One policy of a given size.
+    """One eviction policy of a given size."""
 
-    budget: columns kept, as a share of the columns of what `budget_of` names, where the size was given so. budget_of:
-    PROMPT, SEQUENCE: the prompt and what follows on it, or BYTES: those of the sequence in bf16. policy: how its runs
-    are placed and compressed; None: as those of the other cases.
-    """
-
+    # Name of the policy in tables.
     label: str
     eviction: Eviction
+    # Share that is kept of what `budget_of` names; 1.0 if the size was not given as a share.
     budget: float = 1.0
+    # PROMPT: KV entries of the prompt; SEQUENCE: of prompt and continuation; BYTES: bytes of the
+    # sequence's KV cache in bf16.
     budget_of: str = PROMPT
+    # Placement and compression of the case's runs; None: those of the other cases.
     policy: Policy | AutoPolicy | None = None
 
     @property
     def positions(self) -> str:
+        """Position scheme of the policy, ROLLING or ORIGINAL."""
         return ROLLING if is_rolling(self.eviction) else ORIGINAL
 
     @property
     def title(self) -> str:
-        """With the budget, where the size was given so."""
+        """Label of the case, with the budget if the size was given as a share."""
         return self.label if self.budget == 1 else f"{self.label} at {self.budget:.0%}"
 
 
 def columns_of(row: TextRow, what: str) -> int:
-    """Columns of the row's PROMPT, or else of all of its SEQUENCE."""
+    """Return the tokens of a row's prompt if `what` is PROMPT, else those of prompt and
+    continuation.
+    """
     return row.lengths[0] if what == PROMPT else sum(row.lengths)
 
 
 def make_cells(
     policies: Sequence[str], budgets: Sequence[float], whole: bool = False, budgets_of: str = PROMPT
 ) -> list[Case]:
-    """All policies at all budgets, a budget at a time. whole: the full cache is one of them, first. budgets_of: what
-    the budgets are shares of, as of `Case`.
+    """Return a case for each policy at each budget, ordered by budget.
 
-    A policy is a name, or a name with settings of its own: `h2o-norm:grace=8,sinks=0`. Raises UsageError naming
+    policies: names, or names with settings of their own: `h2o-norm:grace=8,sinks=0`. whole: the
+    full cache is the first case. budgets_of: as `Case.budget_of`. Raise UsageError naming
     --policies or --budgets.
     """
     for name, given in (("--policies", policies), ("--budgets", budgets)):
@@ -323,10 +350,11 @@ def make_cells(
 
 
 def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int | None) -> list[Case]:
-    """The full cache and policies by name, settings of their own included (`h2o:positions=rolling`).
+    """Return a case for each policy. A name may have settings of its own (`h2o:positions=rolling`).
 
-    settings: of all policies but the full cache, sizes not of those that have a kv_budget of their own; sinks: of those
-    that have some. Raises UsageError naming --policies.
+    settings: those of all policies except the full cache. Sizes among them are not passed to
+    policies that have a kv_budget of their own. sinks: setting of the policies that have sinks.
+    Raise UsageError naming --policies.
     """
     check_distinct("--policies", policies)
     cases = []
@@ -343,7 +371,10 @@ def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int 
 
 
 def sizes_of_window(window: int, heavy: int) -> tuple[int, int]:
-    """Heavy and recent columns of a window that has both, as llama-recipes says them; -1 heavy ones are half of it."""
+    """Return the heavy and the recent KV entries of a window that contains both.
+
+    window, heavy: as llama-recipes' flags have them; heavy -1 is half of the window.
+    """
     heavy = window // 2 if heavy == -1 else heavy
     if not 0 <= heavy < window:
         raise UsageError(
@@ -354,6 +385,7 @@ def sizes_of_window(window: int, heavy: int) -> tuple[int, int]:
 
 
 def check_distinct(flag: str, given: Sequence[object]) -> None:
+    """Raise UsageError naming `flag` if a value is given twice."""
     twice = next((one for i, one in enumerate(given) if one in given[:i]), None)
     if twice is not None:
         raise UsageError(f"{flag}: {twice} is given twice")
@@ -370,7 +402,10 @@ def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
 
 
 def add_row_flags(parser: OneLineParser, texts: int, recalls: int) -> None:
-    """Which rows, and where figures of them go. texts, recalls: how many rows without a flag."""
+    """Add the flags that choose the rows and the files of results.
+
+    texts, recalls: default number of rows of text and of recall.
+    """
     add = parser.add_argument
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
     add("--num-prompts", type=positive, help=f"text prompts ({texts}; of a file all)")
@@ -389,9 +424,10 @@ def add_row_flags(parser: OneLineParser, texts: int, recalls: int) -> None:
 
 
 def check_rows(args: argparse.Namespace, texts: int, recalls: int, written: Sequence[str]) -> None:
-    """UsageError for what is wrong with the flags of `add_row_flags`; and the defaults that depend on other flags.
+    """Check the flags of `add_row_flags`, and set the defaults that depend on other flags.
 
-    texts, recalls: as of it. written: fields of files.
+    texts, recalls: as for `add_row_flags`. written: names of the flags of files that are written.
+    Raise UsageError if a flag is wrong.
     """
     if args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")

@@ -1,7 +1,8 @@
-"""`evaluate summarize`: summaries of articles with the full cache and with eviction, over a grid of KV sizes.
+"""`evaluate summarize`: summaries of articles with the full cache and with eviction, by KV size.
 
-The experiment of h2o_hf's and llama-recipes' run_summarization.py. Each cell of the grid (a policy at a size) is a
-durable batch job with an output of its own (docs/reference/jobs.md): killed, the same command does what is missing.
+This is the experiment of run_summarization.py of h2o_hf and of llama-recipes. Each cell of the grid
+(a policy at a size) is a durable batch job with an output of its own (docs/reference/jobs.md).
+After a kill, the same command does what is missing.
 """
 
 from __future__ import annotations
@@ -43,30 +44,38 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.load import Model
 
 SCHEMA = 1
-# llama-recipes' table of XSUM: windows of 64, 128, 256, 512 and 1,024 columns, half of each heavy.
+# Heavy entries of the windows in llama-recipes' table of XSUM: 64, 128, 256, 512 and 1,024 entries,
+# half of each heavy.
 HEAVY = (32, 64, 128, 256, 512)
-GEN_LEN = 64  # of records that do not say
-H2O_HF_SIZE, LLAMA_RECIPES_SIZE = 1024, 128  # heavy columns, and as many recent ones: the scripts' defaults
-OF_RECORDS = ("temperature", "top_p", "top_k", "stop", "ignore_eos")  # flags that stand in for fields of all records
+GEN_LEN = 64  # most new tokens of records without `max_tokens`
+# Heavy entries by default in the two scripts; there are as many recent ones.
+H2O_HF_SIZE, LLAMA_RECIPES_SIZE = 1024, 128
+# Flags that replace a field of every record.
+OF_RECORDS = ("temperature", "top_p", "top_k", "stop", "ignore_eos")
 ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+# Module -> package that it is installed from.
 NEEDED = {"rouge_score": "rouge-score", "rouge": "rouge"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A policy at a size. size: as people write it, "" for the full cache. output: of its job."""
+    """A policy at a size, with its job; made by `cells_of`."""
 
     case: Case
-    size: str
-    output: Path
+    size: str  # as people write it ("32+32", "0.2"); "" for the full cache
+    output: Path  # output of the cell's job
 
     @property
     def title(self) -> str:
+        """Policy and size, by which summary.json knows the cell."""
         return f"{self.case.label} {self.size}".strip()
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """All flags of `evaluate summarize`, the aliases of h2o_hf's and llama-recipes' scripts included."""
+    """Add all flags of `evaluate summarize`.
+
+    The flags of h2o_hf's and llama-recipes' scripts are aliases.
+    """
     parser.set_defaults(run=run)
     add_engine_flags(parser)
     add_sampling_flags(parser)
@@ -104,8 +113,10 @@ def add_flags(parser: OneLineParser) -> None:
 
 
 def add_grid_flags(parser: OneLineParser, usual: str, budget_of: str, usual_sizes: str = "") -> None:
-    """Add which policies are compared, at which sizes. usual, usual_sizes: the defaults. budget_of: what --kv-budget is
-    a share of."""
+    """Add the flags that choose policies and sizes.
+
+    usual, usual_sizes: the defaults, for the help. budget_of: what --kv-budget is a share of.
+    """
     add = parser.add_argument
     add("--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} ({usual}); also h2o-norm:sinks=0")
     add(
@@ -146,7 +157,7 @@ def _add_aliases(parser: OneLineParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """All cells, one after the other, and what they are worth; returns the exit code."""
+    """Run and score all cells, one after the other, and return the exit code."""
     asked_len, args.gen_len = args.gen_len, args.gen_len or GEN_LEN
     fields = {name: getattr(args, name) for name in OF_RECORDS if name in args.given}
     fields |= {} if asked_len is None else {"max_tokens": asked_len}
@@ -160,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(args, policy, is_auto, Full()) as llm:
         if args.chat:
             llm.model.check_chat()
-        for cell in cells:  # what is refused, a dtype too, is refused before anything is run
+        for cell in cells:  # raises all errors, a wrong dtype's too, before anything is run
             llm.eviction = cell.case.eviction
             llm.check_plan()
         if args.dry_run:
@@ -173,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(
     args: argparse.Namespace, llm: LLM, policy: Policy, cells: Sequence[Cell], fields: Mapping[str, Any]
 ) -> None:  # fmt: skip
-    """Of --dry-run: that of the cell that holds the most columns of the longest article."""
+    """Print the plan of the cell that holds the most KV entries, for --dry-run."""
     from flexgen_h2o.jobs.input import Line
     from flexgen_h2o.jobs.job import plan_lines
     from flexgen_h2o.jobs.requests import RequestReader
@@ -191,7 +202,10 @@ def _plan(
 def _run_cells(
     args: argparse.Namespace, cells: Sequence[Cell], facts: Figures, spec: ModelSpec, policy: Policy, is_auto: bool
 ) -> int:  # fmt: skip
-    """Jobs and scores, a cell at a time; summary.json has the cells so far, and those of earlier runs."""
+    """Run the job of each cell and score its answers. Return the exit code.
+
+    After each cell summary.json is written. It has the cells so far, and those of earlier runs.
+    """
     from flexgen_h2o.evaluation import summary
 
     before, codes = _earlier(args), []
@@ -205,7 +219,7 @@ def _run_cells(
         figures = summary.kept(cell, answers, spec, policy, facts["dtype"])
         figures |= summary.speed(cell.output, before.get(cell.title, {}))
         figures |= summary.means(scores, reference, args.resamples, args.seed)
-        if cell is cells[0]:  # the full cache's, if it is asked for
+        if cell is cells[0]:  # the full cache is the first cell if it is asked for
             reference = scores
         found[cell.title] = figures
         summary.say_means(figures)
@@ -216,11 +230,11 @@ def _run_cells(
     return EXIT_ALL_ROWS_FAILED if all(code == EXIT_ALL_ROWS_FAILED for code in codes) else EXIT_DONE
 
 
-# ---- What is run
+# ---- Cells and requests
 
 
 def _check(args: argparse.Namespace) -> list[Cell]:
-    """The cells. UsageError for what can be wrong with flags and files, before torch is imported."""
+    """Return the cells. Raise UsageError if flags or files are wrong, before torch is imported."""
     if args.input is None:
         raise UsageError(f"--input: is missing; name a .jsonl file of articles: {LAYOUT}")
     if (args.output_dir is None) == (args.output is None):
@@ -251,6 +265,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
 
 
 def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    """Make the folder of the jobs. Raise UsageError if an output could not be written there."""
     folder = args.output_dir
     try:
         if folder is not None:
@@ -262,7 +277,7 @@ def make_folders(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """The full cache first, then each size with each policy."""
+    """Return the cells, the full cache first, then each policy at each size."""
     is_h2o = vars(args).get("script_size") is not None
     usual = ("h2o",) if is_h2o else ("full",) if args.output is not None else ("full", "local", "h2o")
     names, sizes = args.policies or usual, _sizes(args)
@@ -285,12 +300,16 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 
 def given_sizes(args: argparse.Namespace) -> list[str]:
+    """Return the names of the flags of sizes that were given."""
     names = ("hh_size", "recent_size", "kv_budget", "window_size", "heavy_of_window", "script_size")
     return [name for name in names if vars(args).get(name) is not None]
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Settings of an eviction policy by the size as people write it. UsageError naming a flag."""
+    """Return the settings of an eviction policy by size as people write it.
+
+    Raise UsageError naming a flag.
+    """
     window, heavy_of_window = vars(args).get("window_size"), vars(args).get("heavy_of_window")
     given, heavy, recent = given_sizes(args), args.hh_size, args.recent_size
     if window is not None or heavy_of_window is not None:
@@ -322,7 +341,10 @@ def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def _paired(flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]) -> list[tuple[int, int]]:
-    """One of each, in turn; a single one goes with all of the other kind."""
+    """Return pairs of a value and an other value, in order.
+
+    A single one is paired with all others.
+    """
     if len(values) != len(others) and 1 not in (len(values), len(others)):
         raise UsageError(f"{flag} has {len(values)} sizes, {other_flag} {len(others)}; give as many of both, or one")
     most = max(len(values), len(others))
@@ -336,7 +358,7 @@ def _output_of(args: argparse.Namespace, policy: str, size: str) -> Path:
 
 
 def _requests_of(args: argparse.Namespace, output: Path) -> Path:
-    """What the jobs read: the records as they are run."""
+    """Return the path of the jobs' input, which has the records as they are run."""
     return output.with_name("requests.jsonl" if args.output is None else output.name + ".requests")
 
 
@@ -346,7 +368,10 @@ def _summary_of(args: argparse.Namespace) -> Path:
 
 
 def _prepare(args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], output: Path) -> Figures:
-    """Write the requests of all cells, and say what was done to them. UsageError where the folder has others."""
+    """Write the requests of all cells, and return the facts about the run for the JSON result.
+
+    Raise UsageError if the folder has requests of other articles or flags.
+    """
     model = llm.model
     if model.tokenizer is None:
         raise UsageError(f"--model {model.name}: has no tokenizer, and articles are texts; name a folder with one")
@@ -392,7 +417,11 @@ def _encoded(args: argparse.Namespace, model: Model, text: str) -> list[int]:
 def _request_lines(
     args: argparse.Namespace, model: Model, fields: Mapping[str, Any], counts: dict[str, int]
 ) -> Iterator[str]:
-    """Records as lines, none longer with its new tokens than the model has positions. Counts them."""
+    """Yield the records as JSON lines.
+
+    A record that is longer with its new tokens than the model has positions is cut or skipped.
+    counts: gets the numbers of "articles", "cut" and "skipped".
+    """
     for number, record in enumerate(read_records(args.input, args.sample_num, fields, GEN_LEN), start=1):
         room = model.spec.max_positions - record["max_tokens"]
         if args.chat:
@@ -417,14 +446,16 @@ def _request_lines(
                 continue
             record["article"] = shorter
         counts["articles"] += 1
-        if args.chat:  # a line of a chat is answered as one everywhere; log-probabilities are not scored
+        # A chat line is answered as in every other job. Its log-probabilities are not scored, so none
+        # are asked for.
+        if args.chat:
             message = {"role": "user", "content": record.pop("article")}
             record = {"messages": [message], **record, "logprobs": None}
         yield json.dumps(record) + "\n"
 
 
 def _job(args: argparse.Namespace, cell: Cell, policy: Policy, is_auto: bool) -> int:
-    """Do what a cell's output lacks; the exit code of the batch job."""
+    """Do what a cell's output lacks, and return the exit code of the batch job."""
     from flexgen_h2o.jobs.job import run_job
 
     requests = _requests_of(args, cell.output)
@@ -432,7 +463,10 @@ def _job(args: argparse.Namespace, cell: Cell, policy: Policy, is_auto: bool) ->
 
 
 def _earlier(args: argparse.Namespace) -> dict[str, Figures]:
-    """The cells of an earlier run, by title; none where there was none, or its summary is damaged."""
+    """Return the cells of an earlier run, by title.
+
+    The result is empty if there was no earlier run, or its summary is damaged.
+    """
     try:
         return {cell["title"]: dict(cell) for cell in read_json(_summary_of(args))["cells"]}
     except (OSError, ValueError, TypeError, KeyError):
@@ -440,6 +474,7 @@ def _earlier(args: argparse.Namespace) -> dict[str, Figures]:
 
 
 def write_summary(path: Path, result: Figures) -> None:
+    """Write a summary as JSON. Raise FlexgenError naming the file if it cannot be written."""
     try:
         write_whole(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:
