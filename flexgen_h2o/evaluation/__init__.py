@@ -1,1 +1,1 @@
-"""How much of a model's quality is left when KV columns are dropped, measured through the engine itself."""
+"""Measurements of a model's quality when KV entries are dropped, made with the engine itself."""

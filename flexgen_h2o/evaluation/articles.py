@@ -1,7 +1,8 @@
-"""Articles to be summarised, as h2o_hf and llama-recipes keep them, and ROUGE of a summary. Imports no torch.
+"""Articles to summarise, as h2o_hf and llama-recipes keep them, and ROUGE of a summary.
 
-A record is a line of a .jsonl file: {"article", "summary_gt", "temperature", "top_p", "max_tokens", "stop", "n",
-"logprobs"}. Its article is the whole prompt: solved examples if there are any, the article, and the instruction.
+A record is a line of a .jsonl file: {"article", "summary_gt", "temperature", "top_p", "max_tokens",
+"stop", "n", "logprobs"}. Its article is the whole prompt: solved examples if there are any, the
+article, and the instruction. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ LAYOUT = (
     'one JSON object a line, {"article": "the prompt", "summary_gt": "the reference", "max_tokens": 64, ...}, as in '
     "h2o_hf/data/summarization_data of github.com/FMInference/H2O"
 )
-# Of rouge-score (Google's, with Porter's stemmer, as HELM has it) and of the package rouge (h2o_hf's tables).
+# Names of the measures in rouge-score (Google's, with Porter's stemmer, as in HELM), and in the
+# package rouge (h2o_hf's tables).
 ROUGE_SCORE, ROUGE = ("rouge1", "rouge2", "rougeL"), ("rouge-1", "rouge-2", "rouge-l")
 METRICS = (*ROUGE_SCORE, *ROUGE)
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "ignore_eos", "logprobs")
-INSTRUCTION = "Summarize the article in one sentence."  # of a message, if its record has none
+INSTRUCTION = "Summarize the article in one sentence."  # used if a record has none
 _EXAMPLE = re.compile(r"(?m)^(?=###$)")
-_FREE_FRAMES = 1000  # of Python's stack, beside those of the package rouge
+_FREE_FRAMES = 1000  # frames of Python's stack for others than the package rouge
 
 
 def read_records(path: Path, most: int | None, fields: Mapping[str, Any], default_len: int) -> Iterator[dict[str, Any]]:
-    """The first `most` records of a file, each with `fields` in place of its own and a `max_tokens`.
+    """Yield the first `most` records of a file (None: all).
 
-    UsageError naming `--input FILE:LINE` for a line that is no such record, or whose sampling cannot be had.
+    fields: replace a record's own. default_len: the `max_tokens` of a record that has none. Raise
+    UsageError naming `--input FILE:LINE` for a line that is no such record, or whose sampling is
+    not supported.
     """
     for place, line in islice(lines_of(path, "--input"), most):
         try:
@@ -54,16 +58,17 @@ def read_records(path: Path, most: int | None, fields: Mapping[str, Any], defaul
 
 
 def split_instruction(prompt: str) -> tuple[str, str, str]:
-    """(article, what is between, instruction) of a prompt: what follows its last blank line says what is to be done.
+    """Split a prompt into (article, blank line, instruction).
 
-    A prompt without a blank line is an article alone.
+    The instruction is the text after the last blank line. A prompt without a blank line is an
+    article alone.
     """
     article, gap, instruction = prompt.rpartition("\n\n")
     return (article, gap, instruction) if gap else (prompt, "", "")
 
 
 def as_message(prompt: str) -> str:
-    """Return a record's prompt as a user's message: with an instruction behind it, if it has none."""
+    """Return a record's prompt as a user's message. INSTRUCTION follows it if it has none."""
     text = prompt.strip()
     return text if split_instruction(text)[2] else f"{text}\n\n{INSTRUCTION}"
 
@@ -75,8 +80,11 @@ def prompt_of(request: Mapping[str, Any]) -> str:
 
 
 def shortened(prompt: str, fits: Callable[[str], bool]) -> str | None:
-    """As much of a prompt as `fits`: without its first solved examples, if that is enough, else without the end of its
-    article too. The instruction stays, as in HELM. None where not a word of the article fits."""
+    """Return as much of a prompt as `fits`; None if not a word of the article fits.
+
+    The first solved examples are left out. If that is not enough, the end of the article is left
+    out too. The instruction stays, as in HELM.
+    """
     examples = [part for part in _EXAMPLE.split(prompt) if part]
     while len(examples) > 1 and not fits("".join(examples)):
         del examples[0]
@@ -90,13 +98,13 @@ def shortened(prompt: str, fits: Callable[[str], bool]) -> str | None:
         return article[: ends[words - 1]] + gap + instruction
 
     words = bisect_left(range(1, len(ends) + 1), True, key=lambda n: not fits(cut(n)))
-    while words and not fits(cut(words)):  # a word more may take a token less
+    while words and not fits(cut(words)):  # one more word may need one token less
         words -= 1
     return cut(words) if words else None
 
 
 class Rouge:
-    """ROUGE-1, -2 and -L of a summary, F measures in [0, 1]: of rouge-score, then of the package rouge."""
+    """F measures of ROUGE-1, -2 and -L in [0, 1], by rouge-score and then by the package rouge."""
 
     def __init__(self) -> None:
         from rouge import Rouge as Plain
@@ -105,13 +113,14 @@ class Rouge:
         self._plain, self._scorer = Plain(), RougeScorer(list(ROUGE_SCORE), use_stemmer=True)
 
     def __call__(self, text: str, reference: str) -> list[float]:
-        """One number for each of METRICS; an empty text has 0 in all."""
+        """Return one number for each of METRICS. An empty text scores 0 in all."""
         found = self._scorer.score(reference, text)
         scores = [float(found[name].fmeasure) for name in ROUGE_SCORE]
-        if not _has_words(text) or not _has_words(reference):  # the package raises there
+        if not _has_words(text) or not _has_words(reference):  # the package raises errors
             return [*scores, *(0.0 for _ in ROUGE)]
         limit, words = sys.getrecursionlimit(), len(text.split()) + len(reference.split())
-        sys.setrecursionlimit(max(limit, words + _FREE_FRAMES))  # it goes through two sentences word by word
+        # The package recurses word by word through two sentences.
+        sys.setrecursionlimit(max(limit, words + _FREE_FRAMES))
         try:
             (plain,) = self._plain.get_scores(text, reference)
         finally:

@@ -1,6 +1,7 @@
-"""`evaluate attention`: what the H2O paper observes of attention (arXiv 2306.14048, section 3), on any model here.
+"""`evaluate attention`: the H2O paper's observations of attention, on any model that runs here.
 
-Flags and their checks; `attention_maps` measures.
+The observations are those of arXiv 2306.14048, section 3. This module has the flags and their
+checks; `attention_maps` measures.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.flags import add_engine_flags, policy_of
 from flexgen_h2o.parser import OneLineParser
 
+# Prompts by default, and the first query that counts by default.
 PROMPTS, LEAST_SEEN = 64, 32
 
 
 def add_flags(parser: OneLineParser) -> None:
+    """Add all flags of `evaluate attention`."""
     add_engine_flags(parser)
     parser.set_defaults(dtype="float32", run=run)
     add = parser.add_argument
@@ -56,7 +59,7 @@ def add_flags(parser: OneLineParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks what can be wrong before torch is imported, and measures; returns the exit code."""
+    """Check the flags before torch is imported, measure, and return the exit code."""
     _check(args)
     results_are_in(args.json, args.markdown)
     policy, is_auto = policy_of(args)
@@ -68,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """And the defaults that depend on other flags."""
+    """Check the flags, and set the defaults that depend on other flags.
+
+    Raise UsageError naming one.
+    """
     args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
     for flag, share in (("--mass", args.mass), ("--near-zero", args.near_zero)):
         if not 0 < share < 1:

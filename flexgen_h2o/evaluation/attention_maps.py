@@ -1,4 +1,8 @@
-"""Attention of prompts as the engine computes it: sparsity, accumulated scores, co-occurrence, and columns removed."""
+"""Measures of the attention of prompts, as the engine computes it.
+
+They are sparsity, accumulated scores, co-occurrence of tokens, and the loss if KV entries are
+removed.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +34,17 @@ from flexgen_h2o.kvcache.slots import PromptAttention
 from flexgen_h2o.llm import LLM
 
 SCHEMA = 1
-ENTRY_BYTES = 32  # of a probability while it is sorted and summed up: fp32 values, int64 places
-HIGHEST = 20  # tokens that are listed
-HEAVY, RANDOM = "heavy", "random"
+# Bytes per probability while it is sorted and summed up: fp32 values and int64 places.
+ENTRY_BYTES = 32
+HIGHEST = 20  # tokens with the highest scores that are listed
+HEAVY, RANDOM = "heavy", "random"  # kinds of entries that `Without` removes
 
 
 def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
-    """What the flags ask for, printed and written; returns the exit code."""
+    """Measure what the flags ask for, print and write the result, and return the exit code."""
     began = time.perf_counter()
     with open_llm(args, policy, is_auto, Probe()) as llm:
-        llm.share_prefix = "off"  # every query of every row is to be seen
+        llm.share_prefix = "off"  # a shared prefix would be computed, and so seen, once only
         cases = removals(args.remove, args.sinks, args.seed)
         llm.check_plan()
         if llm.model.spec.windows:
@@ -86,27 +91,33 @@ def _facts(args: argparse.Namespace, llm: LLM, policy: Policy, rows: Sequence[Te
     }
 
 
-# ---- the attention of prompts
+# ---- Attention of prompts
 
 
 class AttentionMaps:
-    """What is kept of the attention of n prompts, all of `length` tokens; a few queries are worked on at a time.
+    """Sums and means of the attention of n prompts, all of `length` tokens.
 
-    needed, near_zero: (n, blocks, heads) float64, means over the queries from `first_query` on: the share of the
-    columns seen that it takes, largest first, to hold `mass` of a query's attention; and the share of the entries
-    below `zero` x the query's largest entry. scores: (n, blocks, length) float64, what each column got from all queries
-    of all heads. by_rank: (blocks, length) float64, the scores of a kv-head as shares of their sum, largest first, mean
-    over rows and kv-heads.
+    shape: (n, transformer blocks, query heads). settings: the flags; `keep_mem` limits how many
+    queries are worked on at a time.
     """
 
     def __init__(self, shape: tuple[int, int, int], length: int, settings: argparse.Namespace) -> None:
         n, blocks, _ = shape
         self._settings = settings
+        # Both are (n, blocks, heads) float64, means over the queries from `first_query` on.
+        # needed: smallest share of the entries seen by a query that holds `mass` of its attention.
+        # near_zero: share of the entries below --near-zero times the query's largest entry.
         self.needed, self.near_zero = np.zeros(shape), np.zeros(shape)
+        # scores: (n, blocks, length) float64, attention that each position got from all queries of
+        # all heads. by_rank: (blocks, length) float64, scores of a kv-head as shares of their sum,
+        # largest first, a mean over rows and kv-heads.
         self.scores, self.by_rank = np.zeros((n, blocks, length)), np.zeros((blocks, length))
 
     def see(self, rows: list[int], block: int, attention: PromptAttention) -> None:
-        """Callbacks.prompts of a run of these prompts."""
+        """Add the attention of rows in a block.
+
+        It is `Callbacks.prompts` of a run of these prompts.
+        """
         q, k, lse = attention.q, attention.k, attention.lse
         for i, row in enumerate(rows):
             one = PromptAttention(q[i : i + 1], k[i : i + 1], lse[i : i + 1], attention.scale)
@@ -133,7 +144,10 @@ class AttentionMaps:
 
 
 def probabilities(one: PromptAttention, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The attention matrix of one prompt, `rows` queries at a time: (the first of them, (heads, queries, n) fp32)."""
+    """Yield the attention matrix of one prompt, `rows` queries at a time.
+
+    Each item is (index of the first query, (heads, queries, n) fp32).
+    """
     (_, heads, m, _), (kv_heads, n) = one.q.shape, one.k.shape[1:3]
     keys = one.k[0].float()
     for start in range(0, m, rows):
@@ -145,22 +159,26 @@ def probabilities(one: PromptAttention, rows: int) -> Iterator[tuple[int, torch.
 
 
 def columns_needed(p: torch.Tensor, mass: float) -> torch.Tensor:
-    """(heads, queries) int64: how many of a query's columns, largest first, hold `mass` of its attention together.
+    """Return how many of a query's largest entries together hold `mass` of its attention.
 
-    p: (heads, queries, n).
+    The result is (heads, queries) int64. p: (heads, queries, n), the attention probabilities.
     """
     held = p.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     return ((held < mass * held[..., -1:]).sum(dim=-1) + 1).clamp_max(p.shape[-1])
 
 
 def near_zero(p: torch.Tensor, seen: torch.Tensor, share: float) -> torch.Tensor:
-    """(heads, queries): the share of entries below `share` x the query's largest, of the first seen[i] of query i."""
+    """Return the share of a query's entries below `share` times its largest: (heads, queries).
+
+    Query i has seen[i] entries. p: (heads, queries, n).
+    """
     above = (p >= share * p.amax(dim=-1, keepdim=True)).sum(dim=-1)
     return 1 - above / seen
 
 
 def watch(llm: LLM, rows: Sequence[TextRow], settings: argparse.Namespace) -> AttentionMaps:
-    """Run the prompts of `rows` with the full cache and keep what `AttentionMaps` keeps."""
+    """Run the prompts of `rows` with the full cache, and return what their attention sums up to.
+    """
     spec, length = llm.model.spec, len(rows[0].prompt)
     maps = AttentionMaps((len(rows), spec.num_blocks, spec.num_heads), length, settings)
     prompts = prompts_from_python([row.prompt for row in rows], None, spec.vocab_size)
@@ -170,13 +188,14 @@ def watch(llm: LLM, rows: Sequence[TextRow], settings: argparse.Namespace) -> At
     return maps
 
 
-# ---- figures
+# ---- Figures
 
 
 def fit(values: Array, first: int, last: int, is_power: bool) -> tuple[float, float]:
-    """(slope, r2) of least squares of ln(value) on ln(rank), or on the rank itself, over the ranks first..last from 1.
+    """Fit ln(value) to ln(rank), or to the rank itself, by least squares. Return (slope, r2).
 
-    Ranks without a score are left out; (0, 0) where fewer than two are left.
+    The ranks are first..last, counted from 1. is_power: fit to ln(rank). Ranks without a score are
+    left out. The result is (0, 0) if fewer than two are left, or all their values are equal.
     """
     ranks = np.arange(first, last + 1, dtype=np.float64)
     y = values[first - 1 : last]
@@ -189,7 +208,10 @@ def fit(values: Array, first: int, last: int, is_power: bool) -> tuple[float, fl
 
 
 def spearman(a: Array, b: Array) -> float:
-    """Rank correlation; equal values share the mean of their ranks. 0 where one of them does not vary."""
+    """Return Spearman's rank correlation.
+
+    Equal values share the mean of their ranks. The result is 0 if `a` or `b` does not vary.
+    """
     x, y = (_ranks(values) for values in (a, b))
     return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else 0.0
 
@@ -202,17 +224,16 @@ def _ranks(values: Array) -> Array:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The distinct tokens of all prompts, by id; each field (types,).
+    """The distinct tokens of all prompts, ordered by id; made by `co_occurrence`."""
 
-    occurrences: of the token. neighbours: distinct other tokens that stand within the window of one of its places.
-    """
-
-    ids: np.ndarray[Any, np.dtype[np.int64]]
-    occurrences: Array
+    ids: np.ndarray[Any, np.dtype[np.int64]]  # (types,)
+    occurrences: Array  # (types,): how often the token occurs
+    # (types,): distinct other tokens within the window of one of its places.
     neighbours: Array
 
 
 def co_occurrence(prompts: Sequence[Sequence[int]], window: int) -> Tokens:
+    """Count tokens and their neighbours. window: largest distance of neighbours, in positions."""
     ids, counts = np.unique(np.concatenate([np.asarray(p) for p in prompts]), return_counts=True)
     pairs: set[int] = set()
     for prompt in prompts:
@@ -225,7 +246,11 @@ def co_occurrence(prompts: Sequence[Sequence[int]], window: int) -> Tokens:
 
 
 def summarise(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: argparse.Namespace) -> Figures:
-    """Sparsity and power law of each transformer block, and what tokens that occur with many others receive."""
+    """Return the figures of attention for the JSON result.
+
+    They are sparsity and power law of each transformer block, and how the scores of tokens
+    correlate with their occurrences and neighbours.
+    """
     bootstrap, length = Bootstrap(len(rows), settings.resamples, settings.seed), len(rows[0].prompt)
     last = max(2, length // 2)
     blocks: list[Figures] = []
@@ -258,10 +283,11 @@ def summarise(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: 
 
 
 def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int) -> Figures:
-    """Rank correlations over the distinct tokens, of all transformer blocks together and of each.
+    """Return rank correlations over the distinct tokens, for all blocks together and for each.
 
-    score: summed over all places of a token, as the paper has it; per_query: of a place, divided by the queries that
-    see it, and a mean over the token's places: neither frequent tokens nor early places have more for that alone.
+    "score" is summed over all places of a token, as in the paper. "per_query" is the score of a
+    place divided by the number of queries that see it, a mean over the token's places. Thus neither
+    frequent tokens nor early places score higher for that alone.
     """
     prompts = [row.prompt for row in rows]
     known = co_occurrence(prompts, window)
@@ -305,21 +331,24 @@ def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int)
     }
 
 
-# ---- columns removed
+# ---- KV entries removed
 
 
 @dataclass(frozen=True)
 class Without(Full):
-    """The full cache but `share` of the prompt's columns, which no later query sees, of each kv-head on its own.
+    """The full cache without a share of the prompt's entries, chosen for each kv-head on its own.
 
-    kind: HEAVY removes the largest accumulated scores, RANDOM columns drawn by `seed`. The first `sinks` columns stay.
-    The prompt's own attention sees every column. Nothing leaves while decoding.
+    No query after the prompt sees the removed entries; the prompt's own attention sees every entry.
+    Nothing is evicted while decoding.
     """
 
     name: ClassVar[str] = "without"
 
+    # Share of the prompt's entries that is removed.
     share: float = 0.5
+    # HEAVY removes the entries with the largest accumulated scores, RANDOM those drawn by `seed`.
     kind: str = HEAVY
+    # Number of first entries that stay.
     sinks: int = 0
     seed: int = 0
 
@@ -342,7 +371,11 @@ class Without(Full):
 
 
 def removals(shares: Sequence[float], sinks: int, seed: int) -> list[Case]:
-    """For each share: the heavy hitters, those behind the sinks, and as many random columns."""
+    """Return three cases per share.
+
+    They remove the heavy hitters, the heavy hitters behind the first `sinks` entries, and as many
+    random entries.
+    """
     return [
         Case(label, Without(share, kind, first, seed), 1 - share)
         for share in shares

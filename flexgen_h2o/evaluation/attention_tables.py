@@ -1,4 +1,4 @@
-"""Observations of attention as tables and as a picture."""
+"""Tables and a picture of a result of `evaluate attention`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.evaluation.figures import Figures, number, percent, perplexity
 
-TOP_SHARES = (0.01, 0.05, 0.2)  # of the columns, whose part of the accumulated scores is told
+# Shares of the KV entries whose part of the accumulated scores is reported.
+TOP_SHARES = (0.01, 0.05, 0.2)
 MOST_NAMED = 20  # transformer blocks that a picture's legend names
 
 
 def markdown(result: Figures) -> str:
-    """Tables of an attention result (attention JSON)."""
+    """Return the tables of an attention result (attention JSON)."""
     settings, fitted = result["settings"], result["fit"]
     compression = f", {settings['compression']}" if settings["compression"] else ""
     parts = [
@@ -96,7 +97,10 @@ def _removal_table(removal: Figures) -> list[str]:
 
 
 def draw(result: Figures, path: Path) -> None:
-    """Sparsity by block, scores by rank, tokens by score, and removals. FlexgenError naming --plot."""
+    """Draw sparsity by block, scores by rank, tokens by score, and removals.
+
+    Raise FlexgenError naming --plot if the file cannot be written.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8.5), layout="constrained")

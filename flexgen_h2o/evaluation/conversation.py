@@ -1,4 +1,4 @@
-"""Conversations of many turns: turns from a file or typed, one row that answers them, its figures."""
+"""Conversations of many turns: reading turns, answering them in one row, and their figures."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
 
 PLACE = "{turn}"
-CONTEXT = 256  # tokens in front of an answer that its text depends on, and more
-FORMAT = "\n{turn}\n"  # apart from the answer before it, which may have been cut anywhere
-# Without --turns: what the shipped model, which knows Python sources, can go on with.
+CONTEXT = 256  # tokens kept from before an answer; its text depends on fewer
+FORMAT = "\n{turn}\n"  # newlines separate a turn from the last answer, which may be cut anywhere
+# Turns without --turns. The shipped model, which was trained on Python sources, can continue them.
 TURNS = (
     "import os\nimport sys\n\ndef read_lines(path):",
     "class Shape:\n    def __init__(self, name):",
@@ -45,20 +45,20 @@ TURNS = (
 
 @dataclass(frozen=True)
 class Turn:
-    """What is said to the model: a text, or token ids. place: where it stands, for errors. labels: what the file says
-    of it (`question_id`, `category`)."""
+    """One message to the model."""
 
-    content: object
-    place: str
-    labels: dict[str, Any]
+    content: object  # a text, or a list of token ids
+    place: str  # file and line of the turn, for errors
+    labels: dict[str, Any]  # `question_id` and `category` of the file's line
 
 
 def read_turns(path: Path | None) -> list[Turn]:
-    """All turns of a file, in its order; TURNS without one.
+    """Return all turns of a file, in its order; TURNS if `path` is None.
 
-    `.txt`: one a line. `.jsonl`: a line is a question of MT-bench, `{"question_id", "category", "turns": [...]}`, with
-    texts or lists of token ids as turns; or one turn, as `prompt` or `prompt_token_ids`. Raises UsageError naming
-    `--turns FILE:LINE`.
+    A `.txt` file has one turn per line. A line of a `.jsonl` file is a question of MT-bench,
+    `{"question_id", "category", "turns": [...]}`, with texts or lists of token ids as turns. It may
+    also be one turn, as `prompt` or `prompt_token_ids`. Raise UsageError naming `--turns
+    FILE:LINE`.
     """
     if path is None:
         return [Turn(text, "--turns", {}) for text in TURNS]
@@ -90,9 +90,9 @@ def _turns_of_json(line: str, place: str) -> list[Turn]:
 
 
 def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -> list[tuple[int, ...]]:
-    """The turns as token ids; those that are ids stay as they are. form, chat: as of `encoded_turn`.
+    """Return the turns as token ids; turns that are ids already stay as they are.
 
-    Raises UsageError naming the turn's place.
+    form, chat: as for `encoded_turn`. Raise UsageError naming the turn's place.
     """
     if chat:
         model.check_chat()
@@ -110,10 +110,11 @@ def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -
 def encoded_turn(
     turns: Sequence[Turn], model: Model, form: str | None, chat: bool, system: str | None = None
 ) -> tuple[int, ...]:
-    """The last of the turns as token ids; the others came before it.
+    """Return the last of the turns as token ids; the others came before it.
 
-    form: what a text is put into, at PLACE; only the first turn gets the tokenizer's special tokens. chat: by the
-    model's chat template instead. system: what the conversation begins with. UsageError, or ValueError of the template.
+    form: text that a turn is put into, at PLACE (None: FORMAT). Only the first turn gets the
+    tokenizer's special tokens. chat: the model's chat template is used instead. system: text that
+    the conversation begins with. Raise UsageError, or the template's ValueError.
     """
 
     def encode(text: str) -> list[int]:
@@ -131,25 +132,28 @@ def encoded_turn(
 
 @dataclass
 class Exchange:
-    """One turn and the answer to it.
-
-    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. before: the
-    last tokens that the answer follows on. reason: None where the conversation broke off. columns: KV columns held at
-    its end, mean over the transformer blocks.
-    """
+    """One turn and the answer to it; made and filled by `Shown`."""
 
     turn: Turn
+    # Number of tokens of the turn.
     tokens: int = 0
+    # Surprise of each token of the turn, in nats; empty for the first turn, which is the prompt.
     nats: list[float] = field(default_factory=list)
+    # Token ids of the answer.
     answer: list[int] = field(default_factory=list)
+    # The last token ids before the answer, at most CONTEXT.
     before: list[int] = field(default_factory=list)
+    # Finish reason of the answer; None if the conversation broke off.
     reason: str | None = None
+    # Seconds from the turn's beginning to the end of the answer.
     seconds: float = 0.0
+    # KV entries held at the end of the answer, a mean over the transformer blocks, and their bytes
+    # in all blocks.
     columns: float = 0.0
     kv_bytes: int = 0
 
     def figures(self, model: Model, params: SamplingParams) -> dict[str, Any]:
-        """For the JSON."""
+        """Return the figures of the exchange for the JSON. params: those of the answer."""
         if marks_of(model.tokenizer) is None:
             whole = stop_criteria(model, params).text(self.answer, self.before)
         else:
@@ -163,9 +167,11 @@ class Exchange:
 
 
 class Shown:
-    """An audience that shows the answers as they come, and counts tokens, nats, columns and seconds of each turn.
+    """An audience that shows answers as they come, and records figures of each turn.
 
-    first: the first turn. params: of the answers. over: told of each exchange as it ends.
+    The figures are tokens, nats, KV entries and seconds. first: token ids of the first turn.
+    params: sampling of the answers. show: called with each piece of text. over: called with each
+    exchange as it ends.
     """
 
     def __init__(
@@ -178,16 +184,17 @@ class Shown:
         self._params = params
         self._show = show
         self._over = over
-        self._taken = 0  # tokens behind the first turn
+        self._taken = 0  # tokens after the first turn
         self._before = deque(first, maxlen=CONTEXT)
         self._text: TerminalText
 
     def begin(self, turn: Turn) -> None:
-        """The next turn is to be answered."""
+        """Begin the exchange of the next turn."""
         self.exchanges.append(Exchange(turn, 0 if self.exchanges else self._first))
         self._began = time.perf_counter()
 
     def given(self, token: int, logits: torch.Tensor) -> None:
+        """Record a token of a later turn. logits: (vocab,), from which it is predicted."""
         now = self.exchanges[-1]
         now.tokens += 1
         now.nats.append(float(surprise(logits[None], torch.tensor([token], device=logits.device))))
@@ -195,6 +202,7 @@ class Shown:
         self._before.append(token)
 
     def said(self, token: int, reason: str | None) -> None:
+        """Record and show a token of the answer. reason: the finish reason with its last token."""
         now = self.exchanges[-1]
         if not now.answer:
             now.before = list(self._before)
@@ -208,7 +216,7 @@ class Shown:
             self._end()
 
     def break_off(self) -> None:
-        """End the newest exchange where the run has ended in it."""
+        """End the newest exchange if the run ended before its answer did."""
         now = self.exchanges[-1]
         if now.reason is None:
             if now.answer:
@@ -227,8 +235,11 @@ def converse(
     llm: LLM, case: Case, turns: Sequence[Turn], ids: Sequence[Sequence[int]], params: SamplingParams,
     show: Callable[[str], None],
 ) -> tuple[dict[str, Any], int, float]:  # fmt: skip
-    """One conversation with a policy: figures for the JSON, all tokens, seconds. ids: of the turns; params: of each
-    answer."""
+    """Run one conversation with a policy. Return (figures for the JSON, all tokens, seconds).
+
+    ids: token ids of the turns. params: sampling of each answer. show: called with each piece of
+    text.
+    """
     llm.eviction = case.eviction
     spec = llm.model.spec
     shown = Shown(llm, ids[0], params, show, lambda now: show(f"\n({_line(now)})\n"))

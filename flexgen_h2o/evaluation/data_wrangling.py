@@ -1,7 +1,8 @@
-"""`evaluate data-wrangling`: entity matching, error detection and imputation on folders in fm_data_tasks' layout.
+"""`evaluate data-wrangling`: entity matching, error detection and imputation.
 
-Flags and folders of results are those of fm_data_tasks' run_inference.py and of FlexGen's data_wrangle_run.py. The rows
-of all trials are one batch job (jobs/), so a run that was killed goes on.
+The data are folders in the layout of fm_data_tasks. Flags and folders of results are those of
+fm_data_tasks' run_inference.py and of FlexGen's data_wrangle_run.py. The rows of all trials are one
+batch job (jobs/), so a run that was killed resumes.
 """
 
 from __future__ import annotations
@@ -45,16 +46,20 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.load import Model
 
 METHODS = ("random", "manual", "validation_clusters")
-MOST_TRIALS = 1000  # the prompts of all are in memory
+MOST_TRIALS = 1000  # the prompts of all trials are in memory
 RULE = "-" * 70
+# Metrics that have a mean over trials.
 MEANS = ("prec", "rec", "acc", "f1")
-Counts = dict[str, float | int | None]
+Counts = dict[str, float | int | None]  # metrics of one trial, as `metrics` returns them
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """Add the flags of the workflow; underscores, as fm_data_tasks writes them, are taken for hyphens."""
+    """Add the flags of the workflow.
+
+    fm_data_tasks writes them with underscores, which are accepted for hyphens.
+    """
     parser.set_defaults(run=run)
-    add_engine_flags(parser, dry_run=False)  # the script that this follows has a --dry-run of its own
+    add_engine_flags(parser, dry_run=False)  # the task's own --dry-run is added below
     add_eviction_flags(parser)
     add = parser.add_argument
     add("--data-dir", type=file_name, help="folder of a data set: train.csv, valid.csv, test.csv, tables")
@@ -88,7 +93,7 @@ def add_flags(parser: OneLineParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prompts, their answers and metrics; returns the exit code."""
+    """Make the prompts, run and score them, and return the exit code."""
     from flexgen_h2o.evaluation.wrangling_data import WHERE, find_task
 
     if args.data_dir is None:
@@ -127,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Check the flags and expand paths of folders. Raise UsageError naming a flag."""
     if args.num_run < -1 or args.num_run == 0:
         raise UsageError(f"--num-run {args.num_run}: must be at least 1, or -1 for all rows")
     for flag, method in (("examples", "manual"), ("validation_path", "validation_clusters")):
@@ -149,7 +155,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list[str]]]:
-    """The rows that are asked, and for each trial the prompt of each."""
+    """Return the rows that are asked, and for each trial their prompts."""
     from flexgen_h2o.evaluation.wrangling_data import read_items
 
     split = "test" if args.do_test else "validation"
@@ -165,7 +171,7 @@ def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list
 
 
 def _prefixes(args: argparse.Namespace, task: Task, items: Sequence[Item]) -> list[list[str]]:
-    """For each trial, the examples before each row."""
+    """Return for each trial the examples that precede each row, as text."""
     from flexgen_h2o.evaluation.wrangling_data import drawn, near_misses, read_items, shuffled
 
     trials = range(args.num_trials)
@@ -182,7 +188,11 @@ def _prefixes(args: argparse.Namespace, task: Task, items: Sequence[Item]) -> li
 
 
 def _manual(path: Path, task: Task, items: Sequence[Item]) -> list[str]:
-    """Hand-written examples: a text for all rows, or a JSON object with one for each value of the data set's key."""
+    """Return the hand-written examples that precede each row.
+
+    The file has one text for all rows, or it is a JSON object with one text for each value of the
+    data set's key. Raise UsageError naming --examples.
+    """
     try:
         text = read_bounded(path).decode("utf-8-sig")
         texts = json.loads(text) if path.suffix == ".json" else {item.key: text for item in items}
@@ -200,7 +210,7 @@ def _manual(path: Path, task: Task, items: Sequence[Item]) -> list[str]:
 
 
 def _validated(path: Path, task: Task) -> tuple[list[Item], list[bool]]:
-    """Rows of an earlier run, and whether each was predicted wrongly."""
+    """Return the rows of an earlier run, and whether each was predicted wrongly."""
     from flexgen_h2o.evaluation.wrangling_data import Item
 
     items, wrong = list[Item](), list[bool]()
@@ -225,14 +235,15 @@ def _model(args: argparse.Namespace) -> Model:
 
 
 def too_long_labels(model: Model, items: Sequence[Item], most: int) -> int:
-    """Return how many labels have more than `most` tokens, as an answer begins: behind a space."""
+    """Return how many labels have more than `most` tokens after a space, as an answer begins."""
     if model.tokenizer is None:
         return 0
     return sum(len(model.encode_more(f" {item.label.strip()}")) > most for item in items)
 
 
 def _labels_line(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> str:
-    """Say how many answers cannot be right; empty if all can."""
+    """Return a line on how many answers cannot be right, because they are too long; "" if all can.
+    """
     longer = too_long_labels(model, items, args.gen_len)
     if not longer:
         return ""
@@ -242,7 +253,7 @@ def _labels_line(args: argparse.Namespace, model: Model, items: Sequence[Item]) 
 
 
 def _show_prompts(args: argparse.Namespace, prompts: Sequence[str], items: Sequence[Item]) -> int:
-    """Print prompts with their tokens, and how long all are: for --dry-run."""
+    """Print prompts with their numbers of tokens, and a summary of all, for --dry-run."""
     model = _model(args)
     if model.tokenizer is None:
         raise UsageError(f"--model {model.name}: has no tokenizer to count tokens with; give a folder with one")
@@ -265,7 +276,7 @@ def _show_prompts(args: argparse.Namespace, prompts: Sequence[str], items: Seque
 
 
 def _folder(args: argparse.Namespace, task: Task) -> Path:
-    """Of the run, with the folders of fm_data_tasks' results above it. It is made."""
+    """Make the folder of the run and return it. Its path is that of fm_data_tasks' results."""
     split, model = "test" if args.do_test else "validation", Path(args.model).name
     settings = (
         f"{args.k}k_{int(args.add_task_instruction)}inst_{int(args.class_balanced)}cb_{args.sample_method}_{model}_"
@@ -280,7 +291,10 @@ def _folder(args: argparse.Namespace, task: Task) -> Path:
 
 
 def _write_requests(path: Path, answers: Path, trials: Sequence[Sequence[str]]) -> None:
-    """The input of the job. UsageError where answers to others are there already."""
+    """Write the input of the job.
+
+    Raise UsageError if there are answers to other prompts already.
+    """
     text = "".join(
         json.dumps({"custom_id": _id(trial, row), "prompt": prompt}) + "\n"
         for trial, prompts in enumerate(trials)
@@ -295,11 +309,12 @@ def _write_requests(path: Path, answers: Path, trials: Sequence[Sequence[str]]) 
 
 
 def _id(trial: int, row: int) -> str:
+    """Return the `custom_id` of a request."""
     return f"trial-{trial}-row-{row}"
 
 
 def _answers(path: Path) -> dict[str, tuple[str, str | None]]:
-    """By id: the text, and the code of an error."""
+    """Return (text, code of the error or None) of each answer, by `custom_id`."""
     found = {}
     for _, line in lines_of(path, "--output-dir"):
         row = json.loads(line)
@@ -312,15 +327,21 @@ def _answers(path: Path) -> dict[str, tuple[str, str | None]]:
 
 
 def is_right(kind: str, prediction: str, label: str) -> bool:
-    """As fm_data_tasks counts: the same text, or for errors the same beginning; upper and lower case are alike."""
+    """Return whether fm_data_tasks counts a prediction as right.
+
+    The text must be the label's; for error detection it must only begin with the label. Case is
+    ignored. kind: a key of FILES in `wrangling_data`.
+    """
     said, wanted = prediction.strip().lower(), label.strip().lower()
     return said.startswith(wanted) if kind == "error_detection" else said == wanted
 
 
 def metrics(kind: str, pairs: Sequence[tuple[str, str]]) -> Counts:
-    """Of (prediction, label). Yes is the positive answer; a row that says neither Yes nor No is a wrong one.
+    """Return the metrics of (prediction, label) pairs.
 
-    prec, rec, f1: None for imputation, which has no positive answer; 0 where there is nothing to divide by.
+    Yes is the positive answer. A prediction that is neither Yes nor No is wrong; "others" counts
+    these. "prec", "rec", "f1" and "others" are None for imputation, which has no positive answer. A
+    metric is 0 if there is nothing to divide by.
     """
     right = [is_right(kind, said, wanted) for said, wanted in pairs]
     found: Counts = {"acc": sum(right) / len(right), "prec": None, "rec": None, "f1": None, "others": None}
@@ -340,7 +361,7 @@ def _score(
     args: argparse.Namespace, task: Task, folder: Path, items: Sequence[Item], trials: Sequence[Sequence[str]],
     facts: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Write predictions and metrics, and print the table; returns the metrics."""
+    """Write predictions and metrics, print the table, and return the metrics."""
     answers, scores, errors = _answers(folder / "answers.jsonl"), list[Counts](), 0
     for trial, prompts in enumerate(trials):
         told = [answers[_id(trial, row)] for row in range(len(items))]

@@ -1,9 +1,11 @@
-"""`evaluate helm export|import`: HELM's requests for batch jobs, and their answers for HELM's cache, without HELM.
+"""`evaluate helm export|import`: HELM's requests as batch jobs, and the answers for HELM's cache.
 
-The way of h2o_hf: `helm-run --dry-run` writes runs without answers, export_requests.py their requests, run_helm.py the
-answers, import_results.py puts these into the cache, and `helm-run` finds them there. `batch` does run_helm.py's part,
-and reads what export_requests.py writes. `export` writes the same lines from the runs themselves; `import` leaves of a
-batch output what import_results.py takes. Imports no torch.
+HELM itself is not needed. The workflow is that of h2o_hf: `helm-run --dry-run` writes runs without
+answers, export_requests.py writes their requests, and run_helm.py answers them. import_results.py
+puts the answers into HELM's cache, where `helm-run` finds them. `batch` replaces run_helm.py and
+reads the file of export_requests.py. `export` writes the same lines from the runs themselves.
+`import` reduces the output of a batch job to the lines that import_results.py reads. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ from flexgen_h2o.core.files import check_writable, read_json, replacing, usable_
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
 from flexgen_h2o.parser import OneLineParser
 
-MOST_STATE_BYTES = 2**30  # of a scenario_state.json
+MOST_STATE_BYTES = 2**30  # largest scenario_state.json that is read
 TOGETHER = "together"
 _DIGEST_BYTES = 16
-_TABLE = "unnamed"  # sqlitedict's, in which HELM's cache is
-# The names that the client of h2o_hf's HELM sends in place of HELM's own.
+_TABLE = "unnamed"  # sqlitedict's table, which holds HELM's cache
+# HELM's name of a model -> the name that the client of h2o_hf's HELM sends.
 _ENGINES = {
     "flan-t5-xxl": "flan-t5-xxl-hf", "h3-2.7b": "h3-2.7b-h3", "opt-1.3b": "opt-1.3b-ft-tp1",
     "opt-6.7b": "opt-6.7b-ft-tp1",
 }  # fmt: skip
-# What the client of today's HELM adds for some models.
+# Models for which the client of today's HELM adds a stop string (_ENDS) or `details`.
 _ENDS = {"alpaca-7b", "vicuna-7b-v1.3", "vicuna-13b-v1.3"}
 _DETAILED = {"llama-65b", "llama-2-70b"}
 
 
 def add_flags(parser: OneLineParser) -> None:
-    """The flags of both directions."""
+    """Add the flags of both directions."""
     parts = parser.add_subparsers(dest="direction", required=True, metavar="export|import")
     export = parts.add_parser("export", help="requests of dry runs, as batch reads them")
     export.set_defaults(run=run_export)
@@ -65,7 +67,7 @@ def add_flags(parser: OneLineParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Requests of all runs, each once; returns the exit code."""
+    """Write the requests of all runs, each once, and return the exit code."""
     if args.runs is None:
         raise UsageError(
             "--runs: is missing; name the folder that `helm-run --dry-run --suite SUITE` has written, "
@@ -104,7 +106,10 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def _exported(state_path: Path, args: argparse.Namespace, counts: Counter[str]) -> Iterator[tuple[str, str]]:
-    """(line, key) of each request of a run; counts those that a batch job cannot answer."""
+    """Yield (line, key) of each request of a run.
+
+    counts: gets the numbers of requests that a batch job cannot answer.
+    """
     state, scenario = (_json_of(path) for path in (state_path, state_path.with_name("scenario.json")))
     try:
         spec, name = state["adapter_spec"], scenario["name"]
@@ -119,7 +124,7 @@ def _exported(state_path: Path, args: argparse.Namespace, counts: Counter[str]) 
             raw = _CLIENTS[args.client](request)
             if args.request_model is not None:
                 raw["model"] = args.request_model
-            if request.get("random") is not None:  # of the cache's key; batch leaves it alone
+            if request.get("random") is not None:  # a part of the cache's key; batch ignores it
                 raw["random"] = request["random"]
             yield key_of({"scenario": name, "request": raw}) + "\n", key_of(raw)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -129,18 +134,21 @@ def _exported(state_path: Path, args: argparse.Namespace, counts: Counter[str]) 
 
 
 def key_of(request: Mapping[str, Any]) -> str:
-    """The text by which HELM knows a request."""
+    """Return the text by which HELM knows a request."""
     return json.dumps(request, sort_keys=True)
 
 
 def _of_h2o_hf(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A request as the together client of h2o_hf's HELM sends it; missing fields have HELM's defaults."""
+    """Return a request as the together client of h2o_hf's HELM sends it.
+
+    Missing fields get HELM's defaults.
+    """
     engine = request["model"].split("/")[1]
     return _raw(request, _ENGINES.get(engine, engine)) | {"logprobs": request.get("top_k_per_token", 1)}
 
 
 def _of_today(request: Mapping[str, Any]) -> dict[str, Any]:
-    """As the together client of HELM at 0.5 does."""
+    """Return a request as the together client of HELM 0.5 sends it."""
     raw, engine = _raw(request, request["model"]), request["model"].split("/")[1]
     if engine in _ENDS:
         raw["stop"] = [*(raw["stop"] or []), "</s>"]
@@ -162,7 +170,10 @@ _CLIENTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"h2o_hf": 
 
 @contextlib.contextmanager
 def _cached(args: argparse.Namespace) -> Iterator[Callable[[str], bool]]:
-    """Is a key in HELM's cache? Answers are pickled there; only keys are looked at."""
+    """Yield a function that tells whether a key is in HELM's cache.
+
+    The answers there are pickled; only keys are read.
+    """
     if args.cache_dir is None:
         yield lambda key: False
         return
@@ -191,13 +202,16 @@ def _json_of(path: Path) -> Any:
 
 
 class NoAnswerError(FlexgenError):
-    """An output of batch that has nothing for HELM; what was written before stays."""
+    """An output of batch without an answer for HELM. An older output file stays as it is."""
 
     exit_code = EXIT_ALL_ROWS_FAILED
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Answers as import_results.py takes them; returns the exit code. NoAnswerError where there is none."""
+    """Write the answers as import_results.py reads them, and return the exit code.
+
+    Raise NoAnswerError if there is none.
+    """
     for name in ("input", "requests"):
         if (path := getattr(args, name)) is not None:
             setattr(args, name, usable_path(path, f"--{name}"))
@@ -221,7 +235,10 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def _answers(path: Path, counts: Counter[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(request, result) of each answered request of a batch output; counts what is something else."""
+    """Yield (request, result) of each answered request of a batch output.
+
+    counts: gets the numbers of other rows.
+    """
     for place, line in lines_of(path, "--input"):
         try:
             row = object_of_json(line)
@@ -240,8 +257,11 @@ def _answers(path: Path, counts: Counter[str]) -> Iterator[tuple[dict[str, Any],
 
 
 def _with_top_logprobs(result: dict[str, Any]) -> dict[str, Any]:
-    """With a `top_logprobs` for each token: HELM goes through tokens, token_logprobs and these side by side, and drops
-    the tokens that have none."""
+    """Return the result with a `top_logprobs` for each token.
+
+    HELM reads tokens, token_logprobs and top_logprobs side by side, and drops the tokens that lack
+    one.
+    """
     choices = []
     for choice in result["choices"]:
         logprobs = choice["logprobs"]
@@ -252,7 +272,7 @@ def _with_top_logprobs(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing(path: Path, answered: set[bytes]) -> int:
-    """How many of the exported requests are not among those."""
+    """Return how many of the exported requests have no answer. answered: digests of keys."""
     missing = 0
     for place, line in lines_of(path, "--requests"):
         try:
@@ -273,14 +293,14 @@ def _check_output(args: argparse.Namespace) -> None:
         raise UsageError("--output: is missing; name the .jsonl file that is written")
     args.output = usable_path(args.output, "--output")
     check_writable(args.output, "--output")
-    args.model, args.path = "", None  # no model's files are near
+    args.model, args.path = "", None  # `check_separate` reads them; no model takes part here
     check_separate(args, [name for name in ("input", "requests") if vars(args).get(name) is not None], ("output",))
     results_are_in(args.output)
 
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[Callable[[str], object]]:
-    """Writes lines of the output, which appears whole or not at all."""
+    """Yield a function that writes lines of the output, which appears whole or not at all."""
     try:
         with replacing(path) as file:
             yield file.write

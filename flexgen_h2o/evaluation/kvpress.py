@@ -1,11 +1,14 @@
-"""Results in the layout of NVIDIA's kvpress (evaluation/evaluate.py there), so that they lie beside its own.
+"""Results in the layout of NVIDIA's kvpress, so that they can be kept beside kvpress's own.
 
-    DIR/DATASET[__DATA_DIR]__MODEL__PRESS__RATIO[__fractionF]/predictions.csv, metrics.json, config.yaml
+The layout is that of evaluation/evaluate.py in kvpress:
 
-RATIO is kvpress's compression_ratio, the share of KV columns that are dropped, with two places. There it is a share of
-the context; whoever writes here says in `settings` of what. predictions.csv has a row a question, with all columns of
-kvpress's data but the context: question, answer_prefix, answer, max_new_tokens, predicted_answer, compression_ratio.
-Imports no torch.
+DIR/DATASET[__DATA_DIR]__MODEL__PRESS__RATIO[__fractionF]/predictions.csv, metrics.json, config.yaml
+
+RATIO is kvpress's compression_ratio with two decimal places: the share of KV entries that are
+dropped. In kvpress it is a share of the context; here `settings` says what it is a share of.
+predictions.csv has one row per question, with all columns of kvpress's data except the context:
+question, answer_prefix, answer, max_new_tokens, predicted_answer, compression_ratio. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -40,29 +43,27 @@ RATIO_OF = "KV columns of prompt + new tokens, all rows and transformer blocks"
 
 @dataclass(frozen=True)
 class PressRun:
-    """What a folder of results says of its run.
-
-    press: the eviction policy. compression_ratio: 1 - kept share of the KV columns; 0 is the full cache. fraction:
-    share of the data set that was run. settings: further lines of config.yaml, JSON values.
-    """
+    """The facts about a run that name its folder of results and are written to its config.yaml."""
 
     dataset: str
     model: str
-    press: str
-    compression_ratio: float
-    data_dir: str = ""
-    fraction: float = 1.0
+    press: str  # the eviction policy
+    compression_ratio: float  # 1 - kept share of the KV entries; 0: the full cache
+    data_dir: str = ""  # part of the data set, such as RULER's length
+    fraction: float = 1.0  # share of the data set that was run
+    # Further lines of config.yaml; JSON values.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def folder_name(self) -> str:
+        """Name of the run's folder, as kvpress makes it."""
         parts = [self.dataset, self.data_dir, self.model.replace("/", "--"), self.press]
         parts = [file_label(part) for part in parts if part] + [f"{self.compression_ratio:.2f}"]
         return "__".join([*parts, *([f"fraction{self.fraction:.3f}"] if self.fraction < 1 else [])])
 
     @property
     def config(self) -> str:
-        """YAML, a line a setting: a JSON value is one of YAML's."""
+        """Text of config.yaml, one line per setting. JSON values are valid in YAML."""
         values = {
             "dataset": self.dataset, "data_dir": self.data_dir or None, "model": self.model, "press_name": self.press,
             "compression_ratio": self.compression_ratio, "fraction": self.fraction, **self.settings,
@@ -71,7 +72,7 @@ class PressRun:
 
 
 def check_press_folder(args: argparse.Namespace) -> None:
-    """Expand --kvpress-dir. UsageError where no folders could be made in it."""
+    """Expand --kvpress-dir. Raise UsageError if no folders could be made in it."""
     if args.kvpress_dir is not None:
         args.kvpress_dir = check_folder(args.kvpress_dir, FLAG)
         if args.kvpress_dir.exists() and not args.kvpress_dir.is_dir():
@@ -79,39 +80,45 @@ def check_press_folder(args: argparse.Namespace) -> None:
 
 
 def add_press_flag(parser: OneLineParser) -> None:
-    """--kvpress-dir."""
+    """Add --kvpress-dir."""
     parser.add_argument(
         FLAG, type=file_name, metavar="DIR", help="write predictions and metrics in kvpress's layout too"
     )
 
 
 def columns_held(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> int:
-    """KV columns of all rows, in all transformer blocks, each row at its longest. eviction: not yet fitted to the
-    model. lengths: prompt and most new tokens of a row."""
+    """Return the KV entries of all rows in all transformer blocks, each row at its longest.
+
+    eviction: not yet fitted to the model. lengths: (prompt tokens, most new tokens) of each row.
+    """
     eviction = fitted(eviction, spec, kv_sizes_of(spec, policy))
     return sum(eviction.slots(*one, block) for one in lengths for block in range(spec.num_blocks))
 
 
 def dropped_share(eviction: Eviction, spec: ModelSpec, policy: Policy, lengths: Sequence[tuple[int, int]]) -> float:
-    """compression_ratio, of prompt and new tokens; 0 without rows."""
+    """Return kvpress's compression_ratio, as a share of the KV entries of prompt and new tokens.
+
+    The result is 0 without rows. Parameters are as for `columns_held`.
+    """
     full = columns_held(Full(), spec, policy, lengths)
     return round(1 - columns_held(eviction, spec, policy, lengths) / full, 6) if full else 0.0
 
 
 def file_label(text: str) -> str:
-    """A name as a part of a file's name."""
+    """Return a name as a part of a file name: other characters become `-`."""
     return re.sub(r"[^\w.+=,-]+", "-", text)
 
 
 def write_press_run(
     folder: Path, run: PressRun, rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, Any]
 ) -> Path:  # fmt: skip
-    """A folder of results in `folder`, which is created; returns it.
+    """Write a folder of results in `folder`, which is created, and return its path.
 
-    rows: a question each, with COLUMNS and any others (`task`, ...), the same in all; `context` is left out, as kvpress
-    does. metrics: JSON values. A folder of the same run, with equal settings, is written again; where another run has
-    the name, also one of kvpress's own, the results go into the first free of 1, 2, ... in it, as there. FlexgenError
-    naming --kvpress-dir where it cannot be written.
+    rows: one per question, with COLUMNS and any others (`task`, ...), the same in all rows. A
+    `context` is left out, as in kvpress. metrics: JSON values. A folder of the same run with equal
+    settings is written again. If another run has the name, kvpress's own runs included, the results
+    go into the first free of its folders 1, 2, ..., as in kvpress. Raise FlexgenError naming
+    --kvpress-dir if the folder cannot be written.
     """
     try:
         target = _free_folder(folder / run.folder_name, run.config)
@@ -134,7 +141,10 @@ def write_press_run(
 
 
 def _free_folder(folder: Path, config: str) -> Path:
-    """`folder`, or the first of its folders 1, 2, ... that has no results, or those of this very run."""
+    """Return the first of `folder` and its folders 1, 2, ... that this run may write.
+
+    Such a folder has no results, or has those of a run with the same `config`.
+    """
     for number in count():
         candidate = folder / str(number) if number else folder
         if not (candidate / "predictions.csv").exists():

@@ -44,8 +44,8 @@ from flexgen_h2o.parser import OneLineParser
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
 # Tokens of ruler_cwe's answer, and of ruler_fwe's shortest text, which has 4 coded words.
 _CWE_ANSWER, _FWE_LEAST = 120, 200
-# Limits of lm-eval's ruler_vt: tokens of the solved example and of the answer. The margin is for names
-# and numbers, whose tokens differ by some.
+# Limits of lm-eval's ruler_vt: tokens of the solved example and of the answer. The margin is for
+# names and numbers, whose numbers of tokens vary.
 _VT_SOLVED, _VT_ANSWER, _MARGIN = 500, 30, 16
 
 
@@ -76,7 +76,7 @@ def _of_grid(text: str) -> str:
 
 _MANY: dict[str, Any] = {"nargs": "+", "metavar": "KEY=VALUE"}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
-# lm-eval's own flags, which are passed on to it. Each may also be spelled with `_`, as lm-eval does.
+# lm-eval's own flags, which are passed on to it. Each may be spelled with `_` too, as lm-eval does.
 # Flag: (arguments of `add_argument`, help).
 OF_TASKS: dict[str, tuple[dict[str, Any], str]] = {
     "num_fewshot": ({"type": count, "metavar": "N"}, "examples in front of each question (the task's own number)"),

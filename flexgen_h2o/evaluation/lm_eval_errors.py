@@ -1,4 +1,8 @@
-"""Around all that lm-eval does: no network unless it is asked for, results kept, and what goes wrong as one line."""
+"""Context managers around calls of lm-eval.
+
+They keep it off the network unless --download is given, keep its results, and turn its errors into
+one line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,10 @@ HUB = "https://huggingface.co/datasets"
 
 @contextlib.contextmanager
 def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
-    """Around all that lm-eval does: nothing is fetched without --download, and its errors become one line."""
+    """Run lm-eval in here: nothing is fetched without --download, and its errors become one line.
+
+    names: the tasks, for messages. All calls of lm-eval are inside of it.
+    """
     try:
         with _offline(args.download), _quiet_git(), _checked_lines(names):
             from lm_eval.utils import setup_logging
@@ -42,7 +49,7 @@ def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
         raise
     except ImportError as error:
         raise UsageError(f"--tasks {','.join(names)}: {first_line(error)}; {INSTALL}") from error
-    except (ConnectionError, FileNotFoundError) as error:  # datasets' own are of these kinds
+    except (ConnectionError, FileNotFoundError) as error:  # errors of `datasets` are of these kinds
         raise UsageError(_where_data_is(names, error)) from error
     except Exception as error:
         if not _is_of_tasks(error):
@@ -51,7 +58,10 @@ def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
 
 
 def _is_of_tasks(error: Exception) -> bool:
-    """Does it come of lm-eval, its tasks and their data? What the engine raises below them does not."""
+    """Return whether an error comes from lm-eval, its tasks or their data.
+
+    An error that the engine raises below them does not.
+    """
     folder = Path(__file__).parent
     callers = {folder / name for name in ("lm_eval.py", "lm_eval_errors.py", "lm_eval_grid.py", "lm_eval_records.py")}
     files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -60,6 +70,7 @@ def _is_of_tasks(error: Exception) -> bool:
 
 
 def _what_failed(names: list[str], error: Exception) -> str:
+    """Return the message for an error of lm-eval, in one line with its remedy."""
     said = str(error)
     if "Tasks not found" in said or "No tasks" in said:
         unknown = said.rpartition(": ")[2] if "not found" in said else ",".join(names)
@@ -76,13 +87,17 @@ def _what_failed(names: list[str], error: Exception) -> str:
 
 
 def _cause_of(error: BaseException) -> BaseException:
+    """Return the first error of the chain that led to `error`."""
     before = error.__cause__ or error.__context__
     return error if before is None else _cause_of(before)
 
 
 @contextlib.contextmanager
 def writing_is_checked(path: Path | None) -> Iterator[None]:
-    """FlexgenError where lm-eval could not write its results: it goes on as if it had."""
+    """Raise FlexgenError at the end if lm-eval could not write its results.
+
+    lm-eval itself only logs that and carries on. path: its --output-path.
+    """
     logger, said = logging.getLogger("lm_eval.loggers.evaluation_tracker"), []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -104,7 +119,11 @@ def writing_is_checked(path: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_results() -> Iterator[dict[str, Any]]:
-    """What lm-eval's command line finds, with its samples, once it has run in here: it prints and writes, no more."""
+    """Yield a dict for the results of lm-eval's command line, with their samples.
+
+    It is filled when the command line has run in here. The command line itself only prints and
+    writes its results.
+    """
     import lm_eval
 
     found: dict[str, Any] = {}
@@ -125,7 +144,7 @@ def kept_results() -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _checked_lines(names: list[str]) -> Iterator[None]:
-    """In here the .jsonl files of tasks are checked as they are read (`check_lines`)."""
+    """Check the .jsonl files of tasks as they are read in here (`check_lines`)."""
     import datasets
 
     inner = datasets.load_dataset
@@ -144,7 +163,10 @@ def _checked_lines(names: list[str]) -> Iterator[None]:
 
 
 def _paths(data_files: Any) -> Iterator[Path]:
-    """Of one name, a list of them, or either by split, as `datasets` takes them."""
+    """Yield the paths in `data_files` as `datasets` takes them.
+
+    It is one name, a list of names, or a dict of either by split.
+    """
     if isinstance(data_files, str | Path):
         yield Path(data_files)
     elif data_files:
@@ -153,8 +175,11 @@ def _paths(data_files: Any) -> Iterator[Path]:
 
 
 def check_lines(file: Path, flag: str) -> None:
-    """UsageError that names the first line without a key that most lines have: `datasets` would read None there, and
-    lm-eval would score that as text."""
+    """Raise UsageError naming the first line that lacks a key which most lines have.
+
+    `datasets` would read None there, and lm-eval would score that as text. flag: begins the
+    message.
+    """
     found = []
     for place, line in lines_of(file, flag):
         try:
@@ -174,7 +199,8 @@ def check_lines(file: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def _quiet_git() -> Iterator[None]:
-    """In here lm-eval finds the commit of the current folder without git's complaint if there is none."""
+    """Let lm-eval find the commit of the current folder without git's complaint if there is none.
+    """
     from lm_eval import evaluator
 
     before = evaluator.get_git_commit_hash
@@ -186,7 +212,10 @@ def _quiet_git() -> Iterator[None]:
 
 
 def _commit_here() -> str | None:
-    """Return what lm-eval records as the commit: that of the current folder; None outside of a repository."""
+    """Return the commit of the current folder, which lm-eval records.
+
+    The result is None outside of a repository.
+    """
     try:
         found = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -195,7 +224,10 @@ def _commit_here() -> str | None:
 
 
 def _import_quietly(names: list[str]) -> None:
-    """Import the module of RULER's tasks, which prints that it has fetched nltk's files whether it has or not."""
+    """Import the module of RULER's tasks without its output.
+
+    It prints that it has fetched nltk's files whether it has or not.
+    """
     if any(name.startswith(("niah", "ruler", "longcxt")) or "*" in name for name in names):
         with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):
             importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
@@ -203,7 +235,7 @@ def _import_quietly(names: list[str]) -> None:
 
 @contextlib.contextmanager
 def _offline(download: bool) -> Iterator[None]:
-    """In here neither data sets nor nltk's files are fetched, unless `download`."""
+    """Keep data sets and nltk's files from being fetched in here, unless `download`."""
     from datasets import config
     from huggingface_hub import constants
 
@@ -223,7 +255,10 @@ def _offline(download: bool) -> Iterator[None]:
 
 
 def _where_data_is(names: list[str], error: Exception) -> str:
-    """One line: whose data are missing, where they are to be had, and in which layout."""
+    """Return the message for missing data, in one line.
+
+    It says which tasks lack data, where the data can be fetched, and where the layout is described.
+    """
     from datasets import config
 
     task, found = _failed_task(error), {}
@@ -242,7 +277,10 @@ def _where_data_is(names: list[str], error: Exception) -> str:
 
 
 def _failed_task(error: Exception) -> Any | None:
-    """The configuration of the task whose data could not be read, where lm-eval was at it."""
+    """Return the configuration of the task that lm-eval was working on when `error` was raised.
+
+    The result is None if there was none.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         config = getattr(frame.f_locals.get("self"), "config", None)
         if hasattr(config, "dataset_path"):
@@ -251,6 +289,7 @@ def _failed_task(error: Exception) -> Any | None:
 
 
 def _has_data(path: str) -> bool:
+    """Return whether the cache of `datasets` has a data set. path: its hub id."""
     from datasets import config
 
     return (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir()

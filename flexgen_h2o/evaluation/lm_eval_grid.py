@@ -1,5 +1,4 @@
-"""`evaluate lm-eval grid`: the three steps of h2o_hf for policies by KV budget, as a table and a
-picture.
+"""`evaluate lm-eval grid`: h2o_hf's three steps for each policy and KV budget.
 
 This is the experiment of the H2O paper's figures 4 and 8. KV entries are dropped inside the
 context, so they change the scores of choices of one token too. Each setting is a durable batch job

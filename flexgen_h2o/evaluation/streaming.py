@@ -1,6 +1,7 @@
-"""`evaluate streaming`: conversations and texts longer than the cache, with the full cache and with policies.
+"""`evaluate streaming`: conversations and texts longer than the cache, by eviction policy.
 
-The NLL of long texts is measured token by token: where it grows with their length, the cache is at fault.
+The NLL of long texts is measured token by token. If it grows with the length of the text, the cache
+is the cause.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from flexgen_h2o.llm import LLM
 SCHEMA = 1
 RULE = "-" * 70
 RESAMPLES = 1000
-AT_ONCE = 16  # tokens of every stream in one sweep
+AT_ONCE = 16  # tokens per stream in one sweep
 
 
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
-    """All policies, one after the other; returns the exit code."""
+    """Measure all policies, one after the other, and return the exit code."""
     settings: dict[str, Any] = {"heavy_size": args.hh_size, "recent_size": args.recent_size}
     if args.positions is not None:
         settings["positions"] = args.positions
     cases = make_cases(args.policies, settings, vars(args).get("sinks"))
     with open_llm(args, policy, is_auto, Full()) as llm:
-        for case in cases:  # what is refused, a dtype too, is refused before anything is shown
+        for case in cases:  # raises all errors, a wrong dtype's too, before anything is shown
             llm.eviction = case.eviction
             llm.check_plan()
         say_notes("evaluate streaming", args, llm)
@@ -86,7 +87,10 @@ def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
 
 
 def of_turns(turns: Sequence[Figures]) -> Figures:
-    """Return the figures of a conversation up to the last of these turns, the first of which has no perplexity."""
+    """Return the figures of a conversation up to the last of these turns.
+
+    The first turn of a conversation has no perplexity.
+    """
     nats = [(turn["nll"] * turn["tokens"], turn["tokens"]) for turn in turns if turn["nll"] is not None]
     measured = sum(tokens for _, tokens in nats)
     return {
@@ -102,7 +106,7 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
     text = text_of(path, llm.model, ", and --text needs one")
     streams = streams_of(text, args.streams or 1, args.stream_len)
     size = len(streams[0])
-    if 2 * windows > size:  # nothing is expected for the first token
+    if 2 * windows > size:  # the first token has no prediction
         raise UsageError(f"--windows {windows}: a stream has {size} tokens; ask for {size // 2} or fewer")
     for case in cases:
         llm.eviction = case.eviction
@@ -122,10 +126,10 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
 
 
 def _measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int, seed: int) -> Figures:
-    """Each stream token by token with a policy; NLL and KV by window. Windows count tokens from 1, which nothing is
-    expected for.
+    """Measure NLL and KV cache by window, following each stream token by token with a policy.
 
-    Every token is a decode step: the policy decides after each, and no prompt is attended to as a whole.
+    Every token is a decode step: the policy decides after each one, and no prompt is attended to as
+    a whole. Windows count tokens from 1; token 1 has no prediction.
     """
     llm.eviction = case.eviction
     tokens = torch.tensor([list(s) for s in streams], device="cpu")
@@ -155,7 +159,10 @@ def _measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], win
 
 
 def _result(llm: LLM, case: Case, figures: Figures, tokens: int, seconds: float) -> Figures:
-    """One policy's part of the JSON. figures: of its measure."""
+    """Return one policy's part of the JSON.
+
+    figures: those of the conversation or the text. tokens: all tokens that were run in `seconds`.
+    """
     assert llm.report is not None
     return {
         "policy": case.label,
@@ -170,12 +177,15 @@ def _result(llm: LLM, case: Case, figures: Figures, tokens: int, seconds: float)
 
 
 def title(case: Case, compression: str, row: tuple[int, int] = (0, 0)) -> str:
-    """What a conversation or text is run with, in the layers without a window. compression: flags. row: prompt and new
-    tokens, where sizes depend on them."""
+    """Return a policy with its sizes, as text. The sizes are those of layers without a window.
+
+    compression: flags of compression. row: (prompt tokens, new tokens), if the sizes depend on
+    them.
+    """
     said = f", {compression}" if compression else ""
     if not case.eviction.needs.record:
         return f"{case.label}: every KV entry{said}"
-    policy: Any = getattr(case.eviction, "policy", case.eviction)  # without the model's windows
+    policy: Any = getattr(case.eviction, "policy", case.eviction)  # without windows
     budget = policy.budget(*row, 0)
     counts = [(name, getattr(budget, name)) for name in ("sinks", "heavy", "recent")]
     columns = " + ".join(f"{n} {name}" for name, n in counts if n)
@@ -187,9 +197,10 @@ def _show(text: str) -> None:
 
 
 def conversation_table(policies: Sequence[Figures], turns: int, compared: int, compression: str) -> str:
-    """Return a table of conversations (streaming JSON), one row per policy, over the turns that all of them answered.
+    """Return a table of conversations (streaming JSON), one row per policy.
 
-    turns: that were asked. compared: the first ones, which all policies answered. compression: flags of all of them.
+    turns: number of turns asked. compared: number of the first turns, which all policies answered;
+    the figures are over these. compression: flags of all policies.
     """
     names = ["policy", "positions", "turns answered", "tokens", "perplexity", "KV held at most", "seconds"]
     rows = [
@@ -211,8 +222,10 @@ def conversation_table(policies: Sequence[Figures], turns: int, compared: int, c
 
 
 def text_tables(policies: Sequence[Figures], model: str, dtype: str, compression: str) -> str:
-    """The surprise of long texts and the KV held (streaming JSON), a policy a row, by window. compression: flags of all
-    of them."""
+    """Return tables of the NLL of long texts and of the KV cache held, by window (streaming JSON).
+
+    There is one row per policy. compression: flags of all policies.
+    """
     windows, streams = policies[0]["windows"], policies[0]["nll"]["n"]
     spans = [f"{w['first']} - {w['last']}" for w in windows]
 

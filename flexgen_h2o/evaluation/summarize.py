@@ -446,8 +446,8 @@ def _request_lines(
                 continue
             record["article"] = shorter
         counts["articles"] += 1
-        # A chat line is answered as in every other job. Its log-probabilities are not scored, so none
-        # are asked for.
+        # A chat line is answered as in every other job. Its log-probabilities are not scored, so
+        # none are asked for.
         if args.chat:
             message = {"role": "user", "content": record.pop("article")}
             record = {"messages": [message], **record, "logprobs": None}

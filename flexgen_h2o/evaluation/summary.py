@@ -1,5 +1,7 @@
-"""What the cells of `evaluate summarize` are worth: scores, KV and speed, as figures, a table, a picture, and in
-kvpress's layout."""
+"""Scores, KV size and speed of the cells of `evaluate summarize`.
+
+They are written as JSON, as a table, as a picture, and in kvpress's layout.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,22 @@ _TITLES = dict(zip(ROUGE_SCORE, ("ROUGE-1", "ROUGE-2", "ROUGE-L"), strict=True))
 
 @dataclass(frozen=True)
 class Answer:
-    """A summary. number: of its request's line. prompt: as it was run. max_tokens: that were asked for, new_tokens:
-    that came."""
+    """A summary that a job has written; made by `read_answers`."""
 
-    number: int
-    text: str
-    reference: str
-    prompt: str
+    number: int  # line of its request, from 1
+    text: str  # the summary
+    reference: str  # a person's summary
+    prompt: str  # prompt as it was run
     prompt_tokens: int
-    max_tokens: int
-    new_tokens: int
+    max_tokens: int  # most new tokens, as asked for
+    new_tokens: int  # tokens that were generated
 
 
 def read_answers(output: Path, requests: Path) -> list[Answer]:
-    """Return the answers of a job that are no errors, in the order of the articles. requests: the job's input."""
+    """Return the answers of a job in the order of the articles, errors left out.
+
+    requests: the job's input.
+    """
     records: dict[int, dict[str, Any]] = {}
     found = []
     for _, row in rows_of(output):
@@ -59,7 +63,7 @@ def read_answers(output: Path, requests: Path) -> list[Answer]:
         if "request" in row:
             record = row["request"]
             text = choice["text"]
-        else:  # a chat's answer comes without its request
+        else:  # a chat's answer does not contain its request
             if not records:
                 lines = requests.read_text(encoding="utf-8").splitlines()
                 records = {i: json.loads(line) for i, line in enumerate(lines, start=1)}
@@ -80,7 +84,7 @@ def read_answers(output: Path, requests: Path) -> list[Answer]:
 
 
 def kept(cell: Cell, answers: Sequence[Answer], spec: ModelSpec, policy: Policy, dtype: str) -> Figures:
-    """What a cell held: means over rows at their longest, prompt + max_tokens."""
+    """Return what a cell's KV cache held: means over rows at their longest, prompt + max_tokens."""
     nbytes, blocks, n = column_bytes(spec, policy, DTYPE_BYTES[dtype])[0], spec.num_blocks, max(1, len(answers))
     lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
     held, full = (columns_held(eviction, spec, policy, lengths) for eviction in (cell.case.eviction, Full()))
@@ -97,8 +101,11 @@ def kept(cell: Cell, answers: Sequence[Answer], spec: ModelSpec, policy: Policy,
 
 
 def speed(output: Path, before: Mapping[str, Any]) -> Figures:
-    """New tokens and seconds of the run that did the output's last rows: this one or, if it had nothing to do, an
-    earlier one, as `before` has them. None where nobody knows."""
+    """Return new tokens, seconds and tokens/s of the run that wrote the output's last rows.
+
+    If this run had nothing to do, the figures are those of an earlier one (`before`). They are None
+    if it has none.
+    """
     status = read_status(output)
     if status.tokens:
         return {"tokens": status.tokens, "seconds": status.seconds, "tokens_per_s": status.tokens_per_s}
@@ -108,9 +115,10 @@ def speed(output: Path, before: Mapping[str, Any]) -> Figures:
 def means(
     scores: Mapping[int, Sequence[float]], reference: Mapping[int, Sequence[float]], resamples: int, seed: int
 ) -> Figures:
-    """Means over articles with their intervals; and less those of `reference`, paired, where it has the same articles.
+    """Return the mean of each metric over articles, and its paired difference to `reference`.
 
-    Both: METRICS by number of the article.
+    The difference is None if the reference has other articles. scores, reference: values of
+    METRICS, by number of the article.
     """
     if not scores:
         return {"scores": None, "less_first": None}
@@ -124,13 +132,16 @@ def means(
 
 
 def say_means(figures: Figures) -> None:
-    """The line that h2o_hf's script prints."""
+    """Print the line of scores that h2o_hf's script prints."""
     if figures["scores"] is not None:
         print(", ".join(f"{name}: {figures['scores'][name]['value']:.6f}" for name in ROUGE), flush=True)
 
 
 def write_press(folder: Path, cell: Cell, answers: Sequence[Answer], figures: Figures, facts: Figures) -> None:
-    """The cell in kvpress's layout: the article is the context, the instruction the question."""
+    """Write a cell in kvpress's layout.
+
+    The article is the context, the instruction is the question.
+    """
     settings = {
         "seed": facts["seed"], "press_init_command": json.dumps(figures["eviction"]), "dtype": facts["dtype"],
         "compression_ratio_of": RATIO_OF,
@@ -152,13 +163,13 @@ def write_press(folder: Path, cell: Cell, answers: Sequence[Answer], figures: Fi
 
 
 def show(args: argparse.Namespace, result: Figures) -> None:
-    """Print the table, and write it, all figures and the picture where they are asked for."""
+    """Print the table. Write it, all figures and the picture if they are asked for."""
     is_scored = any(cell["scores"] is not None for cell in result["cells"])
     write_results(args, result, summary_table(result) + "\n", draw_summaries if is_scored else None)
 
 
 def summary_table(result: Figures) -> str:
-    """A row a cell of the JSON result; scores in hundredths, as papers print them."""
+    """Return the table: one row per cell, with scores in hundredths, as papers print them."""
     first = result["cells"][0]["title"]
     names = [
         "policy", "KV size", "KV columns", "KV a row", "of full", *_TITLES.values(), f"ROUGE-2 - {first}'s",
@@ -208,9 +219,10 @@ def _hundredths(interval: Figures) -> Figures:
 
 
 def draw_summaries(result: Figures, path: Path) -> None:
-    """ROUGE-1, -2 and -L and tokens/s over the KV bytes that a row holds. The suffix names the format.
+    """Draw ROUGE-1, -2 and -L and tokens/s over the KV bytes that a row holds.
 
-    Raises FlexgenError naming --plot where the file cannot be written.
+    The suffix of `path` names the format. Raise FlexgenError naming --plot if the file cannot be
+    written.
     """
     from matplotlib.figure import Figure
 

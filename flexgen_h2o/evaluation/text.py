@@ -1,4 +1,4 @@
-"""`evaluate text`: what the model writes after one's own prompts, side by side: with the full cache, with eviction."""
+"""`evaluate text`: answers to your prompts with the full cache and with eviction, side by side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.models import check_family
 
 RULE = "-" * 70
-# Without --prompt and --prompts, as run_text_generation has one of its own.
+# Prompt if neither --prompt nor --prompts is given; h2o_hf's run_text_generation has a default too.
 PROMPT = '''import os
 
 
@@ -50,7 +50,7 @@ class Reader:
 
 
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
-    """Both runs, printed; returns the exit code."""
+    """Run the prompts with both caches, print the texts, and return the exit code."""
     eviction, params = eviction_of(args, policy), sampling_of(args)
     with open_llm(args, policy, is_auto, Full()) as llm:
         if "model_arch" in args:
@@ -83,13 +83,15 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
 def _written(
     llm: LLM, eviction: Eviction, prompts: Sequence[Prompt], params: SamplingParams, is_chat: bool
 ) -> list[dict[str, Any]]:
-    """What a run with `eviction` wrote, in the order of the prompts, for the JSON; in a chat as a terminal shows it.
+    """Run the prompts with `eviction`, and return the answers for the JSON.
 
-    columns: KV columns that a row held at its end, mean over the transformer blocks; bytes: theirs, of all blocks.
+    The answers are in the order of the prompts. In a chat a text is as a terminal shows it.
+    "columns" are the KV entries that a row held at its end, a mean over the transformer blocks.
+    "bytes" are their bytes in all blocks.
     """
     done: list[Completion] = []
     llm.eviction = eviction
-    eviction = llm.eviction  # of this model
+    eviction = llm.eviction  # now fitted to this model
     llm.run(prompts, params, done.extend)
     blocks, found = llm.model.spec.num_blocks, []
     for prompt, out in zip(prompts, sorted(done, key=lambda c: c.index), strict=True):
@@ -109,12 +111,15 @@ def _written(
 
 
 def _same_tokens(one: list[int], other: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Return how many first tokens are the same."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def _as_blocks(row: dict[str, Any], name: str) -> str:
-    """A prompt and the two texts that follow on it, one below the other; token ids where there is no tokenizer."""
+    """Return a prompt and its two answers as text, one below the other.
+
+    Token ids stand in for texts if the model has no tokenizer. name: of the eviction policy.
+    """
     prompt_len, full, evicted = row["prompt_len"], row["full"], row["evicted"]
     heads = (
         f"prompt {row['index']}, {prompt_len} token{'s' if prompt_len != 1 else ''}",
@@ -128,7 +133,7 @@ def _as_blocks(row: dict[str, Any], name: str) -> str:
 
 
 def _summary(full: Sequence[dict[str, Any]], evicted: Sequence[dict[str, Any]], name: str, compression: str) -> str:
-    """One line over all prompts. compression: flags of both runs."""
+    """Return one line about all prompts. compression: flags of both runs."""
     whole, kept = (sum(one["bytes"] for one in side) for side in (full, evicted))
     same = sum(one["token_ids"] == other["token_ids"] for one, other in zip(full, evicted, strict=True))
     return (

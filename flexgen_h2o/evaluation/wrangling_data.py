@@ -1,9 +1,10 @@
-"""The data of data wrangling tasks: folders in the layout of fm_data_tasks, as prompts with the answers wanted.
+"""Prompts and labels of data wrangling tasks, from folders in the layout of fm_data_tasks.
 
-Tasks, layout and texts are those of Narayan et al. 2022 (arXiv 2205.09911), whose code is HazyResearch/fm_data_tasks:
-entity matching has pairs of rows of two tables, error detection names cells of one, imputation leaves a column out.
-Tables are read as pandas reads them, since its numbers are in the prompts (`2003.0` in a column with gaps). Rows are
-drawn with numpy's RandomState as pandas draws them, so the same seed gives the same examples.
+Tasks, layout and texts are those of Narayan et al. 2022 (arXiv 2205.09911), whose code is
+HazyResearch/fm_data_tasks. Entity matching has pairs of rows of two tables, error detection names
+cells of one table, and imputation leaves a column out. Tables are read as pandas reads them,
+because its numbers are in the prompts (`2003.0` in a column with gaps). Rows are drawn with numpy's
+RandomState as pandas draws them, so the same seed draws the same examples.
 """
 
 from __future__ import annotations
@@ -27,35 +28,39 @@ WHERE = (
     "the data is in https://fm-data-tasks.s3.us-west-1.amazonaws.com/datasets.tar.gz: unpack it, and give a folder "
     "such as datasets/entity_matching/structured/Beer"
 )
+# Kind of task: the tables of its folder.
 FILES = {
     "entity_matching": ("tableA.csv", "tableB.csv"), "error_detection": ("table.csv",), "data_imputation": (),
 }  # fmt: skip
 SPLITS = {"train": "train.csv", "validation": "valid.csv", "test": "test.csv"}
-# What pandas takes for a gap in a CSV file.
+# Values that pandas reads as missing in a CSV file.
 _GAPS = frozenset(
     {
         "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA",
         "NULL", "NaN", "None", "n/a", "nan", "null",
     }
 )  # fmt: skip
-_TRIGRAMS = 4096  # places that they are counted at
-_SHUFFLE_SEED = 42  # of the training rows: fm_data_tasks'
+_TRIGRAMS = 4096  # counters that trigrams are hashed to
+_SHUFFLE_SEED = 42  # fm_data_tasks' seed of the order of training rows
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is particular to a dataset. noun: what a row is. question: what a row is asked; instruction: of the task.
+    """The texts and columns that are particular to a data set."""
 
-    dropped: columns that are left out; renamed: other names of columns. column: the one that is imputed. key: the one
-    that tells which of several hand-written texts of examples goes before a row.
-    """
-
+    # Name of the thing that a row describes.
     noun: str = "Product"
+    # Question at the end of a row's text.
     question: str = " Are Product A and Product B the same?"
+    # Instruction of the task, for --add-task-instruction.
     instruction: str = "Are Product A and Product B the same? Yes or No? "
+    # Columns that are left out.
     dropped: tuple[str, ...] = ()
+    # Name of a column in the table -> its name in the prompt; other columns keep their names.
     renamed: Mapping[str, str] | None = None
+    # Column that is imputed.
     column: str | None = None
+    # Column whose value selects one of several hand-written texts of examples.
     key: str | None = None
 
 
@@ -86,32 +91,33 @@ DATASETS = {
 
 @dataclass(frozen=True)
 class Item:
-    """A row of a task. text: the question, where the answer comes next. label: the answer wanted. key: of `Dataset`."""
+    """A row of a task; made by `read_items`."""
 
-    text: str
-    label: str
-    key: str = ""
+    text: str  # the row and its question; the answer comes next
+    label: str  # the right answer
+    key: str = ""  # value of the column `Dataset.key`
 
     @property
     def example(self) -> str:
+        """Text of the row with its answer, as an example."""
         return f"{self.text}{self.label}".strip()
 
 
 @dataclass(frozen=True)
 class Task:
-    """A folder that was found to be one. kind: a key of FILES. name: the folder's."""
+    """A folder with a task's data; made by `find_task`."""
 
     folder: Path
-    kind: str
-    name: str
-    about: Dataset
+    kind: str  # a key of FILES
+    name: str  # name of the folder
+    about: Dataset  # texts and columns of the data set
 
 
 def find_task(folder: Path, column: str | None) -> Task:
-    """The task in a folder: its tables say which kind, its name which dataset. column: the one to impute, where the
-    name says none.
+    """Return the task in a folder. Its tables tell the kind, its name tells the data set.
 
-    UsageError says which file is missing and where the data is to be had.
+    column: column to impute, for folders whose name tells none. Raise UsageError saying which file
+    is missing and where the data can be fetched.
     """
     have = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if "train.csv" not in have:
@@ -134,7 +140,10 @@ def find_task(folder: Path, column: str | None) -> Task:
 
 
 def read_items(task: Task, split: str, sep: str, gap: str) -> list[Item]:
-    """The rows of a split. sep: between the columns of a row; gap: what stands for a value that is missing."""
+    """Return the rows of a split.
+
+    sep: text between the columns of a row. gap: text in place of a missing value.
+    """
     read = {"entity_matching": _pairs, "error_detection": _cells, "data_imputation": _rows}[task.kind]
     path = task.folder / SPLITS[split]
     if not path.is_file():
@@ -148,14 +157,14 @@ def read_items(task: Task, split: str, sep: str, gap: str) -> list[Item]:
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV file: columns by name, None where a value is missing."""
+    """A CSV file."""
 
     path: Path
-    columns: dict[str, list[str | None]]
+    columns: dict[str, list[str | None]]  # values by name of the column; None: missing
 
     @classmethod
     def read(cls, path: Path) -> Table:
-        """UsageError naming the file and the line."""
+        """Read a CSV file. Raise UsageError naming the file and the line."""
         try:
             text = read_bounded(path, MOST_TABLE_BYTES).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -174,12 +183,13 @@ class Table:
         return cls(path, {name: _as_pandas([row[i] for row in rows]) for i, name in enumerate(names)})
 
     def column(self, name: str) -> list[str | None]:
+        """Return the values of a column. Raise UsageError if the table has no such column."""
         if name not in self.columns:
             raise UsageError(f"--data-dir: {self.path}: has no column {name}, only {', '.join(self.columns)[:200]}")
         return self.columns[name]
 
     def numbers(self, name: str) -> list[int]:
-        """A column of whole numbers."""
+        """Return a column of whole numbers. Raise UsageError for another value."""
         values = self.column(name)
         try:
             return [int(float(value or "")) for value in values]
@@ -187,14 +197,21 @@ class Table:
             raise UsageError(f"--data-dir: {self.path}: {name} has a value that is no whole number") from error
 
     def rows(self, about: Dataset, without: Sequence[str]) -> list[dict[str, str | None]]:
-        """Each row, with the columns that are used under the names that they get."""
+        """Return each row as a dict of the columns that are used, under their names in prompts.
+
+        without: columns that are left out, beside those that `about` drops.
+        """
         names = {n: (about.renamed or {}).get(n, n) for n in self.columns if n not in (*about.dropped, *without)}
         count = len(next(iter(self.columns.values()), []))
         return [{new: self.columns[old][i] for old, new in names.items()} for i in range(count)]
 
 
 def _as_pandas(values: list[str]) -> list[str | None]:
-    """The values of a column as texts of what pandas would make of them: numbers lose zeros and get a point."""
+    """Return the values of a column as pandas would print them.
+
+    Numbers lose leading and trailing zeros. Whole numbers get `.0` if the column has gaps or
+    fractions.
+    """
     found = [None if value in _GAPS else value for value in values]
     given = [value for value in found if value is not None]
     for kind in (int, float):
@@ -202,7 +219,7 @@ def _as_pandas(values: list[str]) -> list[str | None]:
             read = [None if value is None else kind(value) for value in found]
         except ValueError:
             continue
-        if any("_" in value for value in given):  # a number to Python only
+        if any("_" in value for value in given):  # a number to Python, but not to pandas
             break
         return [None if n is None else str(n if len(given) == len(found) else float(n)) for n in read]
     return found
@@ -215,7 +232,7 @@ AsText = Callable[[Mapping[str, str | None]], str]
 
 
 def _as_text(row: Mapping[str, str | None], sep: str, gap: str) -> str:
-    """`name: value. other: value`."""
+    """Return a row as text: `name: value. other: value`."""
     cells = [f"{name}: {gap if value is None else value.strip()}".lstrip() for name, value in row.items()]
     return (f" {sep} " if sep not in ("", ".") else f"{sep} ").join(cells)
 
@@ -270,9 +287,12 @@ def _rows(task: Task, table: Table, as_text: AsText, sep: str) -> list[Item]:
 
 
 def shuffled(items: Sequence[Item], kind: str, balanced: bool) -> list[Item]:
-    """Training rows in the order that examples are drawn from. balanced: as many of each answer, but for imputation."""
+    """Return the training rows in the order that examples are drawn from.
+
+    balanced: keep as many rows of each answer. Imputation ignores it.
+    """
     if balanced and kind != "data_imputation":
-        # In the order of the numbers that stand for them: `label` 1 is Yes, `is_clean` 1 is No.
+        # The labels are in the order of their numbers: `label` 1 is Yes, `is_clean` 1 is No.
         labels = sorted({item.label for item in items}, reverse=kind == "error_detection")
         groups = [[item for item in items if item.label == label] for label in labels]
         least = min(map(len, groups))
@@ -281,15 +301,17 @@ def shuffled(items: Sequence[Item], kind: str, balanced: bool) -> list[Item]:
 
 
 def drawn(items: Sequence[Item], count: int, seed: int) -> list[Item]:
-    """`count` different ones, in the order drawn."""
+    """Return `count` different items, in the order drawn."""
     return [items[i] for i in np.random.RandomState(seed).choice(len(items), size=count, replace=False)]
 
 
 def near_misses(items: Sequence[Item], wrong: Sequence[bool], count: int) -> list[Item]:
-    """Rows of which two alike have other answers, one of them wrongly predicted: what the model must tell apart.
+    """Return at most `count` rows that the model must learn to tell apart.
 
-    Alike is the cosine of their counts of character trigrams, weighted by how rare these are; fm_data_tasks takes a
-    sentence encoder's, which a folder of data has not. Pairs that are most alike come first.
+    They are pairs of similar rows with different labels, of which at least one was predicted
+    wrongly. The most similar pairs come first. Similarity is the cosine of the counts of character
+    trigrams, weighted by how rare they are. fm_data_tasks uses a sentence encoder instead, which a
+    folder of data does not have.
     """
     vectors = _trigrams([item.text for item in items])
     alike, found = np.triu(vectors @ vectors.T, 1), []
@@ -304,7 +326,7 @@ def near_misses(items: Sequence[Item], wrong: Sequence[bool], count: int) -> lis
 
 
 def _trigrams(texts: Sequence[str]) -> NDArray[np.float32]:
-    """(texts, _TRIGRAMS), rows of length 1."""
+    """Return the weighted counts of trigrams, (texts, _TRIGRAMS); each row has length 1."""
     counts = np.zeros((len(texts), _TRIGRAMS), np.float32)
     for row, text in enumerate(texts):
         np.add.at(counts[row], [crc32(text[i : i + 3].encode()) % _TRIGRAMS for i in range(len(text) - 2)], 1)
