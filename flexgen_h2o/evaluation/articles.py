@@ -68,7 +68,7 @@ def split_instruction(prompt: str) -> tuple[str, str, str]:
 
 
 def as_message(prompt: str) -> str:
-    """Return a record's prompt as a user's message. INSTRUCTION follows it if it has none."""
+    """Return a record's prompt as a user's message, with INSTRUCTION if it has no instruction."""
     text = prompt.strip()
     return text if split_instruction(text)[2] else f"{text}\n\n{INSTRUCTION}"
 

@@ -177,8 +177,7 @@ def near_zero(p: torch.Tensor, seen: torch.Tensor, share: float) -> torch.Tensor
 
 
 def watch(llm: LLM, rows: Sequence[TextRow], settings: argparse.Namespace) -> AttentionMaps:
-    """Run the prompts of `rows` with the full cache, and return what their attention sums up to.
-    """
+    """Run the prompts of `rows` with the full cache, and return the sums of their attention."""
     spec, length = llm.model.spec, len(rows[0].prompt)
     maps = AttentionMaps((len(rows), spec.num_blocks, spec.num_heads), length, settings)
     prompts = prompts_from_python([row.prompt for row in rows], None, spec.vocab_size)
@@ -233,7 +232,10 @@ class Tokens:
 
 
 def co_occurrence(prompts: Sequence[Sequence[int]], window: int) -> Tokens:
-    """Count tokens and their neighbours. window: largest distance of neighbours, in positions."""
+    """Return how often tokens occur in prompts, and with how many neighbours.
+
+    window: largest distance of neighbours, in positions.
+    """
     ids, counts = np.unique(np.concatenate([np.asarray(p) for p in prompts]), return_counts=True)
     pairs: set[int] = set()
     for prompt in prompts:

@@ -57,8 +57,9 @@ def read_turns(path: Path | None) -> list[Turn]:
 
     A `.txt` file has one turn per line. A line of a `.jsonl` file is a question of MT-bench,
     `{"question_id", "category", "turns": [...]}`, with texts or lists of token ids as turns. It may
-    also be one turn, as `prompt` or `prompt_token_ids`. Raise UsageError naming `--turns
-    FILE:LINE`.
+    also be one turn, as `prompt` or `prompt_token_ids`.
+
+    Raise UsageError naming `--turns FILE:LINE`.
     """
     if path is None:
         return [Turn(text, "--turns", {}) for text in TURNS]

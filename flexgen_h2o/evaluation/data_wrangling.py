@@ -59,7 +59,7 @@ def add_flags(parser: OneLineParser) -> None:
     fm_data_tasks writes them with underscores, which are accepted for hyphens.
     """
     parser.set_defaults(run=run)
-    add_engine_flags(parser, dry_run=False)  # the task's own --dry-run is added below
+    add_engine_flags(parser, dry_run=False)  # fm_data_tasks' own --dry-run is added below
     add_eviction_flags(parser)
     add = parser.add_argument
     add("--data-dir", type=file_name, help="folder of a data set: train.csv, valid.csv, test.csv, tables")
@@ -242,8 +242,7 @@ def too_long_labels(model: Model, items: Sequence[Item], most: int) -> int:
 
 
 def _labels_line(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> str:
-    """Return a line on how many answers cannot be right, because they are too long; "" if all can.
-    """
+    """Return a line on how many labels are too long for an answer to be right; "" if none is."""
     longer = too_long_labels(model, items, args.gen_len)
     if not longer:
         return ""
@@ -394,7 +393,10 @@ def _score(
 def _write_press(
     args: argparse.Namespace, folder: Path, whole: dict[str, Any], eviction: Eviction, policy: Policy
 ) -> None:  # fmt: skip
-    """The rows of all trials in kvpress's layout: the examples are the context, the row is the question."""
+    """Write the rows of all trials in kvpress's layout.
+
+    The examples are the context, the row is the question.
+    """
     prompts = [
         int(row["response"]["body"]["usage"]["prompt_tokens"])
         for row in (json.loads(line) for _, line in lines_of(folder / "answers.jsonl", "--output-dir"))

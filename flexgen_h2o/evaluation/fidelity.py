@@ -264,8 +264,7 @@ class Runner:
             self._use(case).check_plan()
 
     def greedy(self, rows: Sequence[TextRow], tokens: int) -> list[TextRow]:
-        """Return the rows with greedy continuations of `tokens` tokens, written by the full cache.
-        """
+        """Return the rows with greedy continuations of `tokens` tokens by the full cache."""
         found = self._generate(None, rows, tokens)
         return [replace(row, continuation=tuple(ids)) for row, ids in zip(rows, found.tolist(), strict=True)]
 
@@ -303,8 +302,7 @@ class Runner:
         return Reference(watch, tokens, nats.view(len(rows), -1).numpy())
 
     def compare(self, rows: Sequence[TextRow], reference: Reference, case: Case) -> TextFidelity:
-        """Follow the rows of the reference with a case's policy, and return how far it is from it.
-        """
+        """Follow the rows of the reference with a case's policy, and return how they differ."""
         found = self._unmeasured(case, rows, (len(rows), reference.tokens.shape[1] - 1))
         self._compare(rows, reference.tokens, reference.watch, found)
         return found

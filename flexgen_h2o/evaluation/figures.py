@@ -1,5 +1,4 @@
-"""Measures of a decode step, means with their intervals, and fidelity as tables and as a picture.
-"""
+"""Measures of a decode step, means with intervals, and fidelity as tables and as a picture."""
 
 from __future__ import annotations
 

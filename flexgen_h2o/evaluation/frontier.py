@@ -360,8 +360,7 @@ class Prompts:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all fields, so that measurements of other prompts are not mistaken for these.
-        """
+        """SHA-256 of all fields, so that measurements of other prompts are not reused."""
         found = hashlib.sha256()
         for row in self.rows:
             found.update(json.dumps([row.prompt, row.continuation]).encode())
@@ -449,7 +448,7 @@ def _summaries(
 ) -> Iterator[tuple[tuple[int, ...], str]]:
     """Yield (token ids of the prompt, reference summary) of each article.
 
-    Articles are cut to --prompt-len tokens; those that cannot be cut so far are left out.
+    Articles are cut to at most --prompt-len tokens; those that cannot be cut so far are left out.
     """
     from flexgen_h2o.evaluation.articles import shortened
 
@@ -546,7 +545,8 @@ class Measurements:
             for line in others:
                 if line["kind"] == LOSSES and any(len(value) != 3 for value in line["values"]):
                     raise ValueError("three losses a prompt are expected")
-                # Older files have settings that read a share of the entries, which this version does not measure.
+                # Older files have settings that read only a share of the entries. This version
+                # does not measure them, so they are left out.
                 if line["setting"].pop("kv_read", 1) == 1:
                     self._keep(Setting(**line["setting"]), line["kind"], line["values"], line["start"])
         except (ValueError, KeyError, TypeError) as error:

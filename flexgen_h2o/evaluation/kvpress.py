@@ -2,7 +2,7 @@
 
 The layout is that of evaluation/evaluate.py in kvpress:
 
-DIR/DATASET[__DATA_DIR]__MODEL__PRESS__RATIO[__fractionF]/predictions.csv, metrics.json, config.yaml
+    DIR/DATASET[__DATA_DIR]__MODEL__PRESS__RATIO[__fractionF]/predictions.csv, metrics.json, config.yaml
 
 RATIO is kvpress's compression_ratio with two decimal places: the share of KV entries that are
 dropped. In kvpress it is a share of the context; here `settings` says what it is a share of.

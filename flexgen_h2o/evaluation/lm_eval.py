@@ -108,7 +108,7 @@ OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
 def add_flags(parser: OneLineParser) -> None:
     """Add the flags of a run over tasks, and the three steps as commands below this one."""
     parser.set_defaults(run=_evaluate)
-    parser.allow_abbrev = False  # a step's --output is no short form of --output-path
+    parser.allow_abbrev = False  # else a step's --output would mean --output-path
     add_engine_flags(parser)
     add_eviction_flags(parser)
     _add_task_flags(parser, OF_TASKS | OF_RUN)
@@ -282,8 +282,8 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
 def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
     """Raise UsageError if a length is too short for the shortest example of a RULER task.
 
-    lm-eval would search for an example that fits without end. names: of tasks. metadata: that of
-    --metadata.
+    lm-eval would search without end for an example that fits. names: names of tasks. metadata:
+    value of --metadata.
     """
     import numpy
 

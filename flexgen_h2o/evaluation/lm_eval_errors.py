@@ -35,7 +35,7 @@ HUB = "https://huggingface.co/datasets"
 def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
     """Run lm-eval in here: nothing is fetched without --download, and its errors become one line.
 
-    names: the tasks, for messages. All calls of lm-eval are inside of it.
+    All calls of lm-eval are inside of this context. names: the tasks, for messages.
     """
     try:
         with _offline(args.download), _quiet_git(), _checked_lines(names):
@@ -131,7 +131,7 @@ def kept_results() -> Iterator[dict[str, Any]]:
 
     def evaluate(*args: Any, log_samples: bool = True, **more: Any) -> Any:
         results = inner(*args, log_samples=True, **more)
-        if results:  # samples are changed in place when they are written
+        if results:  # copies: samples are changed in place when written
             found.update(results | {"samples": {t: [dict(s) for s in own] for t, own in results["samples"].items()}})
         return results if log_samples or not results else {k: v for k, v in results.items() if k != "samples"}
 
@@ -199,8 +199,7 @@ def check_lines(file: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def _quiet_git() -> Iterator[None]:
-    """Let lm-eval find the commit of the current folder without git's complaint if there is none.
-    """
+    """Keep git from complaining when lm-eval looks for a commit outside of a repository."""
     from lm_eval import evaluator
 
     before = evaluator.get_git_commit_hash

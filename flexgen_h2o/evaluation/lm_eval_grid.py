@@ -158,8 +158,7 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str],
 
 
 def grid_table(result: Figures) -> str:
-    """Return the table of a JSON result: one line per setting, with lm-eval's metrics of each task.
-    """
+    """Return the table of a JSON result: one line per setting, with the metrics of each task."""
     scored = [scores_of(cell["results"]) for cell in result["cells"]]
     columns = list(dict.fromkeys(key for one in scored for key in one))
     head = ["policy", "KV size", "KV of full", *(f"{task} {metric}" for task, metric in columns)]

@@ -1,10 +1,9 @@
-"""Long-context questions of RULER's kinds (Hsieh et al., arXiv 2404.06654, section 3), made without
-a network.
+"""Long-context questions of RULER's kinds, made without a network.
 
-niah hides one number in filler. niah-multikey hides four numbers and asks for one. vt has a chain
-of variable assignments to follow. cwe and fwe ask for the most common words of a list. The
-sentences are this project's own. As in RULER, a score is the share of the wanted strings that the
-answer contains.
+The kinds are those of Hsieh et al. (arXiv 2404.06654, section 3). niah hides one number in filler.
+niah-multikey hides four numbers and asks for one. vt has a chain of variable assignments to follow.
+cwe and fwe ask for the most common words of a list. The sentences are this project's own. As in
+RULER, a score is the share of the wanted strings that the answer contains.
 """
 
 from __future__ import annotations

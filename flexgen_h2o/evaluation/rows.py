@@ -41,8 +41,7 @@ _HELD_OUT_OF = 40
 
 
 def stdlib_files() -> list[Path]:
-    """Return all Python sources of the standard library in name order, installed packages left out.
-    """
+    """Return all Python sources of the standard library in name order, without packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[Path] = []
     for folder, below, names in os.walk(root):

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         if args.chat:
             params = llm.model.for_chat(params)
         say_notes("evaluate text", args, llm)
-        with naming_flags():  # a prompt longer than the model's positions
+        with naming_flags():  # for a prompt that is longer than the model's positions
             full, evicted = (_written(llm, kept, prompts, params, args.chat) for kept in (Full(), eviction))
         compression = compression_flags(policy)
         facts: dict[str, Any] = {

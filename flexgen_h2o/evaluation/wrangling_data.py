@@ -91,7 +91,7 @@ DATASETS = {
 
 @dataclass(frozen=True)
 class Item:
-    """A row of a task; made by `read_items`."""
+    """A row of a task; made by `read_items`, or read from the answers of an earlier run."""
 
     text: str  # the row and its question; the answer comes next
     label: str  # the right answer
