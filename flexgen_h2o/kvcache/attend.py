@@ -197,7 +197,7 @@ def _attend_prefix(
     The sums are computed at most once, for all rows that begin with the prefix. Returns None if the
     policy scores no prompts.
 
-    prefix: q (1, m, heads, d), k and v (1, n, kv_heads, d); m < n if a common prefix stands in front.
+    prefix: q (1, m, heads, d), k and v (1, n, kv_heads, d); m < n if a common prefix is in front.
     """
     q, k, v = (t.transpose(1, 2) for t in prefix[:3])
     attended, lse = causal(rows, q, k, v, scale)
@@ -281,7 +281,7 @@ def write_prompts(
 def _write_at_once(
     view: PartView, sequence: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns, unit: KVRows
 ) -> None:
-    """Do `write_prompts` in a few launches: one for each run of rows with equally many whole columns."""
+    """Do `write_prompts` in a few launches, one per run of rows with equally many whole columns."""
     most, end = 0 if view.whole is None else view.whole.slots.shape[1], sequence + len(kept.positions)
     windows = [window_of(most, held) for held in unit.budgets.slots[sequence:end].tolist()]
     first = 0
@@ -335,10 +335,11 @@ def attend_slots(
     qkv: Sequence[torch.Tensor], rows: KVRows, new: NewColumns, scale: float, out: torch.Tensor,
     rotation: Rotation | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Store each row's new column, write the attention over all its filled slots to `out`, return `out`.
+    """Store each row's new column, attend over the row's filled slots, and return `out`.
 
-    Each part is computed on the device that holds it. If the policy scores columns, each slot's
-    score grows by the attention that it received, and the next victim of each row is named.
+    The attention is written to `out`. Each part is computed on the device that holds it. If the
+    policy scores columns, each slot's score grows by the attention that it received, and the next
+    victim of each row is named.
 
     qkv: q (sequences, heads, d), k and v (sequences, kv_heads, d); all are changed in place if
     `rows.hadamard` is set.

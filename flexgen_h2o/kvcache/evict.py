@@ -1,4 +1,4 @@
-"""The eviction step: which columns of a prompt stay, and which column of a row leaves for its next one.
+"""The eviction step: which columns of a prompt stay, and which column leaves for a row's next one.
 
 Prompt columns are chosen before the layer's KV unit is written to its tier. So only the columns
 that stay are stored and moved. A victim is only named: the next column of its row overwrites its
@@ -43,7 +43,7 @@ class KeptColumns:
     `keep_prompt_columns` and `keep_packed_columns` make it.
     """
 
-    positions: torch.Tensor  # (b, kv_heads, kept) int64, ascending: positions of the columns that stay
+    positions: torch.Tensor  # (b, kv_heads, kept) int64, ascending: of the columns that stay
     # (b, kv_heads, n) fp32: scores of all columns. None if the policy records none.
     scores: torch.Tensor | None
     # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
@@ -234,8 +234,8 @@ def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.Lines) -> None:
             own.copy_(made)
 
 
-# These tensors are equal in all layers, so each is copied to a GPU once. Each layer goes through the
-# micro-batches in turn, so the cache holds the tensors of up to 16 micro-batches.
+# These tensors are equal in all layers, so each is copied to a GPU once. Each layer goes through
+# the micro-batches in turn, so the cache holds the tensors of up to 16 micro-batches.
 @lru_cache(maxsize=16)
 def _seen(lengths: tuple[int, ...], where: torch.device) -> torch.Tensor:
     """Return (tokens,) fp32: how many queries of its prompt see each token's column."""
@@ -254,7 +254,7 @@ def _unranked(stay: tuple[tuple[int, int, int], ...], where: torch.device) -> to
 
 
 def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these: slice) -> None:
-    """Write the metadata of `rows`, which hold the rows `these` of the b x kv_heads rows of `kept`."""
+    """Write the metadata of `rows`, which hold rows `these` of the b x kv_heads rows of `kept`."""
     positions = kept.positions.flatten(0, 1)[these]
     count = positions.shape[-1]
     metadata.positions[rows, :count].copy_(positions)
@@ -345,7 +345,7 @@ def rank_victims(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> No
 
 
 def columns_of(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> Columns:
-    """Return what the policy may know of the columns of all rows, on the device of their first part.
+    """Return what a policy may know of the columns of all rows, on the device of the first part.
 
     newest: (sequences,) ints, the positions of the newest columns.
     filled: (sequences,) ints, the slots in use.

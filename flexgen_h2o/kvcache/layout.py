@@ -70,8 +70,8 @@ class UnitLayout:
     def segments(self) -> int:
         """Number of segments.
 
-        It is 1 unless slots fill up step by step and are streamed, because attention reads long runs
-        of slots faster.
+        It is 1 unless slots fill up step by step and are streamed, because attention reads long
+        runs of slots faster.
         """
         return -(-self.slots // SEGMENT_SLOTS) if self.streamed and not self.record else 1
 
@@ -90,7 +90,10 @@ class UnitLayout:
         return self.segment_slots * keys, self.segment_slots * values
 
     def area_bytes(self, part: Part) -> tuple[int, int]:
-        """Return the bytes of a part's key area in one segment, and of its value area, in whole pages."""
+        """Return the bytes of a part's key area in one segment, and of its value area.
+
+        Both are whole pages.
+        """
         keys, values = self.row_bytes
         return round_up(part.rows * keys, PAGE), round_up(part.rows * values, PAGE)
 
@@ -162,7 +165,7 @@ class UnitLayout:
 
     @property
     def _record_bytes(self) -> int:
-        """Bytes of one row's record: its slots, its victim, and the summary of its prompt's queries."""
+        """Bytes of one row's record: of its slots, its victim, and its prompt's queries."""
         numbers = len(self.record.names) * self.slots + 1 + self.record.query_numbers
         return numbers * METADATA_ITEMSIZE if self.record else 0
 

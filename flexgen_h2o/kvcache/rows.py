@@ -1,4 +1,4 @@
-"""Sequences of a micro-batch: their budgets, the numbers of a decode step, and moves when some leave."""
+"""Sequences of a micro-batch: budgets, the numbers of a decode step, and moves when some leave."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RowBudgets:
     `RowBudget`.
     """
 
-    prompts: torch.Tensor  # tokens of the prompt
+    prompts: torch.Tensor  # tokens of the prompt whose columns go to slots
     sinks: torch.Tensor  # first columns that stay
     heavy: torch.Tensor  # columns that stay by their rank
     recent: torch.Tensor  # newest columns that stay

@@ -1,4 +1,4 @@
-"""Rows of a KV unit as tensors: their slots, the slots that new columns take, and writes into slots.
+"""Rows of a KV unit as tensors: their slots, the slots of new columns, and writes into slots.
 
 When rows leave a micro-batch, its last rows move to the places that became free (compaction).
 """
@@ -270,7 +270,7 @@ class PromptAttention:
 
 @dataclass(frozen=True)
 class KVRows:
-    """The rows of a KV unit while their layer is computed, and the eviction policy that applies to them.
+    """The rows of a KV unit while their layer is computed, and their eviction policy.
 
     `engine/attention.py` makes it for each layer and micro-batch, `integrations/cache.py` for each
     layer.
@@ -281,28 +281,28 @@ class KVRows:
     kv_heads: int  # rows per sequence
     budgets: RowBudgets  # of the micro-batch's sequences in this transformer block
     views: Sequence[PartView] = ()  # the parts that hold the rows, numbered from 0
-    # Columns that all sequences have in front of their own, in one copy (`common_views`); only with
-    # the full cache. With a window it is used only while prompts are computed, because each row's
+    # Columns of the full cache that all sequences have in front of their own, in one copy
+    # (`common_views`). With a window it is used only while prompts are computed, because each row's
     # slots hold their own copy.
     common: PartView | None = None
-    # Called with the attention of prompts that the policy scores. The first argument is the first of
-    # the sequences that were computed together.
+    # Called with the attention of prompts that the policy scores. The first argument is the first
+    # of the sequences that were computed together.
     watch: Callable[[int, PromptAttention], None] | None = None
     window: int | None = None  # of ModelSpec.windows
     # (heads,): learned logits that join the softmax of each query of their head and have no values
     sinks: torch.Tensor | None = None
-    # Slots hold transformed keys and values (kernels/hadamard.py), and keys are not smoothed. Columns
-    # of `common` are not transformed.
+    # Slots hold transformed keys and values (kernels/hadamard.py), and keys are not smoothed.
+    # Columns of `common` are not transformed.
     hadamard: bool = False
     # Share of the KV entries whose values a new token adds up (`attend_largest`)
     attn_sparsity: float = 1.0
 
     def sinks_of_rows(self, count: int) -> torch.Tensor | None:
-        """Return the sinks of the rows of `count` sequences, (rows, g) fp32. None if there are none."""
+        """Return the sinks of the rows of `count` sequences, (rows, g) fp32, or None."""
         return None if self.sinks is None else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
 
     def step_numbers(self, positions: torch.Tensor) -> StepNumbers:
-        """Return the StepNumbers of new columns at these positions, (sequences,) int64 on the host."""
+        """Return the StepNumbers of new columns. positions: (sequences,) int64 on the host."""
         whole = max((view.whole.slots.shape[1] for view in self.views if view.whole is not None), default=0)
         return StepNumbers(self.budgets, self.policy.needs, positions, whole)
 

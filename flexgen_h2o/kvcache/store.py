@@ -1,4 +1,4 @@
-"""The store of KV units: loads them to where attention runs, and writes changes back to their tiers.
+"""The store of KV units: loads them to where attention runs, and writes changes back to tiers.
 
 Each part of a unit has a home: its bytes on a tier. Memory for the homes is allocated once for the
 largest block, and divided anew for each block. Parts whose home is where attention runs are used in
@@ -103,7 +103,7 @@ class _Home:
 
 @dataclass
 class Unit:
-    """The KV cache of one (transformer block, micro-batch): the homes of its parts, and what they hold.
+    """The KV cache of one (transformer block, micro-batch): its parts' homes, and what they hold.
 
     `CacheStore.begin_block` makes it.
     """
@@ -208,12 +208,12 @@ class CacheStore:
         return sweep >= self._first[k] if self._rows[k].live else self._is_open and sweep > self._known[k]
 
     def is_ready(self, key: CacheKey) -> bool:
-        """Return whether the unit may be loaded: nobody uses it, and the micro-batch has sequences."""
+        """Return whether the unit may be loaded: it is unused, and has live sequences."""
         unit = self._units[key[1:]]
         return not unit.in_use and self._rows[key[2]].live > 0
 
     def load(self, key: CacheKey, region: Region) -> list[Done]:
-        """Start to load the unit's streamed parts into the region, and return the events of the loads."""
+        """Start to load the unit's streamed parts into the region, and return the loads' events."""
         unit, rows = self._units[key[1:]], self._rows[key[2]]
         unit.in_use = True  # A later sweep's load must not overtake this sweep's use.
         loads: list[Done] = []
@@ -257,10 +257,10 @@ class CacheStore:
         self, key: CacheKey, region: Region | None, columns: int, slots: Sequence[torch.Tensor] | None,
         fence: Callable[[], Waitable],
     ) -> list[Waitable]:  # fmt: skip
-        """Start to store what compute changed, and return the events after which the region is free.
+        """Start to store what compute changed. Return the events after which the region is free.
 
         columns: columns that the fullest row has now.
-        slots: the slots that changed, (rows,) int64 for each view of `open`. None: store all columns.
+        slots: the slots that changed, (rows,) int64 for each view of `open`. None: all columns.
         fence: makes an event that is done when compute is; not called without a region.
         """
         unit = self._units[key[1:]]

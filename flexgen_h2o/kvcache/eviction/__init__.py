@@ -72,7 +72,10 @@ def says_budget(text: str) -> bool:
 
 
 def _value(text: str) -> bool | int | float | str:
-    """Return a setting's value: a truth value, a number, or else the text, which the policy checks."""
+    """Return a setting's value: a truth value, a number, or else the text.
+
+    The policy checks such a text, which may be a name.
+    """
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

@@ -20,12 +20,12 @@ class H2ONorm(Evicting):
     the column. OpenVINO GenAI (AggregationMode.NORM_SUM) and kvpress's ObservedAttention normalise
     in the same way.
 
-    The heavy share pays for the `sinks` first columns. It also pays for enough recent columns that a
-    new column is not judged before `grace` queries saw it.
+    The heavy share pays for the `sinks` first columns. It also pays for enough recent columns that
+    a new column is not judged before `grace` queries saw it.
 
     A query's probabilities are shared among all columns that it sees. A decode step sees only the
-    columns that are left, so what it adds is scaled by the share of columns that are left (`even` in
-    `Needs`). Without this, it could not be compared with the attention of a prompt's queries.
+    columns that are left, so what it adds is scaled by the share of columns that are left (`even`
+    in `Needs`). Without this, it could not be compared with the attention of a prompt's queries.
     """
 
     name: ClassVar[str] = "h2o-norm"

@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 200  # most characters of a model's name in a file name
 
 @dataclass(frozen=True)
 class Mix:
-    """The settings with the smallest loss among those that fit into a share of the KV cache's bytes.
+    """The settings with the smallest loss that fit into a share of the KV cache's bytes.
 
     `read_table` makes it.
     """

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Window(Full):
     """The policy that keeps the newest columns, for a layer whose queries see no others.
 
-    In a full row, the oldest column leaves for each new one. So the slots are a ring, and nothing is
-    recorded of them.
+    In a full row, the oldest column leaves for each new one. So the slots are a ring, and nothing
+    is recorded of them.
     """
 
     name: ClassVar[str] = "window"

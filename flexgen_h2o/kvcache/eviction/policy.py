@@ -89,13 +89,12 @@ class KeyScores(Protocol):
 class Needs:
     """The measurements and records that the engine makes for a policy.
 
-    Each policy sets them. In a decode step a slot's score becomes
-    decay x score + gain x p. Here p is the attention probability that the slot received, summed over
-    the query heads of its kv-head.
+    Each policy sets them. In a decode step a slot's score becomes decay x score + gain x p. Here p
+    is the attention probability that the slot received, summed over the query heads of its kv-head.
     """
 
-    # What is recorded of each slot: some of POSITIONS, SCORES, NORMS and RANKS, in this order. () for
-    # a policy that drops nothing. With RANKS, keys are stored before their rotary embeddings, and
+    # Tensors recorded of slots: some of POSITIONS, SCORES, NORMS and RANKS, in this order. () for a
+    # policy that drops nothing. With RANKS, keys are stored before their rotary embeddings, and
     # each key is rotated by its rank when it is read.
     record: tuple[str, ...] = ()
     # Number of last query rows of a prompt whose attention is summed per column; None: all rows.
@@ -122,7 +121,7 @@ class Needs:
 
     @property
     def in_one_launch(self) -> bool:
-        """Whether one launch on a GPU can do decode attention, the record and the choice of victims."""
+        """Whether one GPU launch can do decode attention, update the record and choose victims."""
         if self.by_keys is not None:
             return False
         return not self.record or (self.ranks_by_score and set(self.record) == {POSITIONS, SCORES})
@@ -130,7 +129,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class RowRecord:
-    """What is stored of a row besides its columns, where attention runs. `record_of` makes it.
+    """The data stored of a row besides its columns, where attention runs. `record_of` makes it.
 
     It is false if nothing is recorded of slots.
     """
@@ -167,7 +166,8 @@ class Columns:
     newest: torch.Tensor  # (b,) int64: position of the newest column
     heavy: torch.Tensor  # (b,) int64: `RowBudget.heavy` of the sequences
     scores: torch.Tensor | None = None  # (b, kv_heads, n) fp32; None if not in the record
-    norms: torch.Tensor | None = None  # (b, kv_heads, n) fp32, `value_sizes`; None if not in the record
+    # (b, kv_heads, n) fp32: `value_sizes`; None if not in the record
+    norms: torch.Tensor | None = None
 
     def seen(self) -> torch.Tensor:
         """Return the number of queries that saw each column, (b, kv_heads, n) fp32.
@@ -178,7 +178,7 @@ class Columns:
 
 
 def value_sizes(needs: Needs, values: torch.Tensor) -> torch.Tensor:
-    """Return the NORMS of values (..., d), as (...) fp32: L2 norms, or ranges if needs.value_range."""
+    """Return the NORMS (...) fp32 of values (..., d): L2 norms, or ranges if needs.value_range."""
     values = values.float()
     return values.amax(dim=-1) - values.amin(dim=-1) if needs.value_range else values.norm(dim=-1)
 
@@ -232,7 +232,7 @@ class Eviction(Protocol):
         """
 
     def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
-        """Return the slots that a row needs to grow by `gen_len` tokens in transformer block `block`.
+        """Return the slots that a row needs to grow by `gen_len` tokens in block `block`.
 
         The last new token's column is never read, so it needs no slot.
         """
@@ -261,9 +261,9 @@ DEFAULT_RATIO = 0.1
 
 @dataclass(frozen=True)
 class Evicting(EvictionSettings):
-    """A policy that drops columns, with its settings. Each policy is a subclass and may add settings.
+    """A policy that drops columns, with its settings.
 
-    All settings are checked when it is made.
+    Each policy is a subclass and may add settings. All settings are checked when it is made.
     """
 
     # Bytes of columns for the model and its compression, which the setting kv_bytes needs. Set by
@@ -273,14 +273,14 @@ class Evicting(EvictionSettings):
 
     @cached_property  # read several times in each layer of each step
     def needs(self) -> Needs:
-        """What the engine measures and records: `measures`, and RANKS with rolling positions."""
+        """Measurements and records for the policy: `measures`, and RANKS with rolling positions."""
         found = self.measures
         record = (*found.record, RANKS) if self.positions == ROLLING else found.record
         return replace(found, record=record)
 
     @property
     def measures(self) -> Needs:
-        """What the policy itself needs, with original or rolling positions."""
+        """Needs of the policy itself, which do not depend on original or rolling positions."""
         raise NotImplementedError
 
     def split(self, heavy: int, recent: int) -> RowBudget:
@@ -385,7 +385,7 @@ def _sized_columns(sizes: KVSizes, share: float, tokens: int) -> int:
 
 
 def with_sizes(eviction: Eviction, sizes: KVSizes) -> Eviction:
-    """Return the policy with `kv_sizes` set, if its budget is kv_bytes. Others are returned as they are."""
+    """Return the policy with `kv_sizes` set, if its budget is kv_bytes; else the policy itself."""
     return replace(eviction, kv_sizes=sizes) if isinstance(eviction, Evicting) and eviction.kv_bytes else eviction
 
 

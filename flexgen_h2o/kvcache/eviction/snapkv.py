@@ -21,8 +21,8 @@ class SnapKV(Evicting):
     are averaged over `kernel` neighbours, with zeros beyond both ends. So a column stays with its
     context.
 
-    Difference from the paper: it drops only columns of the prompt. Here columns leave while decoding
-    too, and the score continues as a moving average over about `window` queries.
+    Difference from the paper: it drops only columns of the prompt. Here columns leave while
+    decoding too, and the score continues as a moving average over about `window` queries.
 
     Paper: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation"
     (arXiv 2404.14469).

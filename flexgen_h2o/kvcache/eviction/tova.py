@@ -1,4 +1,4 @@
-"""TOVA: the columns that the newest query attends to most. All heads of a layer keep the same ones."""
+"""TOVA: the columns that the newest query attends to most, the same for all heads of a layer."""
 
 from __future__ import annotations
 

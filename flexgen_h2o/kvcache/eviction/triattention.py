@@ -1,4 +1,4 @@
-"""TriAttention: the columns to which the prompt's mean query would attend most from later positions."""
+"""TriAttention: the columns that the prompt's mean query would attend to most later."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Heads:
 
     group: int  # query heads per kv-head
     width: int  # numbers of a head
-    # Frequencies of its rotary embeddings (`core.model.Rotary`), one per pair of numbers; () without
-    # them.
+    # Frequencies of its rotary embeddings (`core.model.Rotary`), one per pair of numbers; () if the
+    # model has none.
     frequencies: tuple[float, ...]
 
     @property
     def lengths(self) -> int:
-        """Number of lengths of a head: one per pair of numbers that turn together, one per other number."""
+        """Lengths of a head: one per pair of numbers that turn together, one per other number."""
         return self.width - len(self.frequencies)
 
 
 @dataclass(frozen=True)
 class TriAttention(Evicting):
-    """The policy that keeps the columns to which the prompt's mean query would attend from later positions.
+    """The policy that keeps the columns that the prompt's mean query would attend to later.
 
     Before rotary embeddings, the queries of a head are close to their mean. So the attention of a
     later query to a key is about that of the mean query at the later position. This is a sum of
@@ -56,8 +56,8 @@ class TriAttention(Evicting):
       newest scores.
     - It always keeps the prompt. Here the setting `protect` does that.
 
-    A model without rotary embeddings has no distances. The first term is then the product of the key
-    with the mean query.
+    A model without rotary embeddings has no distances. The first term is then the product of the
+    key with the mean query.
 
     Paper: Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV
     Compression" (arXiv 2604.04921).
@@ -185,7 +185,10 @@ def _angles(heads: Heads, positions: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _mean_angles(heads: Heads, newest: torch.Tensor, farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means of `_angles` at the positions 1, 2, 4, ..., `farthest` after `newest` (rows,)."""
+    """Return the means of `_angles` at the positions 1, 2, ..., `farthest` after `newest` (rows,).
+
+    The distances are powers of two.
+    """
     cos, sin = _angles(heads, newest.long())
     mean_cos, mean_sin = _ahead(heads, farthest)
     mean_cos = mean_cos.to(cos.device)
@@ -195,7 +198,7 @@ def _mean_angles(heads: Heads, newest: torch.Tensor, farthest: int) -> tuple[tor
 
 @lru_cache(maxsize=16)
 def _ahead(heads: Heads, farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means of `_angles` over 1, 2, 4, ..., up to `farthest` steps, (pairs,) fp32 on the host."""
+    """Return the means of `_angles` at 1, 2, 4, ..., `farthest`, (pairs,) fp32 on the host."""
     import torch
 
     steps = 2 ** torch.arange(farthest.bit_length(), dtype=torch.int64, device="cpu")

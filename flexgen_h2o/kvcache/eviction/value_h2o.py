@@ -1,4 +1,4 @@
-"""H2O that also uses the values: a column with a small value is worth little, even if attended to."""
+"""H2O that also uses values: a column with a small value is worth little, even if attended to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_WEIGHT = 1e-4
 
 @dataclass(frozen=True)
 class ValueH2O(H2ONorm):
-    """H2O with value norms: half of the heavy share by the score of `h2o-norm`, half by score and value.
+    """The policy that keeps half of the heavy share by the score of `h2o-norm`, half with values.
 
     The second half ranks by (score + 1e-4) x norm of the value. The two stages are those of
     CriticalKV (Feng et al. 2025, arXiv 2502.03805), which uses the norm of the value's output

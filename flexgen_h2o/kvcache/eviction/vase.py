@@ -28,15 +28,15 @@ _DRAWS = 2**24  # number of possible results of pseudo_random
 
 @dataclass(frozen=True)
 class VaSE(SnapKV):
-    """The policy that keeps sinks, columns with values of large range, and a random sample of others.
+    """The policy that keeps sinks, columns with values of large range, and a sample of the others.
 
     It keeps 4 sinks. A quarter of the heavy columns are chosen by the range of their values: the
     largest less the smallest number. The others are drawn by the attention of the last `window`
-    queries, smoothed over `kernel` neighbours. Sinks are part of the heavy share. Recent columns are
-    those of the budget.
+    queries, smoothed over `kernel` neighbours. Sinks are part of the heavy share. Recent columns
+    are those of the budget.
 
-    The highest values of log(score) + Gumbel noise are a sample without replacement. The noise comes
-    from a hash of seed, layer, kv-head and position.
+    The highest values of log(score) + Gumbel noise are a sample without replacement. The noise
+    comes from a hash of seed, layer, kv-head and position.
 
     Differences from the paper: it draws anew every 64 steps. Here a column keeps its noise, and one
     column leaves per step.
