@@ -38,9 +38,9 @@ class Sharing:
 
 # Sharing costs copies of keys and values, because a row's own queries see the prefix in front of
 # the row's own columns. With one copy of the prefix's KV, it also costs up to 0.2 ms per layer in
-# each decode step. Sharing saves all matrix products of the prefix. Both bounds are measured with two
-# rows, which gain least in prefill (docs/lab/speed-notes.md, "9. Whole jobs"). `share` depends on
-# the prefix, not on the number of rows, so that a plan for equal prompts bounds what is fed.
+# each decode step. Sharing saves all matrix products of the prefix. Both bounds are measured with
+# two rows, which gain least in prefill (docs/lab/speed-notes.md, "9. Whole jobs"). `share` depends
+# on the prefix, not on the number of rows, so that a plan for equal prompts bounds what is fed.
 WHERE_IT_PAYS = Sharing(least=32, share=0.125)
 SHARINGS: dict[str, Sharing | None] = {"auto": WHERE_IT_PAYS, "on": Sharing(1, 0.0), "off": None}
 
