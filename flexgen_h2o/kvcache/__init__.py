@@ -1,1 +1,1 @@
-"""KV columns in fixed slots: their layout, their homes on the tiers, and which of them are kept."""
+"""The KV cache: columns (KV entries) in fixed slots, their layout and tiers, and eviction."""

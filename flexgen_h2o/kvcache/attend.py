@@ -1,8 +1,12 @@
-"""Attention of one micro-batch over its KV unit, whole prompts or one new token a row; `evict` does the rest.
+"""Attention of one micro-batch over its KV unit: over whole prompts, or for one new token per row.
 
-A prefix that all rows of a block begin with is held once a transformer block; slots hold only the columns behind it.
-The queries of all rows read it together (Hydragen, Juravsky et al. 2024, arXiv 2402.05099), and the result is combined
-with that of each row's own slots by both log-sum-exps.
+`evict` scores columns and chooses those that stay. A column is one KV entry: the key and the value
+of one token.
+
+A prefix that all rows of a block begin with is held once per transformer block. Slots then hold
+only the columns behind it. The queries of all rows read the prefix together (Hydragen, Juravsky et
+al. 2024, arXiv 2402.05099). The result is combined with that of each row's own slots by both
+log-sum-exps.
 """
 
 from __future__ import annotations
@@ -55,14 +59,17 @@ def attend_prompts(
     qkv: Sequence[torch.Tensor], groups: Sequence[PromptGroup], rows: KVRows, scale: float, out: torch.Tensor,
     stored_keys: torch.Tensor | None = None, first: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention of packed prompts, the sequences from `first` on; the columns that the policy keeps go to slots
-    0, 1, ... of each row.
+    """Write the causal attention of packed prompts to `out`, store their columns, and return `out`.
 
-    stored_keys: stored in place of k, as it was before its rotary embeddings. A group without rows fills `rows.common`;
-    other groups see its columns in front of their own.
+    The columns that the policy keeps go to slots 0, 1, ... of each row. A group without rows fills
+    `rows.common`; other groups see its columns in front of their own. Neighbours of equal length
+    are computed together; nothing is ever padded.
 
-    q: (tokens, heads, d); k, v: (tokens, kv_heads, d); out: (tokens, heads x d); all packed as `groups` say. Neighbours
-    of equal length are computed together; nothing is ever padded.
+    All tensors are packed as `groups` describes.
+    qkv: q (tokens, heads, d), k and v (tokens, kv_heads, d).
+    out: (tokens, heads x d).
+    stored_keys: k before its rotary embeddings, which is stored in place of k.
+    first: the sequence that the first prompt belongs to; the others follow.
     """
     attn_out = out.view(qkv[0].shape)
     packed = qkv if stored_keys is None else (*qkv, stored_keys)
@@ -78,11 +85,15 @@ def _attend_group(
     packed: Sequence[torch.Tensor], group: PromptGroup, sequence: int, rows: KVRows, scale: float,
     attn_out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """`attend_prompts` for one group, the sequences from `sequence` on. packed: q, k, v, and stored_keys if any.
+    """Do `attend_prompts` for one group, whose first sequence is `sequence`.
 
-    A shared prefix attends to itself once. The rows' own queries then see its columns in front of their own.
+    A shared prefix attends to itself once. The rows' own queries then see its columns in front of
+    their own.
+
+    packed: q, k, v, and stored_keys if there are any, of the group's tokens.
     """
-    start, skipped = group.prefix, group.common if rows.window is None else 0  # columns that the common prefix holds
+    # `rows.common` holds the skipped columns. With a window each row stores its own copy of them.
+    start, skipped = group.prefix, group.common if rows.window is None else 0
     prefix = [t[:start].unsqueeze(0) for t in packed]
     if group.common:
         assert rows.common is not None
@@ -118,20 +129,26 @@ def _keep(
     rows: KVRows, sequence: int, of_prompts: tuple[torch.Tensor, Sequence[torch.Tensor]], lse: torch.Tensor | None,
     scale: float, prefix_sums: PrefixSums | None = None, prefix_queries: PrefixQueries | None = None,
 ) -> None:  # fmt: skip
-    """What stays of equally long prompts goes to slots. of_prompts: q (b, heads, m, d), and keys, values and stored
-    keys, if any, (b, n, kv_heads, d)."""
+    """Choose the columns that stay of equally long prompts, and write them to slots.
+
+    of_prompts: q (b, heads, m, d), and a sequence of keys, values and, if there are any, stored
+    keys, each (b, n, kv_heads, d).
+    """
     q, columns = of_prompts
     k, v = (t.transpose(1, 2) for t in columns[:2])
     kept = keep_prompt_columns(rows, sequence, (q, k, v), lse, scale, prefix_sums, prefix_queries)
     stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
-    if rows.hadamard:  # attention and scores are done: nobody else reads these
+    if rows.hadamard:  # Attention and scores are done, so nothing else reads these tensors.
         stored, values = (_transformed(t) for t in (stored, values))
     for view in rows.views:
         write_prompts(view, sequence, (stored, values), kept, rows)
 
 
 def _transformed(columns: torch.Tensor) -> torch.Tensor:
-    """Return columns (b, n, kv_heads, d) for slots that hold transformed ones, in place if they are in one piece."""
+    """Return columns (b, n, kv_heads, d) after the Hadamard transform.
+
+    Contiguous columns are transformed in place.
+    """
     columns = columns.contiguous()
     hadamard(columns.view(-1, *columns.shape[2:]))
     return columns
@@ -141,7 +158,10 @@ def _attend_at_once(
     packed: Sequence[torch.Tensor], group: PromptGroup, sequence: int, rows: KVRows, scale: float,
     attn_out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """`_attend_group` on a card, without a prefix: a launch takes all prompts, whatever their lengths."""
+    """Do `_attend_group` on a GPU for a group without a prefix.
+
+    One launch takes all prompts, whatever their lengths.
+    """
     q, k, v, out = (t.unsqueeze(0).transpose(1, 2) for t in (*packed[:3], attn_out))
     lines, needs = packed_lines(rows, sequence, group.own), rows.policy.needs
     sums = packed_attention(q, k, v, lines, scale, rows.window, out)
@@ -172,9 +192,12 @@ def _attend_at_once(
 def _attend_prefix(
     prefix: Sequence[torch.Tensor], rows: KVRows, scale: float, attn_out: torch.Tensor
 ) -> PrefixSums | None:
-    """Attention within a shared prefix, q, k and v of `prefix` (1, tokens, heads, d). None where nothing is scored.
+    """Write the attention within a shared prefix to `attn_out`, and return its column sums.
 
-    The sums are computed once for all rows that begin with the prefix.
+    The sums are computed at most once, for all rows that begin with the prefix. Returns None if the
+    policy scores no prompts.
+
+    prefix: q (1, m, heads, d), k and v (1, n, kv_heads, d); m < n if a common prefix is in front.
     """
     q, k, v = (t.transpose(1, 2) for t in prefix[:3])
     attended, lse = causal(rows, q, k, v, scale)
@@ -185,7 +208,11 @@ def _attend_prefix(
 def causal(
     rows: KVRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal attention, (b, heads, m, d), and its log-sum-exp where the policy scores prompts."""
+    """Return causal attention (b, heads, m, d) and its log-sum-exp (b, heads, m).
+
+    The log-sum-exp is None if the policy scores no prompts. If the layer has sinks, both include
+    them.
+    """
     scores = rows.policy.needs.query_rows != 0
     if rows.sinks is None and not scores:
         return causal_attention(q, k, v, scale, rows.window), None
@@ -196,9 +223,10 @@ def causal(
 
 
 def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Iterator[tuple[int, int]]:
-    """(rows, own tokens of each) of neighbours of equal lengths and budgets, which are computed together.
+    """Yield (rows, own tokens per row) of neighbours that are computed together.
 
-    With a prefix their columns are copied behind it, so they have at most TOKEN_CHUNK columns, or there is one row.
+    They have equal lengths and equal budgets. Rows with a shared prefix are copied behind it, at
+    most TOKEN_CHUNK columns at a time, but at least one row.
     """
     here = slice(sequence, sequence + group.rows)
     stay = zip(*(t[here].tolist() for t in (budgets.sinks, budgets.heavy, budgets.recent)), strict=True)
@@ -213,9 +241,12 @@ def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Itera
 def write_prompts(
     view: PartView, sequence: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns, unit: KVRows
 ) -> None:
-    """Put what is kept of prompts into the rows that the view has of them, and what `unit` has beside slots.
+    """Write the kept columns of prompts to those of their rows that the view holds.
 
-    k, v: (b, n, kv_heads, d).
+    Metadata and the whole columns beside packed slots are written too.
+
+    sequence: the first of the b sequences. kv: keys and values, each (b, n, kv_heads, d).
+    unit: the rows of the unit that the view is a part of.
     """
     k, v = kv
     n, kv_heads, width = k.shape[1:]
@@ -228,7 +259,8 @@ def write_prompts(
         if a >= b:
             continue
         heads, rows = slice(a - first, b - first), slice(a - view.start, b - view.start)
-        # What more is made of them is made where they are held, which may not be where prompts are computed.
+        # Packing and recording happen on the device of the slots, which may differ from the device
+        # that computes prompts.
         here = k.device if view.whole is None and unit.is_plain else view.keys.device
         own = keys[:, heads].to(here), values[:, heads].to(here)
         positions = kept.positions[i, heads].to(here)
@@ -249,7 +281,7 @@ def write_prompts(
 def _write_at_once(
     view: PartView, sequence: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns, unit: KVRows
 ) -> None:
-    """The same in a few launches for all rows, but for those with other numbers of whole columns."""
+    """Do `write_prompts` in a few launches, one per run of rows with equally many whole columns."""
     most, end = 0 if view.whole is None else view.whole.slots.shape[1], sequence + len(kept.positions)
     windows = [window_of(most, held) for held in unit.budgets.slots[sequence:end].tolist()]
     first = 0
@@ -265,7 +297,11 @@ def _write_at_once(
 
 
 def _slots_of_prompts(view: PartView, a: int, b: int, start: int, unit: KVRows, window: int = 0) -> PromptSlots:
-    """Of the rows [a, b) of a unit, where those of the prompts begin at `start`."""
+    """Return the unit's rows [a, b), all of them in the view, as PromptSlots.
+
+    start: the unit's row at which the prompts begin.
+    window: newest tokens that stay whole beside packed slots.
+    """
     part = view.part(a - view.start, b - view.start, 0)
     positions, scores = (None, None) if part.metadata is None else (part.metadata.positions, part.metadata.scores)
     return PromptSlots(part.keys, part.values, a - start, part.form, window, positions, scores, not unit.hadamard)
@@ -274,7 +310,10 @@ def _slots_of_prompts(view: PartView, a: int, b: int, start: int, unit: KVRows, 
 def _write_packed(
     view: PartView, sequence: int, kv: Sequence[torch.Tensor], kept: KeptColumns, unit: KVRows, lines: triton.Lines
 ) -> None:
-    """`write_prompts` of prompts that lie one behind the other, k and v (tokens, kv_heads, d)."""
+    """Do `write_prompts` for prompts that are packed one behind the other.
+
+    kv: keys and values, each (tokens, kv_heads, d). lines: one per prompt.
+    """
     k, v = (t.unsqueeze(0) for t in kv)
     if are_put_together(k, view.keys) and unit.is_plain:
         start, stop = (i * unit.kv_heads for i in (sequence, sequence + len(lines)))
@@ -296,12 +335,16 @@ def attend_slots(
     qkv: Sequence[torch.Tensor], rows: KVRows, new: NewColumns, scale: float, out: torch.Tensor,
     rotation: Rotation | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
+    """Store each row's new column, attend over the row's filled slots, and return `out`.
 
-    Where the policy scores, the slots' scores grow by what they received and each row's next victim is named.
-    rotation: turns the keys by their ranks as they are read.
+    The attention is written to `out`. Each part is computed on the device that holds it. If the
+    policy scores columns, each slot's score grows by the attention that it received, and the next
+    victim of each row is named.
 
-    q: (sequences, heads, d); k, v: (sequences, kv_heads, d), changed in place; out: (sequences, heads x d).
+    qkv: q (sequences, heads, d), k and v (sequences, kv_heads, d); all are changed in place if
+    `rows.hadamard` is set.
+    out: (sequences, heads x d).
+    rotation: turns the keys by their ranks as they are read; None if keys are stored rotated.
     """
     q, k, v = qkv
     count, width = k.shape[0] * k.shape[1], k.shape[2]
@@ -353,7 +396,11 @@ def attend_slots(
 def _step_slots(
     rows: KVRows, view: PartView, new: NewColumns, taken: torch.Tensor, before: InFront | None
 ) -> StepSlots:
-    """What one launch does a view's decode step on. before: of all rows."""
+    """Return the input of `attend_step` for one view.
+
+    taken: (rows of the view,) int64, which `attend_step` fills with the slots of the new columns.
+    before: attention in front of the slots, for all rows of the unit.
+    """
     state = new.numbers.state(view.keys.device)
     found = StepSlots(view.keys, view.values, view.start, rows.kv_heads, state, taken, form=view.form, before=before)
     if view.metadata is None:
@@ -371,7 +418,10 @@ def _step_slots(
 
 
 def _score_state(rows: KVRows, view: PartView, numbers: StepNumbers) -> ScoreState | None:
-    """What the decode kernel updates of a view's rows; None without scores."""
+    """Return the scores of a view's rows, which the decode kernel updates.
+
+    Returns None if no scores are recorded.
+    """
     metadata, where = view.metadata, view.keys.device
     if metadata is None or metadata.scores is None:
         return None
@@ -393,7 +443,12 @@ def _attend_rolling(
     rotation: Rotation, rows: tuple[torch.Tensor, torch.Tensor, ScoreState | None, SlotForm], view: PartView,
     scale: float, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """ROLLING_CHUNK numbers of keys are turned at a time, or those of one row. rows: q, filled, state and form."""
+    """Write to `out` the attention of rows whose keys are rotated by their ranks.
+
+    At most ROLLING_CHUNK numbers of keys are rotated at a time, but at least those of one row.
+
+    rows: q, the filled slots of each row, the scores (or None) and the form of the slots.
+    """
     q, filled, state, form = rows
     assert view.metadata is not None and view.metadata.ranks is not None
     (keys,), slots = view.keys, view.keys.shape[2]
@@ -406,7 +461,10 @@ def _attend_rolling(
 
 
 def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> Pair:
-    """Attention over the common prefix, (rows, g, d), and its log-sum-exp, (rows, g) fp32. q: (rows, g, d)."""
+    """Return attention (rows, g, d) over the common prefix and its log-sum-exp (rows, g) fp32.
+
+    q: (rows, g, d).
+    """
     (rows, group, width), heads = q.shape, common.keys.shape[1]
     by_head = q.view(-1, heads, group, width).transpose(0, 1).reshape(heads, -1, width)
     out, lse = attend_lse(by_head, common.keys, common.values, None, scale)
@@ -415,8 +473,12 @@ def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> Pair:
 
 
 def _in_front(common: Pair | None, sinks: torch.Tensor | None) -> InFront | None:
-    """What queries attend to in front of all slots, as StepSlots has it. common: of `_attend_common`; a sink is one
-    column more, without a value."""
+    """Return what queries attend to in front of all slots, in the form of `StepSlots.before`.
+
+    A sink counts as one more column, which has no value. Returns None if there is nothing.
+
+    common: the result of `_attend_common`, or None. sinks: (rows, g) fp32, or None.
+    """
     if common is None:
         return None if sinks is None else (None, sinks)
     if sinks is None:

@@ -1,7 +1,8 @@
-"""The eviction step: what a policy keeps of a prompt, and which column of a row leaves for its next one.
+"""The eviction step: which columns of a prompt stay, and which column leaves for a row's next one.
 
-Prompt columns are chosen before the layer's KV unit is written to its tier, so only what is kept is stored and moved.
-A victim is only named: the next column of its row overwrites its slot.
+Prompt columns are chosen before the layer's KV unit is written to its tier. So only the columns
+that stay are stored and moved. A victim is only named: the next column of its row overwrites its
+slot.
 """
 
 from __future__ import annotations
@@ -25,25 +26,30 @@ from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Column
 from flexgen_h2o.kvcache.rows import StepNumbers
 from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotMetadata
 
-NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
+# Rank of an empty slot. It is above all others, so that no rank falls when the slot is filled.
+NO_RANK = 2**30
 
-# Column sums (1, kv_heads, tokens) of a shared prefix over its own last so many query rows.
+# Returns the column sums (1, kv_heads, tokens) of a shared prefix over its last query rows.
+# Argument: the number of these rows.
 PrefixSums = Callable[[int], torch.Tensor]
-# `KeyScores.query_sums` (1, heads, any) of a shared prefix.
+# Returns `KeyScores.query_sums` (1, heads, any) of a shared prefix.
 PrefixQueries = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class KeptColumns:
-    """What stays of `b` prompts of `n` tokens. positions: (b, kv_heads, kept) int64, ascending.
+    """The columns that stay of `b` prompts of `n` tokens, and what is recorded of the prompts.
 
-    scores, norms: (b, kv_heads, n) fp32 of all columns, or None where the policy records none. queries: (b, kv_heads,
-    numbers) fp32, what is kept of the prompts' queries, where the policy scores by keys.
+    `keep_prompt_columns` and `keep_packed_columns` make it.
     """
 
-    positions: torch.Tensor
+    positions: torch.Tensor  # (b, kv_heads, kept) int64, ascending: of the columns that stay
+    # (b, kv_heads, n) fp32: scores of all columns. None if the policy records none.
     scores: torch.Tensor | None
+    # (b, kv_heads, n) fp32: sizes of all values (`value_sizes`). None if the policy records none.
     norms: torch.Tensor | None
+    # (b, kv_heads, numbers) fp32: summary of the prompts' queries (`KeyScores.of_prompt`). None
+    # unless the policy scores by keys.
     queries: torch.Tensor | None = None
 
 
@@ -51,11 +57,14 @@ def keep_prompt_columns(
     rows: KVRows, first: int, qkv: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float,
     prefix_sums: PrefixSums | None = None, prefix_queries: PrefixQueries | None = None,
 ) -> KeptColumns:  # fmt: skip
-    """Score the columns of equally long prompts, the sequences `first`, `first` + 1, ..., and choose those that stay.
+    """Score the columns of b equally long prompts and choose those that stay.
 
-    q: (b, heads, m, d), the last m rows; k, v: (b, kv_heads, n, d); lse: (b, heads, m) of their attention, where the
-    policy scores prompts. prefix_sums, prefix_queries: of the other query rows, where m < n and the policy scores
-    prompts, or scores by keys.
+    The prompts belong to the sequences `first`, `first` + 1, ...
+
+    qkv: q (b, heads, m, d), the last m query rows; k and v (b, kv_heads, n, d).
+    lse: (b, heads, m), log-sum-exp of their attention. None if the policy scores no prompts.
+    prefix_sums: sums of the other query rows; given if m < n and the policy scores prompts.
+    prefix_queries: as prefix_sums, for a policy that scores by keys.
     """
     q, k, v = qkv
     (b, kv_heads, n), policy, budgets = k.shape[:3], rows.policy, rows.budgets
@@ -76,7 +85,11 @@ def keep_prompt_columns(
 
 
 def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
-    """Return `KeyScores.query_sums`, (b, heads, any) fp32, taking QUERY_CHUNK numbers of one sequence at a time."""
+    """Return `KeyScores.query_sums`, (b, heads, any) fp32, for queries q (b, heads, m, d).
+
+    One sequence is summed at a time, in chunks of at most QUERY_CHUNK numbers.
+    first: position of the first query.
+    """
     heads, count, width = q.shape[1:]
     step = max(1, QUERY_CHUNK // (heads * width))
     found = []
@@ -89,8 +102,10 @@ def query_sums(by_keys: KeyScores, q: torch.Tensor, first: int) -> torch.Tensor:
 def _queries_of_prompts(
     by_keys: KeyScores, q: torch.Tensor, n: int, kv_heads: int, prefix_queries: PrefixQueries | None
 ) -> torch.Tensor:
-    """What is kept of the queries of prompts of n tokens, (b, kv_heads, numbers) fp32. q: (b, heads, m, d), the last m
-    of each; prefix_queries: of those before them."""
+    """Return the summary of the queries of prompts of n tokens, (b, kv_heads, numbers) fp32.
+
+    q: (b, heads, m, d), the last m queries of each prompt. prefix_queries: sums of the others.
+    """
     own = q.shape[2]
     sums = query_sums(by_keys, q, n - own)
     if prefix_queries is None:
@@ -101,8 +116,13 @@ def _queries_of_prompts(
 def _score_prompts_by_keys(
     by_keys: KeyScores, k: torch.Tensor, queries: torch.Tensor, leaves: tuple[int, int], scores: torch.Tensor
 ) -> None:
-    """Fill `scores` (b, kv_heads, n) of prompts with keys k (b, kv_heads, n, d), some sequences at a time. leaves: the
-    range of positions that may leave."""
+    """Write the scores of prompts to `scores` (b, kv_heads, n).
+
+    One sequence is scored at a time, in chunks of kv-heads with at most QUERY_CHUNK numbers.
+
+    k: (b, kv_heads, n, d). queries: (b, kv_heads, numbers).
+    leaves: range [begin, end) of the positions that may leave.
+    """
     b, kv_heads, n, width = k.shape
     places = torch.arange(n, device=k.device)
     may_leave = (places >= leaves[0]) & (places < leaves[1])
@@ -118,9 +138,12 @@ def _score_prompts_by_keys(
 def _prompt_rank(
     rows: KVRows, first: int, k: torch.Tensor, scores: torch.Tensor | None, norms: torch.Tensor | None
 ) -> torch.Tensor:
-    """(b, kv_heads, n) fp32 of `keep_prompt_columns`, where all rows have the same budgets."""
+    """Return the ranks (b, kv_heads, n) fp32 of the columns in `keep_prompt_columns`.
+
+    All b sequences must have the same budgets.
+    """
     (b, kv_heads, n), policy, budgets, where = k.shape[:3], rows.policy, rows.budgets, k.device
-    if scores is not None and policy.needs.ranks_by_score:  # what the decode kernel compares
+    if scores is not None and policy.needs.ranks_by_score:  # the same ranks as in the decode kernel
         if not policy.needs.per_query:
             return scores
         return scores / torch.arange(n, 0, -1, device=where, dtype=torch.float32)  # queries that saw each column
@@ -131,7 +154,7 @@ def _prompt_rank(
 
 
 def _without_rank(n: int, sinks: int, kept: int, where: torch.device) -> torch.Tensor:
-    """(kept,) int64: the first `sinks` of n columns and the newest others."""
+    """Return (kept,) int64: the first `sinks` of n columns, then the newest kept - sinks."""
     newest = torch.arange(n - kept + sinks, n, device=where)
     return torch.cat([torch.arange(sinks, device=where), newest]) if sinks else newest
 
@@ -139,6 +162,7 @@ def _without_rank(n: int, sinks: int, kept: int, where: torch.device) -> torch.T
 def _prompt_scores(
     rows: KVRows, qk: Sequence[torch.Tensor], lse: torch.Tensor, scale: float, prefix_sums: PrefixSums | None
 ) -> torch.Tensor:
+    """Return the scores (b, kv_heads, n) fp32 that the columns of prompts start with."""
     (q, k), needs = qk, rows.policy.needs
     own, n = q.shape[2], k.shape[2]
     query_rows = n if needs.query_rows is None else min(n, needs.query_rows)
@@ -151,15 +175,18 @@ def _prompt_scores(
 def last_column_sums(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, query_rows: int
 ) -> torch.Tensor:
-    """Return (b, kv_heads, n) fp32: the column sums over the last `query_rows` rows."""
+    """Return the column sums over the last `query_rows` rows, (b, kv_heads, n) fp32."""
     return column_sums(q, k, lse, scale, k.shape[2] - query_rows)
 
 
-# ---- prompts of any lengths that lie one behind the other on a card
+# ---- prompts of any lengths, packed one behind the other on a GPU
 
 
 def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.Lines:
-    """Of prompts of these lengths, the sequences `first`, `first` + 1, ...: what stays, in what order."""
+    """Return one PromptLine per prompt: where its tokens are packed, and which of its columns stay.
+
+    The prompts have the given lengths and belong to the sequences `first`, `first` + 1, ...
+    """
     here, room = slice(first, first + len(lengths)), [v.whole.slots.shape[1] for v in rows.views if v.whole is not None]
     budgets, most = rows.budgets.select(here), max(room, default=0)
     columns = zip(*(t.tolist() for t in (budgets.kept, budgets.sinks, budgets.recent, budgets.slots)), strict=True)
@@ -174,8 +201,11 @@ def packed_lines(rows: KVRows, first: int, lengths: Sequence[int]) -> triton.Lin
 def keep_packed_columns(
     rows: KVRows, lines: triton.Lines, qk: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float
 ) -> KeptColumns:
-    """`keep_prompt_columns` of prompts that lie one behind the other, b = 1, where the policy ranks by scores alone, or
-    not at all. Positions are those of each prompt, from 0 on, as its line says."""
+    """Do `keep_prompt_columns` for prompts that are packed one behind the other; b is 1.
+
+    The policy must rank by scores alone, or not at all. Positions count from 0 in each prompt;
+    `PromptLine.stays` is the range of a prompt's positions in the result.
+    """
     (q, k), needs, where = qk, rows.policy.needs, qk[1].device
     scores, lengths = None, tuple(line.keys for line in lines)
     if lse is not None:
@@ -191,7 +221,10 @@ def keep_packed_columns(
 
 
 def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.Lines) -> None:
-    """What the policy makes of the column sums (1, kv_heads, tokens), in place: of neighbours of one length at once."""
+    """Turn column sums (1, kv_heads, tokens) into the policy's scores, in place.
+
+    Neighbours of equal length are converted together.
+    """
     query_rows = rows.policy.needs.query_rows
     for n, same in groupby(lines, key=lambda line: line.keys):
         alike = [line.tokens for line in same]
@@ -201,23 +234,27 @@ def _score_alike(rows: KVRows, sums: torch.Tensor, lines: triton.Lines) -> None:
             own.copy_(made)
 
 
-# What all layers share is copied to a card once, for as many micro-batches: layers take these in turn.
+# These tensors are equal in all layers, so each is copied to a GPU once. Each layer goes through
+# the micro-batches in turn, so the cache holds the tensors of up to 16 micro-batches.
 @lru_cache(maxsize=16)
 def _seen(lengths: tuple[int, ...], where: torch.device) -> torch.Tensor:
-    """Return (tokens,) fp32: how many queries see each token's column."""
+    """Return (tokens,) fp32: how many queries of its prompt see each token's column."""
     counts = [torch.arange(n, 0, -1, dtype=torch.float32, device="cpu") for n in lengths]
     return upload(torch.cat(counts), where)
 
 
 @lru_cache(maxsize=16)
 def _unranked(stay: tuple[tuple[int, int, int], ...], where: torch.device) -> torch.Tensor:
-    """(all that stay,) int64: `_without_rank` of each prompt, given its tokens, its sinks and what stays."""
+    """Return `_without_rank` of all prompts, joined: (columns that stay,) int64.
+
+    stay: for each prompt (tokens, sinks, columns that stay).
+    """
     host = torch.device("cpu")
     return upload(torch.cat([_without_rank(n, sinks, kept, host) for n, sinks, kept in stay]), where)
 
 
 def record_prompts(metadata: SlotMetadata, rows: slice, kept: KeptColumns, these: slice) -> None:
-    """Fill the metadata of `rows`, which hold `these` of the b x kv_heads rows of `kept`."""
+    """Write the metadata of `rows`, which hold rows `these` of the b x kv_heads rows of `kept`."""
     positions = kept.positions.flatten(0, 1)[these]
     count = positions.shape[-1]
     metadata.positions[rows, :count].copy_(positions)
@@ -235,9 +272,14 @@ def record_columns(
     metadata: SlotMetadata, slots: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor,
     sizes: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """New columns at `slots` get score 0 and the highest rank; ranks above the replaced column's fall by one.
+    """Write the metadata of new columns, one per row, which were put at `slots`.
 
-    slots, positions: (rows,) int64; filled: (rows,) ints; sizes: of values, (rows,); all on the metadata's device.
+    They get score 0 and the highest rank. Ranks above that of the replaced column fall by one.
+
+    All tensors are on the metadata's device.
+    slots, positions: (rows,) int64.
+    filled: (rows,) ints, the slots in use with the new column.
+    sizes: (rows,), sizes of the new values (`value_sizes`). None if they are not recorded.
     """
     rows = torch.arange(len(slots), device=slots.device)
     metadata.positions[rows, slots] = positions.int()
@@ -251,10 +293,13 @@ def record_columns(
 
 
 def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: StepNumbers) -> None:
-    """Score the columns of the view's rows anew that have no slot left for their next column, QUERY_CHUNK numbers of
-    keys at a time; their new columns are in their slots.
+    """Write new scores of the view's rows that have no slot left for their next column.
 
-    Scores count for `by_keys.interval` steps, if so many recent columns are protected that none without one may leave.
+    The new columns are in their slots already. At most QUERY_CHUNK numbers of keys are scored at a
+    time, but at least one row.
+
+    Scores stay valid for `by_keys.interval` steps if at least as many recent columns are protected:
+    then no column may leave before it has a score. Otherwise rows are scored in every step.
     """
     metadata = view.metadata
     assert metadata is not None and metadata.scores is not None and metadata.queries is not None
@@ -265,7 +310,7 @@ def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: Ste
     if not len(due):
         return
     where = view.keys.device
-    slots = view.keys.shape[2]  # of the only segment: rows with a record have one
+    slots = view.keys.shape[2]  # Rows with a record have only one segment.
     width = view.keys.shape[3] if view.packing is None else view.packing.width
     of_rows = numbers.of_rows(rows.kv_heads, view.start, view.end, where)
     for some in due.split(max(1, QUERY_CHUNK // (slots * width))):
@@ -273,7 +318,7 @@ def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: Ste
         keys = view.keys[:, index]
         if view.packing is not None:
             keys, _ = unpacked(keys, view.values[:, index], view.form.rows(index), torch.float32)
-        if rows.hadamard:  # as the rotary embeddings left them
+        if rows.hadamard:  # The transform is its own inverse: this restores the rotated keys.
             hadamard(keys[0])
         place = metadata.positions[index]
         may_leave = (place >= of_rows.oldest[index].unsqueeze(1)) & (place <= of_rows.newest[index].unsqueeze(1))
@@ -283,8 +328,12 @@ def score_by_keys(view: PartView, rows: KVRows, by_keys: KeyScores, numbers: Ste
 
 
 def rank_victims(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> None:
-    """Name each row's victim by the policy's own rank, where it is not the score that the decode kernel knows. newest,
-    filled: as of `columns_of`."""
+    """Write each row's victim by the policy's own rank.
+
+    This is for policies that do not rank by score; otherwise the decode kernel finds the victim.
+
+    newest, filled: as in `columns_of`.
+    """
     columns = columns_of(rows, newest, filled)
     rank, stays = rows.policy.rank(columns), ~columns.may_leave
     lowest = rank.masked_fill(stays, float("inf")).amin(dim=-1, keepdim=True)
@@ -296,8 +345,11 @@ def rank_victims(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> No
 
 
 def columns_of(rows: KVRows, newest: torch.Tensor, filled: torch.Tensor) -> Columns:
-    """The metadata of all rows, on the device of their first part. newest, filled: (sequences,) ints, the positions of
-    the newest columns and the slots that are in use."""
+    """Return what a policy may know of the columns of all rows, on the device of the first part.
+
+    newest: (sequences,) ints, the positions of the newest columns.
+    filled: (sequences,) ints, the slots in use.
+    """
     parts = [view.metadata for view in rows.views if view.metadata is not None]
     where = parts[0].positions.device
 

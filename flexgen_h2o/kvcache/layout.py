@@ -1,9 +1,10 @@
-"""Where the slots of one KV unit lie: geometry in bytes, no tensors.
+"""The byte layout of one KV unit's slots. This module has no tensors.
 
-A unit is one (layer, micro-batch). Its rows are (sequence, kv-head) pairs, cut into at most three parts by the cache
-shares. A part is `segments` times a key and a value area, each (rows, segment slots, bytes of a slot) and starting on a
-page, so that it can be read and written with O_DIRECT. A cache that grows and is streamed has several segments, so that
-only those that hold columns move. The metadata of the slots lies elsewhere, where attention runs.
+A unit is one (layer, micro-batch). Its rows are (sequence, kv-head) pairs, which the cache shares
+cut into at most three parts. A part is `segments` times a key area and a value area. Each area is
+(rows, segment slots, bytes of a slot) and starts on a page, so that it can be read and written with
+O_DIRECT. A cache that grows and is streamed has several segments, so that only those that hold
+columns move. The metadata of the slots is stored separately, where attention runs.
 """
 
 from __future__ import annotations
@@ -22,85 +23,97 @@ METADATA_ITEMSIZE = 4  # int32 positions and victims, float32 scores and norms
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Sizes in bytes unless named otherwise.
+    """The sizes of one KV unit and of its parts. The engine's memory plan makes it.
 
-    shares: of the unit's rows on device, host and disk. record: what an eviction policy keeps besides columns.
-    streamed: some part is brought from another tier for each use. packing: how compressed columns lie in their slots;
-    None where a slot holds `width` numbers of `itemsize` bytes. window: at most this many of the newest columns are
-    also kept unpacked (`window_of`).
+    Names that end in `_bytes` are sizes in bytes.
     """
 
     sequences: int
-    kv_heads: int
-    slots: int
-    width: int
-    itemsize: int
-    shares: Shares
-    record: RowRecord = NO_RECORD
-    streamed: bool = True
+    kv_heads: int  # rows per sequence
+    slots: int  # per row
+    width: int  # numbers of a key, and of a value
+    itemsize: int  # bytes of a number that is not packed
+    shares: Shares  # shares of the unit's rows on device, host and disk
+    record: RowRecord = NO_RECORD  # what the eviction policy keeps of a row besides its columns
+    streamed: bool = True  # some part is brought from another tier for each use
+    # How compressed columns are stored in their slots. None: a slot holds `width` numbers of
+    # `itemsize` bytes for the key, and as many for the value.
     packing: KVPacking | None = None
-    window: int = 0
+    window: int = 0  # at most this many of the newest columns are also kept whole (`window_of`)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
+        """The parts of the unit that have rows, by tier."""
         return split_rows(self.sequences * self.kv_heads, self.shares)
 
     @cached_property
     def sizes(self) -> KVSizes:
-        """What a row and kv-head takes."""
+        """The sizes of one row."""
         return KVSizes(self.width, self.packing, self.window, self.itemsize)
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
-        """A key of one slot, and a value."""
+        """Bytes of a key in its slot, and of a value."""
         return self.sizes.slot_bytes
 
     @property
     def column_bytes(self) -> int:
-        """A key and a value of one slot."""
+        """Bytes of a key and a value in their slot."""
         return self.sizes.column_bytes
 
     @property
     def beside_bytes(self) -> int:
-        """Of a row: what lies beside packed slots."""
+        """Bytes of one row that are needed in addition to packed slots."""
         return self.sizes.beside(self.slots)
 
     @property
     def segments(self) -> int:
-        """One, unless slots fill up step by step and are streamed: attention reads long runs of slots faster."""
+        """Number of segments.
+
+        It is 1 unless slots fill up step by step and are streamed, because attention reads long
+        runs of slots faster.
+        """
         return -(-self.slots // SEGMENT_SLOTS) if self.streamed and not self.record else 1
 
     @property
     def segment_slots(self) -> int:
-        """Slots of a segment. All segments are equal, so the last may have a few slots that are never used."""
+        """Slots of a segment per row.
+
+        All segments are equal, so the last one may have a few slots that are never used.
+        """
         return -(-self.slots // self.segments)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Keys of one row in one segment, and values."""
+        """Bytes of one row's keys in one segment, and of its values."""
         keys, values = self.slot_bytes
         return self.segment_slots * keys, self.segment_slots * values
 
     def area_bytes(self, part: Part) -> tuple[int, int]:
-        """The key area of one segment of a part, and the value area, whole pages."""
+        """Return the bytes of a part's key area in one segment, and of its value area.
+
+        Both are whole pages.
+        """
         keys, values = self.row_bytes
         return round_up(part.rows * keys, PAGE), round_up(part.rows * values, PAGE)
 
     def part_bytes(self, part: Part) -> int:
+        """Return the bytes of all areas of a part."""
         return self.segments * sum(self.area_bytes(part))
 
     def room_bytes(self, part: Part) -> int:
-        """Bytes that hold this part in this layout and in any with fewer slots or rows.
+        """Return the bytes that hold this part in this layout, and in any with fewer slots or rows.
 
-        `part_bytes` may be too few: with fewer slots a segment may round up to more whole pages.
+        `part_bytes` may be too few, because with fewer slots a segment may round up to more pages.
         """
         most_slots = self.slots + self.segments - 1
         return part.rows * most_slots * self.column_bytes + 2 * self.segments * PAGE
 
     def live_ranges(self, part: Part, sequences: int, columns: int) -> list[tuple[int, int]]:
-        """(offset, bytes) within the part of the first `columns` slots of the first `sequences`.
+        """Return the (offset, bytes) of the segments that hold live columns, within the part.
 
-        Adjacent ranges are merged.
+        These are all segments with any of the first `columns` slots, for the rows of the first
+        `sequences` sequences. Ranges on adjacent pages are merged.
         """
         rows = min(part.rows, max(0, sequences * self.kv_heads - part.start))
         areas = list(zip(self.area_bytes(part), self.row_bytes, strict=True))
@@ -116,38 +129,47 @@ class UnitLayout:
         return ranges
 
     def most_part_rows(self, share: float) -> int:
-        """Most rows that a tier with this share gets of a unit of so many rows or fewer.
+        """Return the most rows that a tier with this share gets of this unit or of a smaller one.
 
-        With fewer rows, rounding may give a part one more row.
+        In a smaller unit, rounding may give a part one more row.
         """
         rows = self.sequences * self.kv_heads
         return min(rows, math.ceil(rows * share) + 1) if 0 < share < 1 else round(rows * share)
 
     def overlay_bytes(self, part: Part) -> int:
-        """RAM for the columns of a disk part that wait to be written back, with their slot numbers (int64)."""
+        """Return the bytes of RAM for the columns of a disk part that wait to be written back.
+
+        Their slot numbers (int64) are included.
+        """
         return part.rows * WRITE_BACK_STEPS * (self.column_bytes + 8)
 
     @property
     def sequence_bytes(self) -> int:
-        """What a sequence holds of keys and values: slots, and what lies beside packed slots. Not what is recorded of
-        slots (positions, scores, ...)."""
+        """Bytes of one sequence's slots, and of what packed slots need in addition.
+
+        The record of slots (positions, scores, ...) is not included.
+        """
         return self.kv_heads * self.sizes.nbytes(self.slots)
 
     def metadata_bytes(self, part: Part) -> int:
-        """What the policy records of the part's slots, a victim for each row, and what lies beside packed slots."""
+        """Return the bytes of a part's metadata.
+
+        These are the policy's record of its slots, one victim per row, a summary of the prompt's
+        queries, and what packed slots need in addition.
+        """
         return round_up(part.rows * (self._record_bytes + self.beside_bytes), ALIGN)
 
     def metadata_end(self, part: Part) -> int:
-        """Where whole columns begin."""
+        """Return the offset in a part's metadata at which the data of WholeColumns begins."""
         return part.rows * self._record_bytes
 
     @property
     def _record_bytes(self) -> int:
-        """Of a row: what the policy records of its slots, its victim, and what is kept of its prompt's queries."""
+        """Bytes of one row's record: of its slots, its victim, and its prompt's queries."""
         numbers = len(self.record.names) * self.slots + 1 + self.record.query_numbers
         return numbers * METADATA_ITEMSIZE if self.record else 0
 
     @property
     def whole_columns(self) -> int:
-        """Newest columns of a row that have room beside its packed slots."""
+        """Number of newest columns per row that are also kept whole; 0 if slots are not packed."""
         return 0 if self.packing is None else window_of(self.window, self.slots)

@@ -1,8 +1,10 @@
-"""Prompts that begin alike: which rows of a micro-batch share a prefix, and how their tokens are packed. No tensors.
+"""Prompts that begin alike: which rows of a micro-batch share a prefix, and how tokens are packed.
 
-The tokens that neighbouring rows begin with are fed once, and each row's own behind them (Hydragen, Juravsky et al.
-2024, arXiv 2402.05099, shares a prefix over a batch in the same way). What all rows of a block begin with may be fed
-once a block, as a group without rows in front of the first micro-batch's; it is called their common prefix then.
+This module has no tensors. The tokens that neighbouring rows begin with are fed once, and each
+row's own tokens behind them. Hydragen (Juravsky et al. 2024, arXiv 2402.05099) shares a prefix over
+a batch in the same way. The tokens that all rows of a block begin with may be fed once per block.
+Then they are called the common prefix: a group without rows, in front of the groups of the first
+micro-batch.
 """
 
 from __future__ import annotations
@@ -21,26 +23,30 @@ TokenIds = Sequence[int]
 
 @dataclass(frozen=True)
 class Sharing:
-    """When neighbouring rows share a prefix: where it has `least` tokens and `share` of their mean prompt, or more."""
+    """The condition under which neighbouring rows share a prefix. `SHARINGS` holds the choices."""
 
-    least: int
-    share: float
+    least: int  # the prefix has at least this many tokens
+    share: float  # the prefix is at least this share of the rows' mean prompt
 
     def pays(self, prefix: int, rows: int, tokens: int) -> bool:
-        """rows: that begin with `prefix` equal tokens; tokens: of all of their prompts."""
+        """Return whether `rows` prompts that begin with `prefix` equal tokens share them.
+
+        tokens: of all these prompts together, including the prefix.
+        """
         return rows > 1 and prefix >= self.least and prefix * rows >= self.share * tokens
 
 
-# What sharing costs is copies of keys and values (a row's own queries see the prefix in front of its own columns) and,
-# with one copy of its KV, up to 0.2 ms a layer in each decode step. What it saves is all products of the prefix. Both
-# bounds are measured where prefill gains least, with two rows (docs/lab/speed-notes.md, "9. Whole jobs"). `share`
-# looks at the prefix, not at the number of rows, so that a plan for equal prompts bounds what is fed.
+# Sharing costs copies of keys and values, because a row's own queries see the prefix in front of
+# the row's own columns. With one copy of the prefix's KV, it also costs up to 0.2 ms per layer in
+# each decode step. Sharing saves all matrix products of the prefix. Both bounds are measured with
+# two rows, which gain least in prefill (docs/lab/speed-notes.md, "9. Whole jobs"). `share` depends
+# on the prefix, not on the number of rows, so that a plan for equal prompts bounds what is fed.
 WHERE_IT_PAYS = Sharing(least=32, share=0.125)
 SHARINGS: dict[str, Sharing | None] = {"auto": WHERE_IT_PAYS, "on": Sharing(1, 0.0), "off": None}
 
 
 def check_sharing(name: object) -> str:
-    """A key of `SHARINGS`; UsageError for anything else."""
+    """Return `name` if it is a key of `SHARINGS`. Raise UsageError for anything else."""
     if not isinstance(name, str) or name not in SHARINGS:
         raise UsageError(f"share_prefix: {name!r} is not one of {', '.join(SHARINGS)}")
     return name
@@ -48,23 +54,23 @@ def check_sharing(name: object) -> str:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Neighbouring rows of a micro-batch: `prefix` tokens that all of them begin with, 0 for none, then `own` tokens of
-    each, at least one.
+    """Neighbouring rows of a micro-batch that share a prefix. `group_prompts` makes it.
 
-    common: tokens of a common prefix in front of these, which are fed elsewhere. The group that feeds it has no rows.
+    The group that feeds a common prefix has no rows.
     """
 
-    prefix: int
-    own: tuple[int, ...]
-    common: int = 0
+    prefix: int  # tokens that all rows begin with and that are fed once; 0: no prefix
+    own: tuple[int, ...]  # for each row, its tokens behind the prefix; at least one
+    common: int = 0  # tokens of a common prefix in front of these, which another group feeds
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return len(self.own)
 
     @property
     def tokens(self) -> int:
-        """That are fed."""
+        """Tokens that the group feeds."""
         return self.prefix + sum(self.own)
 
     @property
@@ -74,26 +80,31 @@ class PromptGroup:
 
     @property
     def before(self) -> int:
-        """Tokens in front of each row's own."""
+        """Tokens in front of each row's own tokens."""
         return self.common + self.prefix
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be fed."""
+        """Tokens of the prompts that the group does not feed."""
         return sum(self.lengths) - self.tokens
 
     @property
     def pairs(self) -> int:
-        """Twice the pairs of a query and a key that attention works out: the sum of n^2 where nothing is shared."""
+        """Twice the number of (query, key) pairs in attention.
+
+        Without sharing it is the sum of n^2 over the prompt lengths n.
+        """
         return sum(n * n for n in self.lengths) - (self.rows - 1) * self.before**2 - self.common**2
 
 
 def group_prompts(
     prompts: Sequence[TokenIds], sharing: Sharing | None, common: int = 0, opens: bool = False
 ) -> tuple[PromptGroup, ...]:  # fmt: skip
-    """The prompts of a micro-batch in their order, as groups. sharing: None shares nothing.
+    """Return the prompts of a micro-batch as groups, in the order of the prompts.
 
-    common: tokens of a common prefix. opens: it is fed in front of these prompts.
+    sharing: None shares nothing.
+    common: tokens of a common prefix.
+    opens: the common prefix is fed in front of these prompts.
     """
     found = _group([prompt[common:] for prompt in prompts] if common else prompts, sharing)
     behind = tuple(PromptGroup(group.prefix, group.own, common) for group in found)
@@ -101,6 +112,7 @@ def group_prompts(
 
 
 def _group(prompts: Sequence[TokenIds], sharing: Sharing | None) -> Sequence[PromptGroup]:
+    """Return the groups of prompts without a common prefix, in the order of the prompts."""
     if sharing is None:
         return [PromptGroup(0, tuple(map(len, prompts)))]
     found: list[PromptGroup] = []
@@ -116,11 +128,11 @@ def _group(prompts: Sequence[TokenIds], sharing: Sharing | None) -> Sequence[Pro
 
 
 def pack_prompts(prompts: Sequence[TokenIds], groups: Sequence[PromptGroup]) -> tuple[list[int], list[int]]:
-    """The ids and positions that a micro-batch feeds, group after group."""
+    """Return the token ids and their positions that a micro-batch feeds, group after group."""
     ids, positions, first = list[int](), list[int](), 0
     for group in groups:
         start, end = group.before, first + group.rows
-        # A group without rows feeds what any prompt begins with.
+        # A group without rows feeds the common prefix, with which every prompt begins.
         ids += prompts[first][group.common : start]
         positions += range(group.common, start)
         for prompt in prompts[first:end]:
@@ -131,7 +143,7 @@ def pack_prompts(prompts: Sequence[TokenIds], groups: Sequence[PromptGroup]) -> 
 
 
 def row_ends(groups: Sequence[PromptGroup]) -> list[int]:
-    """Where the tokens of each row end in what `pack_prompts` gives."""
+    """Return, for each row, the end of its tokens in the result of `pack_prompts`."""
     ends: list[int] = []
     start = 0
     for group in groups:
@@ -141,8 +153,11 @@ def row_ends(groups: Sequence[PromptGroup]) -> list[int]:
 
 
 def row_places(groups: Sequence[PromptGroup]) -> list[tuple[int, int, int]]:
-    """For each row: (tokens shared in front of its own, offset of a shared position, offset of an own position); packed
-    place = position + offset."""
+    """Return, for each row, the offsets of its positions in the result of `pack_prompts`.
+
+    A row's entry is (tokens in front of its own, offset of those, offset of its own tokens). The
+    token at a position is at index position + offset.
+    """
     places: list[tuple[int, int, int]] = []
     start = 0
     for group in groups:
@@ -153,12 +168,19 @@ def row_places(groups: Sequence[PromptGroup]) -> list[tuple[int, int, int]]:
 
 
 def common_prefix(prompts: Sequence[TokenIds]) -> int:
-    """Tokens that all prompts begin with, but for the last token of the shortest: its hidden state is the row's own."""
+    """Return the number of tokens that all prompts begin with.
+
+    It never includes the last token of the shortest prompt, because each row needs the hidden state
+    of its own last token.
+    """
     return min((_common(a, b) for a, b in pairwise(prompts)), default=0)
 
 
 def longest_alike(prompts: Sequence[TokenIds], sharing: Sharing) -> int:
-    """Tokens of the longest prompt that may share a prefix with others, whatever their order; 0 where none can."""
+    """Return the tokens of the longest prompt that may share a prefix with others, in any order.
+
+    Returns 0 if no prompt may.
+    """
     families: dict[TokenIds, list[TokenIds]] = {}
     for prompt in prompts:
         families.setdefault(_head(prompt, sharing), []).append(prompt)
@@ -173,13 +195,15 @@ def longest_alike(prompts: Sequence[TokenIds], sharing: Sharing) -> int:
 
 
 def family_order(prompts: Sequence[TokenIds], sharing: Sharing, rows: int) -> Callable[[TokenIds], tuple[int, int]]:
-    """A key that sorts prompts with equal beginnings together, those with the longest prompt first.
+    """Return a sort key that brings prompts with equal beginnings, called families, together.
 
-    Only families of at least `rows`, which fill micro-batches of equal beginnings; all others are one family, so that
-    a few of them do not separate prompts of equal length.
+    Families with the longest prompts come first. Only families of at least `rows` prompts count,
+    because they fill whole micro-batches. All other prompts are one family, so that a few equal
+    beginnings do not separate prompts of equal length.
     """
     sizes = Counter(_head(p, sharing) for p in prompts)
-    order: dict[TokenIds, tuple[int, int]] = {}  # by family: -longest, first
+    # By family: (-tokens of its longest prompt, index of its first prompt).
+    order: dict[TokenIds, tuple[int, int]] = {}
 
     def family(prompt: TokenIds) -> TokenIds:
         head = _head(prompt, sharing)
@@ -192,7 +216,10 @@ def family_order(prompts: Sequence[TokenIds], sharing: Sharing, rows: int) -> Ca
 
 
 def neighbours(prompts: Sequence[TokenIds], sharing: Sharing) -> list[int]:
-    """The places of the prompts of a micro-batch, those with equal beginnings brought together, else in their order."""
+    """Return an order of a micro-batch's prompts, as indices, with equal beginnings side by side.
+
+    Otherwise the given order is kept.
+    """
     first: dict[TokenIds, int] = {}
     for i, prompt in enumerate(prompts):
         first.setdefault(_head(prompt, sharing), i)
@@ -200,13 +227,15 @@ def neighbours(prompts: Sequence[TokenIds], sharing: Sharing) -> list[int]:
 
 
 def _head(prompt: TokenIds, sharing: Sharing) -> TokenIds:
+    """Return the first tokens of a prompt, which all prompts of its family have."""
     return tuple(prompt[: sharing.least])
 
 
 def _runs(prompts: Sequence[TokenIds], least: int) -> Iterator[tuple[int, int, int]]:
-    """(first, end, common prefix) of neighbours; a row joins those before it as long as this saves more tokens.
+    """Yield (first, end, tokens of their common prefix) for runs of neighbouring prompts.
 
-    So what is saved is never less than with one prefix for all, where that has `least` tokens.
+    A prompt joins the run before it as long as this saves more tokens. So the saving is never
+    smaller than with one prefix for all prompts, if that prefix has `least` tokens.
     """
     first = prefix = 0
     for i in range(1, len(prompts)):
@@ -221,7 +250,7 @@ def _runs(prompts: Sequence[TokenIds], least: int) -> Iterator[tuple[int, int, i
 
 
 def _common(a: TokenIds, b: TokenIds) -> int:
-    """Equal first tokens of two prompts, at least the last of either left out."""
+    """Return the number of equal first tokens of two prompts, without the last token of either."""
     most = min(len(a), len(b)) - 1
-    # slices are compared in C: quicker than token by token
+    # Slices are compared in C, which is faster than token by token.
     return bisect_left(range(1, most + 1), True, key=lambda n: a[:n] != b[:n])

@@ -1,4 +1,4 @@
-"""Rows of a micro-batch: their budgets, what the host knows of their new columns, and who moves up when rows leave."""
+"""Sequences of a micro-batch: budgets, the numbers of a decode step, and moves when some leave."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ Move = tuple[int, int]  # from sequence, to sequence
 
 
 def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int]]:
-    """Fill the places of `leaving` (indices of `count` sequences) from the end.
+    """Return the moves that fill the places of leaving sequences with the last ones.
 
-    Returns the moves and, for each remaining place, the sequence that stands there now.
+    Also returns, for each remaining place, the sequence that it holds after the moves.
+
+    leaving: indices of the sequences that leave. count: sequences before they leave.
     """
     gone = set(leaving)
     remaining = count - len(gone)
@@ -30,60 +32,68 @@ def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int
 
 
 def order_after(moves: Sequence[Move], remaining: int) -> list[int]:
-    """For each of the `remaining` places, the sequence that stands there after the moves."""
+    """Return, for each of the `remaining` places, the sequence that it holds after the moves."""
     came_from = {target: source for source, target in moves}
     return [came_from.get(place, place) for place in range(remaining)]
 
 
 @dataclass(frozen=True, eq=False)
 class RowBudgets:
-    """Budgets of sequences in one transformer block; each field (sequences,) int64 on the host.
+    """Budgets of sequences in one transformer block. `SlotTable` makes it.
 
-    prompts: tokens of the prompt. sinks, heavy, recent: columns that stay (`RowBudget`). slots: what the sequence may
-    fill; one that has filled them drops a column for each new one.
+    Each field is (sequences,) int64 on the host. Sinks, heavy and recent columns are those of
+    `RowBudget`.
     """
 
-    prompts: torch.Tensor
-    sinks: torch.Tensor
-    heavy: torch.Tensor
-    recent: torch.Tensor
-    slots: torch.Tensor
+    prompts: torch.Tensor  # tokens of the prompt whose columns go to slots
+    sinks: torch.Tensor  # first columns that stay
+    heavy: torch.Tensor  # columns that stay by their rank
+    recent: torch.Tensor  # newest columns that stay
+    slots: torch.Tensor  # slots per row; if all are filled, each new column replaces another
 
     @property
     def kept(self) -> torch.Tensor:
-        """Columns left of each prompt after the prefill sweep."""
+        """Columns that are left of each prompt after the prefill sweep, (sequences,) int64."""
         return torch.minimum(self.prompts, self.sinks + self.heavy + self.recent)
 
     def stay(self, sequence: int) -> tuple[int, int, int]:
-        """Sinks, heavy and recent columns of one of them."""
+        """Return the sinks, heavy and recent columns of one sequence."""
         return int(self.sinks[sequence]), int(self.heavy[sequence]), int(self.recent[sequence])
 
     def select(self, rows: slice | torch.Tensor) -> RowBudgets:
+        """Return the budgets of some of the sequences."""
         if isinstance(rows, slice) and rows == slice(0, len(self.prompts)):
             return self
         return RowBudgets(*(t[rows] for t in vars(self).values()))
 
 
 class NumbersOfRows(NamedTuple):
-    """What some rows of a KV unit have of a decode step, each (rows,), on their device: the position of the new column,
-    the slots in use with it, the range of positions in which a column may leave, what its score gains, and where the
-    new column goes (StepNumbers.free, oldest_slot)."""
+    """The StepNumbers of some rows of a KV unit. `StepNumbers.of_rows` makes it.
 
-    positions: torch.Tensor
-    filled: torch.Tensor
-    oldest: torch.Tensor
-    newest: torch.Tensor
-    gains: torch.Tensor
-    free: torch.Tensor
-    oldest_slot: torch.Tensor
+    Each field is (rows,) on the device of the rows.
+    """
+
+    positions: torch.Tensor  # int32: position of the new column
+    filled: torch.Tensor  # int32: slots in use, including the new column
+    oldest: torch.Tensor  # int32: first position of the columns that may leave
+    newest: torch.Tensor  # int32: last position of the columns that may leave, inclusive
+    gains: torch.Tensor  # fp32: as StepNumbers.gains
+    free: torch.Tensor  # int64: as StepNumbers.free
+    oldest_slot: torch.Tensor  # int64: as StepNumbers.oldest_slot
 
 
 class StepNumbers:
-    """What the host knows of the new columns of one decode step, the same for all transformer blocks of equal budgets.
+    """The numbers of the new columns of one decode step, which the host computes in advance.
 
-    positions: (sequences,) int64, of the columns. filled: slots in use with them. replaces: where they take the place
-    of another column. free: the next free slot, or -1. oldest_slot: of the oldest column, where slots are filled in the
-    order of columns. Each (sequences,) on the host. whole: the most columns of a row that are whole beside packed ones.
+    Transformer blocks of equal budgets share them. Attributes, each (sequences,) on the host:
+
+    positions: int64, positions of the new columns.
+    filled: int64, slots in use with the new columns.
+    replaces: bool, whether the new column replaces another one.
+    free: int64, the next free slot, or -1.
+    oldest_slot: int64, the slot of the oldest column, if slots are filled in the order of columns.
+
+    The argument `whole` is the most columns of a row that are kept whole beside packed slots.
     """
 
     def __init__(self, budgets: RowBudgets, needs: Needs, positions: torch.Tensor, whole: int = 0) -> None:
@@ -98,7 +108,10 @@ class StepNumbers:
         self._places: dict[int, torch.Tensor] = {}
 
     def of_rows(self, kv_heads: int, first: int, end: int, where: torch.device) -> NumbersOfRows:
-        """Of the rows [first, end), `kv_heads` of them a sequence: int32, gains fp32, slots int64. Worked out once."""
+        """Return the numbers of a unit's rows [first, end) on device `where`.
+
+        A sequence has `kv_heads` rows. The result is cached.
+        """
         key = kv_heads, first, end, where
         if key not in self._of_rows:
             ints = self.positions, self.filled, self._budgets.sinks, self.positions - self._budgets.recent
@@ -109,31 +122,38 @@ class StepNumbers:
 
     @cached_property
     def held(self) -> int:
-        """Slots in use of all sequences."""
+        """Slots in use, summed over all sequences."""
         return int(self.filled.sum())
 
     @cached_property
     def most(self) -> int:
-        """Slots in use of the fullest."""
+        """Slots in use of the sequence that has the most."""
         return int(self.filled.max())
 
     @property
     def gains(self) -> torch.Tensor:
-        """(sequences,) fp32: what a score grows by with a whole probability."""
+        """Gain of a score for an attention probability of 1, (sequences,) fp32 (`Needs.gain`)."""
         gains = torch.full((len(self.filled),), self._needs.gain, dtype=torch.float32, device="cpu")
         return gains * (self.filled.float() / (self.positions + 1)) if self._needs.even else gains
 
     def whole_places(self, most: int) -> torch.Tensor:
-        """(sequences,) int64: the places of the columns among the newest, which are whole beside packed slots; -1 for
-        none. most: room for them in a row. Worked out once."""
+        """Return the index of each new column among its row's whole columns, (sequences,) int64.
+
+        It is -1 if the row keeps no whole columns. The result is cached.
+
+        most: whole columns that a row has room for.
+        """
         if most not in self._places:
             windows = torch.tensor([window_of(most, held) for held in self._budgets.slots.tolist()], device="cpu")
             self._places[most] = torch.where(windows > 0, self.positions % windows.clamp(min=1), -1)
         return self._places[most]
 
     def state(self, where: torch.device) -> torch.Tensor:
-        """The state of the step (kernels/decode_step.StepSlots) on a card, which is copied there once, with those of
-        `copied_together`."""
+        """Return the state of the step (`StepSlots.state` in kernels/decode_step.py) on a GPU.
+
+        It is copied there once, together with the states of the other StepNumbers of the last
+        `copied_together`.
+        """
         if where not in self._states:
             together = [one for found in self._together if (one := found()) is not None] or [self]
             copies = upload_together([one._state_on_host().flatten() for one in together], where)
@@ -142,6 +162,7 @@ class StepNumbers:
         return self._states[where]
 
     def _state_on_host(self) -> torch.Tensor:
+        """Return the state of the step, (7, sequences) int32; gains are stored as fp32 bits."""
         slots = self.free if self._needs.record else self.oldest_slot
         newest = self.positions - self._budgets.recent
         fields = torch.stack([self.filled, slots, self.positions, self._budgets.sinks, newest]).int()
@@ -150,17 +171,19 @@ class StepNumbers:
 
 
 def copied_together(numbers: Sequence[StepNumbers]) -> None:
-    """A card gets the states of these in one copy."""
+    """Make a GPU get the states of these StepNumbers in one copy."""
     together = [ref(one) for one in numbers]
     for one in numbers:
         one._together = together
 
 
 class SlotTable:
-    """Budgets of the rows of a micro-batch in every transformer block.
+    """The budgets of a micro-batch's sequences in every transformer block.
 
-    rows: (prompt tokens, most new tokens) of each, which its budgets are of, and where the prompt is fed in part, how
-    many of its tokens. elsewhere: of each block, the first tokens of all rows whose columns need no slots.
+    rows: for each sequence (prompt tokens, most new tokens), which determine its budgets. A third
+        entry says how many tokens of the prompt are fed, if only a part is.
+    elsewhere: for each block, the number of first tokens whose columns need no slots, because they
+        are stored elsewhere. It is the same for all sequences.
     """
 
     def __init__(
@@ -168,20 +191,20 @@ class SlotTable:
     ) -> None:
         self._policy, self._num_blocks, self._elsewhere = policy, num_blocks, elsewhere or (0,) * num_blocks
         self._table = self._entries(rows)
-        self._budgets: list[RowBudgets] = []  # by block; made anew when rows have changed
+        self._budgets: list[RowBudgets] = []  # by block; cleared when sequences change
 
     def compact(self, moves: Sequence[Move], remaining: int) -> None:
-        """Rows have left: `moves` bring the others to the front, `remaining` stay."""
+        """Remove sequences that left. `moves` bring the `remaining` others to the front."""
         self._table = self._table[:, order_after(moves, remaining)]
         self._budgets.clear()
 
     def admit(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """More rows, behind the others."""
+        """Add sequences behind the others. rows: as for the class."""
         self._table = torch.cat([self._table, self._entries(rows)], dim=1)
         self._budgets.clear()
 
     def at(self, block: int) -> RowBudgets:
-        """Blocks of equal budgets share them."""
+        """Return the budgets in one transformer block. Blocks of equal budgets share one object."""
         if not self._budgets:
             known: dict[bytes, RowBudgets] = {}
             for table in self._table:
@@ -190,15 +213,16 @@ class SlotTable:
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """For each block the first one that has its budgets."""
+        """For each block, the first block with the same budgets."""
         first: dict[RowBudgets, int] = {}
         return tuple(first.setdefault(self.at(block), block) for block in range(self._num_blocks))
 
     def most_slots(self, block: int) -> int:
+        """Return the slots of the sequence that has the most of them in this block."""
         return int(self._table[block, :, -1].max())
 
     def _entries(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """(blocks, rows, 5) int64"""
+        """Return the fields of RowBudgets, in their order, (blocks, sequences, 5) int64."""
         policy, num_blocks = self._policy, self._num_blocks
 
         def entry(block: int, prompt_len: int, gen_len: int, fed: int | None = None) -> list[int]:

@@ -1,6 +1,6 @@
-"""Rows of a KV unit as tensors: the slots that they hold, the slots that new columns take, and columns put into them.
+"""Rows of a KV unit as tensors: their slots, the slots of new columns, and writes into slots.
 
-When rows leave a micro-batch its last rows take their places (compaction).
+When rows leave a micro-batch, its last rows move to the places that became free (compaction).
 """
 
 from __future__ import annotations
@@ -25,31 +25,30 @@ from flexgen_h2o.tiers.stream import Part
 
 @dataclass(frozen=True)
 class SlotMetadata:
-    """What an eviction policy records of the slots of some rows; meaningless for slots that are not filled.
+    """The record that an eviction policy keeps of the slots of some rows.
 
-    positions: (rows, slots) int32, of the columns in their sequences. victims: (rows,) int32, the slot that the next
-    column of a full row takes. scores, norms: (rows, slots) fp32; ranks: (rows, slots) int32, how many columns of the
-    row are older. queries: (rows, numbers) fp32, what is kept of the prompt's queries (`KeyScores.of_prompt`). Each of
-    these four is None unless the policy needs it.
+    Entries of slots that are not filled are meaningless. Each of the last four tensors is None
+    unless the policy needs it. `evict` writes the tensors, and the decode kernel updates them.
     """
 
-    positions: torch.Tensor
-    victims: torch.Tensor
-    scores: torch.Tensor | None = None
-    norms: torch.Tensor | None = None
-    ranks: torch.Tensor | None = None
+    positions: torch.Tensor  # (rows, slots) int32: positions of the columns in their sequences
+    victims: torch.Tensor  # (rows,) int32: the slot that the next column of a full row takes
+    scores: torch.Tensor | None = None  # (rows, slots) fp32: scores of the columns
+    norms: torch.Tensor | None = None  # (rows, slots) fp32: sizes of the values (`value_sizes`)
+    ranks: torch.Tensor | None = None  # (rows, slots) int32: how many columns of the row are older
+    # (rows, numbers) fp32: summary of the prompt's queries (`KeyScores.of_prompt`)
     queries: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor, rows first."""
+        """Return every tensor that is not None. The first dimension of each is the row."""
         return list(self._given().values())
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SlotMetadata:
-        """`change` applied to every tensor."""
+        """Return SlotMetadata with `change` applied to every tensor."""
         return SlotMetadata(**{name: change(t) for name, t in self._given().items()})
 
     def widened(self, more: int) -> SlotMetadata:
-        """With so many slots more, of zeros."""
+        """Return SlotMetadata with `more` additional slots, filled with zeros."""
         pad = torch.nn.functional.pad
         of_rows = ("victims", "queries")
         wide = {name: t if name in of_rows else pad(t, (0, more)) for name, t in self._given().items()}
@@ -61,30 +60,32 @@ class SlotMetadata:
 
 @dataclass(frozen=True)
 class PartView:
-    """Rows [start, end) of a unit, where attention runs on them.
+    """Rows [start, end) of a unit, on the device where attention runs on them.
 
-    keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots]. With
-    `packing` the width is a key's or a value's words, int32. metadata: None with the full cache. whole: goes with
-    `packing`.
+    `part_view` and `common_views` make it.
     """
 
-    start: int
+    start: int  # row of the unit that is row 0 here
+    # (segments, rows, segment slots, width). Slot j is [j // segment slots, :, j % segment slots].
+    # With `packing`, the width counts the int32 words of a key.
     keys: torch.Tensor
-    values: torch.Tensor
-    metadata: SlotMetadata | None = None
-    packing: KVPacking | None = None
-    whole: WholeColumns | None = None
+    values: torch.Tensor  # as `keys`, with the words of a value
+    metadata: SlotMetadata | None = None  # None with the full cache
+    packing: KVPacking | None = None  # how columns are packed; None if they are not
+    whole: WholeColumns | None = None  # whole columns and key statistics; given with `packing`
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return self.keys.shape[1]
 
     @property
     def end(self) -> int:
+        """First row of the unit behind this view."""
         return self.start + self.rows
 
     def part(self, first: int, end: int, start: int) -> PartView:
-        """The view's rows [first, end), numbered from `start` on."""
+        """Return the view's rows [first, end) as rows of a unit that begin at `start`."""
         metadata = self.metadata.map(lambda t: t[first:end]) if self.metadata is not None else None
         whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
         keys, values = self.keys[:, first:end], self.values[:, first:end]
@@ -92,11 +93,11 @@ class PartView:
 
     @property
     def form(self) -> SlotForm:
-        """What the decode kernel must know of the rows besides their slots, but for sinks."""
+        """How the slots are stored, for the decode kernel. Sinks are not included."""
         return SlotForm(self.packing, self.whole)
 
     def row_tensors(self) -> list[torch.Tensor]:
-        """Every tensor of the view with its rows first."""
+        """Return every tensor of the view, with the row as its first dimension."""
         columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1)]
         columns += self.metadata.tensors() if self.metadata is not None else []
         columns += vars(self.whole).values() if self.whole is not None else []
@@ -104,7 +105,10 @@ class PartView:
 
 
 def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], list[PartView]]:
-    """The rows of a unit before `row`, and those from `row` on, numbered from 0."""
+    """Return views of the unit's rows before `row`, and views of the rows from `row` on.
+
+    The rows of the second list are numbered from 0.
+    """
     before = [v if v.end <= row else v.part(0, row - v.start, v.start) for v in views if v.start < row]
     behind = [v.part(max(0, row - v.start), v.rows, max(0, v.start - row)) for v in views if v.end > row]
     return before, behind
@@ -114,7 +118,11 @@ def part_view(
     layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, metadata: SlotMetadata | None = None,
     whole: WholeColumns | None = None,
 ) -> PartView:  # fmt: skip
-    """The part whose bytes `data` holds. dtype: of numbers that are not packed."""
+    """Return the view of a part.
+
+    data: uint8, the bytes of the part (`UnitLayout.part_bytes`).
+    dtype: of keys and values that are not packed.
+    """
     dtype = stored_dtype(layout, dtype)
     segments, views = data.view(dtype).view(layout.segments, -1), []
     of_segments = segments.split([nbytes // dtype.itemsize for nbytes in layout.area_bytes(part)], dim=1)
@@ -125,12 +133,15 @@ def part_view(
 
 
 def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
-    """What slots consist of: numbers of `dtype`, or words."""
+    """Return the dtype of slots: `dtype`, or int32 if they are packed."""
     return dtype if layout.packing is None else torch.int32
 
 
 def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMetadata | None:
-    """The metadata whose bytes `data` holds; None where the policy records nothing."""
+    """Return the view of a part's metadata. Returns None if the policy records nothing.
+
+    data: uint8, the bytes of the metadata (`UnitLayout.metadata_bytes`).
+    """
     if not layout.record:
         return None
     size = part.rows * layout.slots * METADATA_ITEMSIZE
@@ -149,7 +160,11 @@ def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMet
 
 
 def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype) -> WholeColumns | None:
-    """What lies beside packed slots, in the bytes behind the metadata; None where nothing is packed."""
+    """Return what is stored in addition to packed slots. Returns None if slots are not packed.
+
+    data: uint8, as in `metadata_view`; the whole columns lie behind the metadata.
+    dtype: of whole columns.
+    """
     if layout.packing is None:
         return None
     rows, columns, width = part.rows, layout.whole_columns, layout.width
@@ -164,10 +179,12 @@ def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.
 def put_columns(
     view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor | None = None
 ) -> None:
-    """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device.
+    """Write one column per row into its slot. All tensors are on the view's device.
 
-    places: (rows,) int64, whose places they take among the columns that are whole beside packed slots, -1 for none;
-    None: of no row.
+    slots: (rows,) int64.
+    keys, values: (rows, width).
+    places: (rows,) int64, the index of the new column among the row's whole columns, or -1 if it is
+        only packed. None means -1 for all rows.
     """
     if view.whole is not None:
         places = slots.new_full(slots.shape, -1) if places is None else places
@@ -179,7 +196,10 @@ def put_columns(
 
 
 def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Slots 0, 1, ... of the view's rows [start, end) from keys and values (rows, columns, width)."""
+    """Write columns to slots 0, 1, ... of the view's rows [start, end).
+
+    keys, values: (end - start, columns, width).
+    """
     keys = keys if view.whole is None else view.whole.smoothed(keys, slice(start, end))
     keys, values = _stored(view, keys, values)
     per_segment, columns = view.keys.shape[2], keys.shape[1]
@@ -190,17 +210,20 @@ def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, 
 
 
 def _stored(view: PartView, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(..., width) numbers as the view holds them."""
+    """Return keys and values (..., width) in the form in which the view stores them."""
     if view.packing is None:
         return keys, values
     return pack_columns(keys, view.packing.keys), pack_columns(values, view.packing.values)
 
 
 def common_views(memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]) -> list[PartView]:
-    """A prefix that all rows begin with, of each transformer block: a row for each kv-head, all slots filled.
+    """Return one view per transformer block of the prefix that all rows begin with.
 
-    Its keys are rotated where the model has rotary embeddings. The first micro-batch of a block of rows writes it.
-    memory: bytes, room for `columns` or more. shape: transformer blocks, kv-heads and d.
+    A view has one row per kv-head, and all its slots are filled. The first micro-batch of a block
+    of rows writes them. Keys are rotated if the model has rotary embeddings.
+
+    memory: uint8, with room for `columns` columns or more.
+    shape: (transformer blocks, kv-heads, d).
     """
     blocks, heads, width = shape
     copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(blocks, 2, 1, heads, columns, width)
@@ -212,77 +235,86 @@ def common_views(memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: 
 
 @dataclass(frozen=True)
 class NewColumns:
-    """The new columns of one decode step. slots: for each view, (rows,) int64 on its device, where they go; for views
-    that `attend_step` handles, that call fills them in."""
+    """The new columns of one decode step in one unit. `KVRows.new_columns` makes it."""
 
     numbers: StepNumbers
+    # For each view: (rows,) int64 on its device, the slots of the new columns. `attend_step` fills
+    # in the slots of the views that it handles.
     slots: Sequence[torch.Tensor]
 
     @property
     def positions(self) -> torch.Tensor:
+        """Positions of the new columns, (sequences,) int64 on the host."""
         return self.numbers.positions
 
     @property
     def filled(self) -> torch.Tensor:
+        """Slots in use with the new columns, (sequences,) int64 on the host."""
         return self.numbers.filled
 
 
 @dataclass(frozen=True)
 class PromptAttention:
-    """Causal attention of equally long prompts, as it was computed: the probability of query i and column j is
-    exp(scale x q_i.k_j - lse_i), with sinks in lse.
+    """The causal attention of b equally long prompts, as `attend` computed it.
 
-    q: (b, heads, m, d), the last m queries, all where no prefix is shared; k: (b, kv_heads, n, d), both with their
-    rotary embeddings; lse: (b, heads, m) fp32.
+    The probability of query i and column j is exp(scale x q_i.k_j - lse_i).
     """
 
+    # (b, heads, m, d) with rotary embeddings: the last m queries, which are all queries if the
+    # prompts share no prefix
     q: torch.Tensor
-    k: torch.Tensor
-    lse: torch.Tensor
+    k: torch.Tensor  # (b, kv_heads, n, d) with rotary embeddings
+    lse: torch.Tensor  # (b, heads, m) fp32: log-sum-exp, including sinks
     scale: float
 
 
 @dataclass(frozen=True)
 class KVRows:
-    """Rows of a KV unit while their layer is computed, and the eviction policy at work on them.
+    """The rows of a KV unit while their layer is computed, and their eviction policy.
 
-    A sequence is `kv_heads` rows. block: the transformer block; window: of ModelSpec.windows. views: the parts that
-    hold the rows, numbered from 0.
-    common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`); with
-    a window: used only while prompts are computed, since each row's slots hold their own copy.
-    watch: sees the attention of prompts that the policy scores: (first sequence of those computed together, attention).
-    sinks: (heads,), learned logits that join the softmax of each query of their head and have no values.
-    hadamard: slots hold transformed keys and values (kernels/hadamard.py), and keys are not smoothed; those of
-    `common` are not transformed.
-    attn_sparsity: the share of the entries whose values a new token adds up (`attend_largest`).
+    `engine/attention.py` makes it for each layer and micro-batch, `integrations/cache.py` for each
+    layer.
     """
 
     policy: Eviction
-    block: int
-    kv_heads: int
-    budgets: RowBudgets
-    views: Sequence[PartView] = ()
+    block: int  # the transformer block
+    kv_heads: int  # rows per sequence
+    budgets: RowBudgets  # of the micro-batch's sequences in this transformer block
+    views: Sequence[PartView] = ()  # the parts that hold the rows, numbered from 0
+    # Columns of the full cache that all sequences have in front of their own, in one copy
+    # (`common_views`). With a window it is used only while prompts are computed, because each row's
+    # slots hold their own copy.
     common: PartView | None = None
+    # Called with the attention of prompts that the policy scores. The first argument is the first
+    # of the sequences that were computed together.
     watch: Callable[[int, PromptAttention], None] | None = None
-    window: int | None = None
+    window: int | None = None  # of ModelSpec.windows
+    # (heads,): learned logits that join the softmax of each query of their head and have no values
     sinks: torch.Tensor | None = None
+    # Slots hold transformed keys and values (kernels/hadamard.py), and keys are not smoothed.
+    # Columns of `common` are not transformed.
     hadamard: bool = False
+    # Share of the KV entries whose values a new token adds up (`attend_largest`)
     attn_sparsity: float = 1.0
 
     def sinks_of_rows(self, count: int) -> torch.Tensor | None:
-        """Of `count` sequences: (rows, g) fp32."""
+        """Return the sinks of the rows of `count` sequences, (rows, g) fp32, or None."""
         return None if self.sinks is None else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
 
     def step_numbers(self, positions: torch.Tensor) -> StepNumbers:
+        """Return the StepNumbers of new columns. positions: (sequences,) int64 on the host."""
         whole = max((view.whole.slots.shape[1] for view in self.views if view.whole is not None), default=0)
         return StepNumbers(self.budgets, self.policy.needs, positions, whole)
 
     def new_columns(self, numbers: StepNumbers) -> NewColumns:
-        """Where columns go: the next free slot, or in a full row the slot of its victim; of its oldest column where
-        nothing is recorded."""
+        """Return the new columns with the slots that they take.
+
+        A new column takes the next free slot. In a full row it takes the victim's slot, or that of
+        the oldest column if nothing is recorded.
+        """
         taken = []
         for view in self.views:
-            if self.is_one_launch(view):  # which finds the slots
+            if self.is_one_launch(view):  # the launch finds the slots itself
                 taken.append(torch.empty(view.rows, dtype=torch.int64, device=view.keys.device))
                 continue
             of_rows = numbers.of_rows(self.kv_heads, view.start, view.end, view.keys.device)
@@ -293,19 +325,23 @@ class KVRows:
         return NewColumns(numbers, taken)
 
     def whole_places(self, view: PartView, numbers: StepNumbers) -> torch.Tensor | None:
-        """(rows of the view,) int64, on its device: the places of new columns among the whole ones; None without."""
+        """Return the index of each new column among its row's whole columns, or -1.
+
+        The result is (rows of the view,) int64 on its device. It is None if rows have no whole
+        columns.
+        """
         if view.whole is None or not view.whole.slots.shape[1]:
             return None
         places = numbers.whole_places(view.whole.slots.shape[1]).repeat_interleave(self.kv_heads)
         return places[view.start : view.end].to(view.keys.device)
 
     def is_one_launch(self, view: PartView) -> bool:
-        """Does `attend_step` take a decode step of the view's rows?"""
+        """Return whether `attend_step` runs the decode step of the view's rows."""
         return triton.takes(view.keys) and self.is_plain and self.attn_sparsity == 1
 
     @property
     def is_plain(self) -> bool:
-        """Is nothing more recorded of slots than a decode step in one launch keeps?"""
+        """Whether one launch can keep all that is recorded of slots (`Needs.in_one_launch`)."""
         return self.policy.needs.in_one_launch
 
 
@@ -313,7 +349,10 @@ class KVRows:
 
 
 def move_rows(views: Sequence[PartView], moves: Sequence[Move], kv_heads: int) -> None:
-    """Copy the `kv_heads` rows of each moved sequence, and their metadata, across parts where they are split."""
+    """Copy the `kv_heads` rows of each moved sequence, and their metadata, to their new place.
+
+    The rows of a sequence may be split over several parts.
+    """
     for source, target in moves:
         done = 0
         while done < kv_heads:

@@ -1,9 +1,12 @@
-"""KV units on their home tiers: brought to where attention runs, extended in place, written back.
+"""The store of KV units: loads them to where attention runs, and writes changes back to tiers.
 
-Homes are taken once for the largest block and divided anew for each block. Parts that live where attention runs are
-used in place; the others come through a ring. New columns of a disk part wait in a RAM overlay, and the part is written
-back every WRITE_BACK_STEPS steps. Only segments that hold columns move. The metadata of slots stays where attention
-runs. Knows rows and slots, not prompts, eviction policies or models.
+Each part of a unit has a home: its bytes on a tier. Memory for the homes is allocated once for the
+largest block, and divided anew for each block. Parts whose home is where attention runs are used in
+place. The others are streamed through a ring. New columns of a disk part wait in a RAM overlay, and
+the part is written back every WRITE_BACK_STEPS steps. Only segments that hold columns move. The
+metadata of slots stays where attention runs.
+
+This module knows rows and slots. It does not know prompts, eviction policies or models.
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch
 
 
 class Overlay:
-    """The newest columns of a part on disk, in RAM: up to WRITE_BACK_STEPS a row.
+    """The newest columns of a part on disk, in RAM: up to WRITE_BACK_STEPS per row.
 
-    memory: uint8, UnitLayout.overlay_bytes of the part.
+    memory: uint8, `UnitLayout.overlay_bytes` of the part.
+    dtype: of keys and values that are not packed.
     """
 
     def __init__(self, layout: UnitLayout, part: Part, memory: torch.Tensor, dtype: torch.dtype) -> None:
@@ -53,15 +57,18 @@ class Overlay:
 
     @property
     def is_full(self) -> bool:
+        """Whether the part must be written back before the next column is added."""
         return self._used == WRITE_BACK_STEPS
 
     def clear(self) -> None:
+        """Drop all columns, after the part was written back."""
         self._used = 0
 
     def add(self, view: PartView, slots: torch.Tensor) -> None:
-        """Copy the columns of the view's rows at `slots` ((rows,) int64).
+        """Copy the columns of the view's rows at `slots` ((rows,) int64) into the overlay.
 
-        A slot may have been taken before: both entries then hold the newer column, so that their order is free.
+        If the overlay has an older entry for a slot, both entries get the newer column. So `apply`
+        may write the entries in any order.
         """
         rows, where = view.rows, view.keys.device
         self._slots[:rows, self._used] = slots.to(self._slots.device)
@@ -74,7 +81,7 @@ class Overlay:
                 ours.copy_(theirs)
 
     def apply(self, view: PartView) -> None:
-        """Put the columns into the view, which holds the part as it was last written."""
+        """Write the columns into the view, which holds the part as it was last written back."""
         rows, where = view.rows, view.keys.device
         if self._used:
             slots, keys, values = (t[:rows, : self._used].to(where) for t in (self._slots, self._keys, self._values))
@@ -83,49 +90,59 @@ class Overlay:
 
 @dataclass
 class _Home:
-    """Where a part lives: `memory` in RAM or device memory, or `offset` in the cache file."""
+    """The place of a part's bytes for one block. `CacheStore._take_home` makes it."""
 
     part: Part
-    streamed: bool
-    memory: torch.Tensor | None = None
-    offset: int = 0
-    overlay: Overlay | None = None
-    metadata: SlotMetadata | None = None
-    whole: WholeColumns | None = None
+    streamed: bool  # it is brought through the ring for each use
+    memory: torch.Tensor | None = None  # uint8 in RAM or device memory; None on disk
+    offset: int = 0  # bytes, in the cache file; only on disk
+    overlay: Overlay | None = None  # only on disk
+    metadata: SlotMetadata | None = None  # where attention runs; None if nothing is recorded
+    whole: WholeColumns | None = None  # where attention runs; None if slots are not packed
 
 
 @dataclass
 class Unit:
-    """One (transformer block, micro-batch): homes of its parts, and which rows and columns they hold."""
+    """The KV cache of one (transformer block, micro-batch): its parts' homes, and what they hold.
+
+    `CacheStore.begin_block` makes it.
+    """
 
     layout: UnitLayout
-    homes: list[_Home]
-    sequences: int  # rows of the micro-batch that the unit holds now
+    homes: list[_Home]  # one per part
+    sequences: int  # sequences of the micro-batch that the unit holds now
     columns: int = 0  # slots that its fullest row has filled; 0 before the prefill sweep
-    version: int = 0  # changes of the micro-batch's rows that were applied
-    in_use: bool = False
-    in_place: list[PartView] = field(default_factory=list)  # live views, where all of it is used where it lies
+    version: int = 0  # the last change of the micro-batch's rows that was applied (`_LiveRows`)
+    in_use: bool = False  # from `load` or `open` until `close`, or until the micro-batch is empty
+    # Views of the live rows if all parts are used in place; else empty. Set by `CacheStore.open`.
+    in_place: list[PartView] = field(default_factory=list)
+    # Events of the stores that the last `CacheStore.close` started
     last_store: list[Waitable] = field(default_factory=list)
 
     def live_views(self, views: list[PartView]) -> list[PartView]:
+        """Return the views of the rows that sequences use now."""
         return split_views(views, self.sequences * self.layout.kv_heads)[0]
 
 
 @dataclass(frozen=True)
 class _LiveRows:
-    """The rows of a micro-batch after the last change: `moves` brought the `left` to the front, others came behind.
+    """The sequences of a micro-batch after the last change. `CacheStore.change_rows` makes it."""
 
-    live: rows now. version: how many changes there were.
-    """
-
-    live: int
-    left: int
-    moves: tuple[Move, ...] = ()
-    version: int = 0
+    live: int  # sequences now
+    left: int  # sequences that stayed in the last change; those that entered come behind them
+    moves: tuple[Move, ...] = ()  # the moves that brought them to the front
+    version: int = 0  # number of changes in this block
 
 
 class CacheStore:
-    """All units of the current block. `memory`, `metadata`: uint8 arenas by tier; `file`: the disk arena."""
+    """The units of the current block, which are the source of a Stream.
+
+    dtype: of keys and values that are not packed.
+    memory: uint8 arenas for slots, by tier. file: the arena on disk.
+    overlay: uint8 arena in RAM for the overlays.
+    metadata: uint8 arenas for metadata, by the place where attention runs.
+    attends_on_host: attention runs on the CPU.
+    """
 
     def __init__(
         self, mover: Mover, dtype: torch.dtype, memory: dict[str, torch.Tensor], file: DirectFile | None,
@@ -133,7 +150,7 @@ class CacheStore:
     ) -> None:  # fmt: skip
         self._mover, self._dtype, self._memory, self._file = mover, dtype, memory, file
         self._overlay, self._metadata = overlay, metadata
-        # Attention runs on the host where the device is host memory and with --cpu-cache-compute.
+        # Attention runs on the host if the device is the CPU, or with --cpu-cache-compute.
         self._streamed_tiers = frozenset(t for t in TIERS if is_streamed(t, attends_on_host))
         self._ring_memory: Memory = "host" if attends_on_host else "device"
         self._units: dict[tuple[int, int], Unit] = {}
@@ -142,13 +159,16 @@ class CacheStore:
     def begin_block(
         self, layouts: Sequence[Sequence[UnitLayout]], rows: Sequence[int], is_open: bool = False
     ) -> None:  # fmt: skip
-        """Divide the homes for a block: `layouts` has a row for each transformer block, a layout for each micro-batch.
+        """Divide the arenas into homes for the units of a new block.
 
-        rows: of each micro-batch now; its layout may have room for more. is_open: rows may enter micro-batches that
-        have none.
+        layouts: for each transformer block, one layout per micro-batch.
+        rows: sequences of each micro-batch now; its layout may have room for more.
+        is_open: sequences may enter micro-batches that have none.
         """
-        self._is_open, self._known = is_open, [-1] * len(rows)  # the newest sweep whose rows are settled
-        self._first = [0] * len(rows)  # sweep of the rows that entered the empty micro-batch
+        # By micro-batch: the newest sweep whose sequences are final.
+        self._is_open, self._known = is_open, [-1] * len(rows)
+        # By micro-batch: the first sweep of the sequences that entered when it was empty.
+        self._first = [0] * len(rows)
         used: Counter[str] = Counter()
         self._rows = [_LiveRows(count, count) for count in rows]
         self._units = {
@@ -158,18 +178,19 @@ class CacheStore:
         }
 
     def begin_sweep(self, micro_batch: int) -> None:
-        """The rows of the micro-batch's next sweep are settled."""
+        """Record that the sequences of the micro-batch's next sweep are final."""
         self._known[micro_batch] += 1
 
     def change_rows(self, micro_batch: int, moves: Sequence[Move], left: int, entering: int = 0) -> None:
-        """After a sweep rows have left, and `moves` bring the `left` others to the front; `entering` come behind them.
+        """Record that sequences left a micro-batch after a sweep, and that others entered.
 
-        Units follow at their next use, which is in the next sweep.
+        `moves` bring the `left` sequences that stay to the front. The `entering` ones come behind
+        them. Each unit applies the change at its next use, which is in the next sweep.
         """
         version = self._rows[micro_batch].version + 1
         if not self._rows[micro_batch].live:
             self._first[micro_batch] = self._known[micro_batch] + 1
-        if not left + entering:  # what was loaded ahead is given back unused
+        if not left + entering:  # Nobody will use the units that were loaded ahead.
             for (_, k), unit in self._units.items():
                 unit.in_use = unit.in_use and k != micro_batch
         self._rows[micro_batch] = _LiveRows(left + entering, left, tuple(moves), version)
@@ -177,22 +198,27 @@ class CacheStore:
     # Source of a Stream[CacheKey]
 
     def nbytes(self, key: CacheKey) -> int:
+        """Return the bytes that the unit needs in the ring."""
         unit = self._units[key[1:]]
         return sum(unit.layout.part_bytes(h.part) for h in unit.homes if h.streamed)
 
     def is_needed(self, key: CacheKey) -> bool:
+        """Return whether the sweep will use the unit, as far as is known now."""
         sweep, _, k = key
         return sweep >= self._first[k] if self._rows[k].live else self._is_open and sweep > self._known[k]
 
     def is_ready(self, key: CacheKey) -> bool:
+        """Return whether the unit may be loaded: it is unused, and has live sequences."""
         unit = self._units[key[1:]]
         return not unit.in_use and self._rows[key[2]].live > 0
 
     def load(self, key: CacheKey, region: Region) -> list[Done]:
+        """Start to load the unit's streamed parts into the region, and return the loads' events."""
         unit, rows = self._units[key[1:]], self._rows[key[2]]
-        unit.in_use = True  # from here on: a later sweep's load must not overtake this one's use
+        unit.in_use = True  # A later sweep's load must not overtake this sweep's use.
         loads: list[Done] = []
-        if unit.columns > 0 and (unit.version == rows.version or rows.left > 0):  # else it holds no row that stays
+        # Otherwise the unit holds no row that stays, so there is nothing to load.
+        if unit.columns > 0 and (unit.version == rows.version or rows.left > 0):
             for home, data in zip(unit.homes, self._data(unit, region), strict=True):
                 if home.streamed:
                     loads += self._load_part(unit, home, data, [*region.after, *unit.last_store])
@@ -201,9 +227,10 @@ class CacheStore:
     # Compute side
 
     def open(self, key: CacheKey, region: Region | None) -> tuple[list[PartView], bool]:
-        """Views of the unit's live rows, overlay and moves applied; whether whole parts must be stored after.
+        """Return views of the unit's live rows, and whether whole parts must be stored afterwards.
 
-        Rows that enter are the last; their slots still hold whatever was there before.
+        The overlay and the moves are applied. Rows that enter are the last ones; their slots still
+        hold old data. region: the ring region that `load` filled; None if no part is streamed.
         """
         unit, rows = self._units[key[1:]], self._rows[key[2]]
         unit.in_use = True
@@ -212,9 +239,10 @@ class CacheStore:
             return unit.in_place, is_new
         if region is not None and (is_new or (has_changed and rows.live > rows.left)):
             wait = wait_all if self._ring_memory == "host" else wait_all_on_card
-            wait([*region.after, *unit.last_store])  # rows that enter go where nothing was loaded to
+            # No load waited for the bytes that the entering rows will overwrite.
+            wait([*region.after, *unit.last_store])
         views = self._views(unit, region)
-        # The overlay holds columns of the rows that are in the unit now, before the change.
+        # The overlay refers to the rows as they are before the change.
         for home, view in zip(unit.homes, unit.live_views(views), strict=False):
             if home.overlay is not None:
                 home.overlay.apply(view)
@@ -229,11 +257,11 @@ class CacheStore:
         self, key: CacheKey, region: Region | None, columns: int, slots: Sequence[torch.Tensor] | None,
         fence: Callable[[], Waitable],
     ) -> list[Waitable]:  # fmt: skip
-        """Bring what compute changed back to its homes: the columns at `slots` ((rows,) int64 for each view of `open`),
-        or with None all `columns` that the fullest row has now.
+        """Start to store what compute changed. Return the events after which the region is free.
 
-        Returns the events after which the region may be overwritten. fence: makes one that is done when compute is; not
-        called without a region.
+        columns: columns that the fullest row has now.
+        slots: the slots that changed, (rows,) int64 for each view of `open`. None: all columns.
+        fence: makes an event that is done when compute is; not called without a region.
         """
         unit = self._units[key[1:]]
         unit.columns, unit.in_use, unit.last_store = columns, False, []
@@ -250,12 +278,15 @@ class CacheStore:
         return stores
 
     def settle(self) -> None:
-        """Wait for stores under way, so that the next block may divide the homes anew."""
+        """Wait for all running stores, so that the next block may divide the arenas anew."""
         for unit in self._units.values():
             wait_all(unit.last_store)
 
     def _take_home(self, layout: UnitLayout, part: Part, used: Counter[str]) -> _Home:
-        """The next free bytes for a part; `used` counts those that are taken."""
+        """Return a home for a part in the next free bytes of its arenas.
+
+        used: bytes that are taken, by arena; increased here.
+        """
 
         def take(arena: torch.Tensor, name: str, nbytes: int) -> torch.Tensor:
             start = used[name]
@@ -280,7 +311,7 @@ class CacheStore:
         return home
 
     def _data(self, unit: Unit, region: Region | None) -> list[torch.Tensor]:
-        """The bytes of each part where attention runs: in the region, or in its home."""
+        """Return the bytes of each part where attention runs: in the region, or in its home."""
         found, start = [], 0
         for home in unit.homes:
             if home.streamed:
@@ -300,7 +331,10 @@ class CacheStore:
         ]
 
     def _load_part(self, unit: Unit, home: _Home, data: torch.Tensor, after: list[Waitable]) -> list[Done]:
-        """Bring the columns of the live rows of one part."""
+        """Start to load the columns of a part's live rows into `data`, and return the events.
+
+        after: events that the loads wait for.
+        """
         loads, mover, memory = list[Done](), self._mover, self._ring_memory
         for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
             here, pages = slice(start, start + size), slice(start, start + round_up(size, PAGE))
@@ -313,6 +347,7 @@ class CacheStore:
         return loads
 
     def _store_whole(self, unit: Unit, home: _Home, data: torch.Tensor, fence: Waitable) -> list[Done]:
+        """Start to store all columns of a part's live rows after `fence`, and return the events."""
         stores, mover, memory = list[Done](), self._mover, self._ring_memory
         for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
             here, pages = slice(start, start + size), slice(start, start + round_up(size, PAGE))
@@ -329,7 +364,10 @@ class CacheStore:
     def _store_columns(
         self, unit: Unit, home: _Home, view: PartView, data: torch.Tensor, slots: torch.Tensor, fence: Waitable
     ) -> list[Done]:
-        """Only the columns at `slots`; a part on disk is stored whole when its overlay is full."""
+        """Start to store only the columns at `slots` after `fence`, and return the events.
+
+        A part on disk adds them to its overlay, and is stored whole when the overlay is full.
+        """
         if home.overlay is not None:
             home.overlay.add(view, slots)
             return self._store_whole(unit, home, data, fence) if home.overlay.is_full else []

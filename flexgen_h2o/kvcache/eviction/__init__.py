@@ -1,4 +1,7 @@
-"""Which KV columns are kept: one class in one file a policy, and one row in `EVICTING`."""
+"""Eviction policies, which decide the KV columns that are kept.
+
+Each policy is one class in its own file, and one entry of `EVICTING`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# By the names that flags, reports and files give them.
+# The policies by their names in flags, reports and files.
 EVICTING: dict[str, type[Evicting]] = {
     policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, VaSE, TriAttention, Random)
 }
@@ -33,10 +36,12 @@ POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
 
 def make_eviction(text: str, **settings: Any) -> Evicting:
-    """A policy of `EVICTING` from its name, with settings of its own behind a colon: `h2o-norm:grace=8,sinks=0`.
+    """Return the policy that a text names, with its settings.
 
-    Ratios and sizes are the caller's to give, kv_budget either's. Raises UsageError that begins with the name of a
-    setting, or with `eviction` where the text is wrong.
+    The text is a name of `EVICTING`. The policy's own settings may follow behind a colon:
+    `h2o-norm:grace=8,sinks=0`. Ratios and sizes may only be in `settings`; kv_budget may be in
+    either. Raises UsageError, which begins with the name of a setting, or with `eviction` if the
+    text is wrong.
     """
     name, colon, rest = text.partition(":")
     if name not in EVICTING:
@@ -58,13 +63,19 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
 
 
 def says_budget(text: str) -> bool:
-    """Whether a policy's text gives kv_budget or kv_bytes: ratios and sizes must not come beside them."""
+    """Return whether a policy's text sets kv_budget or kv_bytes.
+
+    Ratios and sizes must not be given in addition.
+    """
     given = {item.partition("=")[0] for item in text.partition(":")[2].split(",")}
     return bool(given & {"kv_budget", "kv_bytes"})
 
 
 def _value(text: str) -> bool | int | float | str:
-    """A setting as Python has it; anything but a number or a truth value is a name, for the policy to check."""
+    """Return a setting's value: a truth value, a number, or else the text.
+
+    The policy checks such a text, which may be a name.
+    """
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
@@ -76,7 +87,10 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def check_eviction(eviction: object) -> Eviction:
-    """The policy to run with, None being the full cache; UsageError for anything that is no eviction policy."""
+    """Return the policy to run with. None means the full cache.
+
+    Raise UsageError for anything that is not an eviction policy.
+    """
     if eviction is None:
         return Full()
     if isinstance(eviction, type) or not all(

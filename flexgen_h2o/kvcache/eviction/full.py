@@ -1,4 +1,4 @@
-"""The full cache: every column is kept, each in the slot of its position."""
+"""The full cache: every column stays, in the slot of its position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Full:
-    """Keep all columns. Nothing leaves, so what it makes of scores is for those that look on (evaluation/)."""
+    """The policy that keeps all columns.
+
+    No column leaves, so scores and ranks are only for analysis (evaluation/).
+    """
 
     name: ClassVar[str] = "full"
 

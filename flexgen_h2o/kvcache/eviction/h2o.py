@@ -1,4 +1,4 @@
-"""H2O as published: heavy hitters by accumulated attention, and the newest columns."""
+"""H2O as published: the columns with the most accumulated attention, and the newest columns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Evicting, Nee
 
 @dataclass(frozen=True)
 class H2O(Evicting):
-    """Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs", Algorithm 1.
+    """The policy that keeps heavy hitters by accumulated attention, and the newest columns.
 
-    A column's score is the attention probability that it received from all queries that could see it, summed over the
-    query heads of its kv-head; a new column joins with 0.
+    A column's score is the attention probability that it received from all queries that could see
+    it, summed over the query heads of its kv-head. A new column starts with 0.
+
+    Paper: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs",
+    Algorithm 1.
     """
 
     name: ClassVar[str] = "h2o"

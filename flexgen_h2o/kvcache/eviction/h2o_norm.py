@@ -1,4 +1,4 @@
-"""H2O with its age bias taken out: a column's score per query that saw it."""
+"""H2O without its age bias: a column's score is divided by the number of queries that saw it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class H2ONorm(Evicting):
-    """H2O whose sums are divided by the number of queries behind them, which favour old columns otherwise.
+    """The policy that keeps columns by the mean attention per query that saw them.
 
-    The normalisation is that of OpenVINO GenAI (AggregationMode.NORM_SUM) and of kvpress's ObservedAttention. Of the
-    heavy share the `sinks` first columns are set aside, and as much as is needed so that a new column is not judged
-    before `grace` queries saw it. What a decode step gives counts in proportion to the columns that are left:
-    probabilities of a prompt's queries, which are shared among all columns, and of those that see few could not be
-    compared otherwise.
+    Sums of attention favour old columns, so each sum is divided by the number of queries that saw
+    the column. OpenVINO GenAI (AggregationMode.NORM_SUM) and kvpress's ObservedAttention normalise
+    in the same way.
+
+    The heavy share pays for the `sinks` first columns. It also pays for enough recent columns that
+    a new column is not judged before `grace` queries saw it.
+
+    A query's probabilities are shared among all columns that it sees. A decode step sees only the
+    columns that are left, so what it adds is scaled by the share of columns that are left (`even`
+    in `Needs`). Without this, it could not be compared with the attention of a prompt's queries.
     """
 
     name: ClassVar[str] = "h2o-norm"
@@ -33,7 +38,10 @@ class H2ONorm(Evicting):
         return Needs((POSITIONS, SCORES), query_rows=None, even=True, per_query=True)
 
     def split(self, heavy: int, recent: int) -> RowBudget:
-        """Sinks first, then grace, both out of the heavy share; grace leaves half of it to the heavy hitters."""
+        """Return the budget, in which sinks and then grace are taken from the heavy share.
+
+        Grace leaves at least half of the rest to the heavy hitters.
+        """
         sinks = min(self.sinks, heavy)
         waiting = min(max(0, self.grace - recent), (heavy - sinks) // 2)
         return RowBudget(sinks, heavy - sinks - waiting, recent + waiting)

@@ -1,4 +1,4 @@
-"""Sinks and a window: the first columns of a sequence and its newest."""
+"""Sinks and a window: the first and the newest columns of a sequence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Local(Evicting):
-    """Xiao et al. 2024, "Efficient Streaming Language Models with Attention Sinks" (StreamingLLM), at true positions.
+    """The policy that keeps the `sinks` first columns and the newest ones.
 
-    The heavy and the recent share together are the window, less the `sinks` first columns. Needs no scores.
+    Paper: Xiao et al. 2024, "Efficient Streaming Language Models with Attention Sinks"
+    (StreamingLLM), here with the true positions of tokens. The heavy and the recent share together
+    are the sinks and the window. No scores are needed.
     """
 
     name: ClassVar[str] = "local"
@@ -28,7 +30,10 @@ class Local(Evicting):
         return Needs(record=(POSITIONS,), ranks_by_score=False)
 
     def _share(self, kind: str) -> tuple[str, int | float]:
-        """A window that is given as recent columns alone is not widened by a default heavy share."""
+        """Return the share as the base class does, but no default heavy share.
+
+        A window that is set by recent columns alone is not widened.
+        """
         recent_alone = self.heavy_ratio is None and self.heavy_size is None and (self.recent_ratio or self.recent_size)
         return ("size", 0) if kind == "heavy" and recent_alone else super()._share(kind)
 

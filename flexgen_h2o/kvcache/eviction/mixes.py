@@ -1,7 +1,7 @@
-"""What `--kv-size` and `plan --kv-loss small` choose: tables that `evaluate frontier --learn` made.
+"""The tables from which `--kv-size` and `plan --kv-loss small` choose a setting.
 
-The table beside this file was made on the model that it names. A table of one's own model, in the offload folder, is
-taken before it.
+`evaluate frontier --learn` makes them. The table that comes with the package was made on the model
+that it names. A table of the user's own model, in the offload folder, takes precedence.
 """
 
 from __future__ import annotations
@@ -17,68 +17,70 @@ from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, read_object, usable_path
 from flexgen_h2o.kvcache.eviction import make_eviction
 
 SHIPPED = Path(__file__).with_name("kv_size.json")
-FOLDER = "kv-size"  # in the offload folder: a table for each model
+FOLDER = "kv-size"  # in the offload folder; it has one table per model
 SCHEMA = 1
 WHOLE = 16  # bits of keys and values that are not packed
 _NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_MOST_CHARACTERS = 200  # of a file's name
+_MOST_CHARACTERS = 200  # most characters of a model's name in a file name
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What loses least of all that fits into so small a share of the KV cache's bytes.
+    """The settings with the smallest loss that fit into a share of the KV cache's bytes.
 
-    least: the smallest share that it is for. eviction: as of `make_eviction`. cache_bits, cache_window: as
-    of `Policy`; cache_bits 16: not packed. kl: nats to the full cache, where it was measured.
+    `read_table` makes it.
     """
 
-    least: float
-    eviction: str
-    cache_bits: int | str
-    cache_window: int
-    kl: float
+    least: float  # the smallest share of the bytes that it is for
+    eviction: str  # as in `make_eviction`
+    cache_bits: int | str  # as in `Policy`; 16: not packed
+    cache_window: int  # as in `Policy`
+    kl: float  # measured KL divergence from the full cache, in nats
 
 
 @dataclass(frozen=True)
 class KeptWhole:
-    """A way to keep every KV entry whose loss is small.
+    """Settings that keep every KV entry and have a small loss. `read_table` makes it."""
 
-    settings: of `Policy`. kl: nats to the full cache, measured on `model`.
-    """
-
-    settings: dict[str, Any]
-    kl: float
+    settings: dict[str, Any]  # fields of `Policy`
+    kl: float  # KL divergence from the full cache, in nats, measured on `model`
     model: str
 
 
 @dataclass(frozen=True)
 class MixTable:
-    """What was found on one model. mixes: the largest share first. small_losses: nothing packed is the first."""
+    """The results of `evaluate frontier --learn` on one model. `read_table` makes it."""
 
     model: str
-    mixes: tuple[Mix, ...]
-    small_losses: tuple[KeptWhole, ...]
+    mixes: tuple[Mix, ...]  # largest share first
+    small_losses: tuple[KeptWhole, ...]  # the first one packs nothing
 
     def mix_of(self, share: float) -> Mix:
-        """Return the mix for a share of the bytes; the last one is for all that are smaller."""
+        """Return the mix for a share of the bytes. The last mix is for all smaller shares too."""
         return next((mix for mix in self.mixes if share >= mix.least), self.mixes[-1])
 
 
 def table_file(model: str, offload_dir: str | Path | None) -> Path:
-    """Return where a model's own table is kept. model: as commands name it."""
+    """Return the path of a model's own table. model: the name that commands use."""
     folder = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
     name = _NO_FILE_NAME.sub("--", model.strip("/"))
     return folder / FOLDER / f"{name[-_MOST_CHARACTERS:]}.json"
 
 
 def table_for(model: str | None = None, offload_dir: str | Path | None = None) -> MixTable:
-    """Return the table of a model, or the shipped one where it has none. UsageError names a file that is none."""
+    """Return the table of a model, or the shipped one if the model has none.
+
+    Raise UsageError, which names the file, if the file is not such a table.
+    """
     own = None if model is None else table_file(model, offload_dir)
     return read_table(own if own is not None and own.exists() else SHIPPED)
 
 
 def read_table(path: Path) -> MixTable:
-    """Return the table of a file. UsageError where it is not what `evaluate frontier --learn` writes."""
+    """Return the table in a file.
+
+    Raise UsageError if `evaluate frontier --learn` does not write such a file.
+    """
     try:
         body = read_object(path, f"{path}")
         if body["schema"] != SCHEMA:
@@ -97,7 +99,7 @@ def read_table(path: Path) -> MixTable:
         small = [
             KeptWhole(dict(one["settings"]), float(one["kl"]["value"]), model)
             for one in body["small_losses"]
-            if "attn_sparsity" not in one["settings"]  # of older tables: it saves nothing any more
+            if "attn_sparsity" not in one["settings"]  # in older tables; it saves nothing now
         ]
         for mix in mixes:
             make_eviction(mix.eviction, kv_bytes=mix.least)

@@ -1,5 +1,8 @@
-"""What a model makes of an eviction policy. Layers that attend to a window keep its columns; the policy is of the other
-layers."""
+"""Adaptation of an eviction policy to a model.
+
+Layers that attend to a window keep the columns of that window. The policy applies to the other
+layers.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Window(Full):
-    """The newest `columns`, which is all that a query sees. A full row's oldest column leaves for each new one, so its
-    slots are a ring and nothing is recorded of them."""
+    """The policy that keeps the newest columns, for a layer whose queries see no others.
+
+    In a full row, the oldest column leaves for each new one. So the slots are a ring, and nothing
+    is recorded of them.
+    """
 
     name: ClassVar[str] = "window"
 
-    columns: int = 0
+    columns: int = 0  # number of newest columns that stay
 
     def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
         return RowBudget(0, 0, self.columns)
@@ -39,12 +45,13 @@ class Window(Full):
 
 @dataclass(frozen=True)
 class Windowed(OfOther):
-    """`policy` in the transformer blocks without a window."""
+    """The policy `policy` in transformer blocks without a window, and `Window` in the others."""
 
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # for each transformer block; None: no window
 
     @property
     def while_decoding(self) -> bool:
+        """Whether `policy` drops columns while decoding."""
         return bool(getattr(self.policy, "while_decoding", False))
 
     def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
@@ -54,12 +61,17 @@ class Windowed(OfOther):
         return self._at(block).slots(prompt_len, gen_len, block)
 
     def _at(self, block: int) -> Eviction:
+        """Return the policy of one transformer block."""
         window = self.windows[block]
         return self.policy if window is None else Window(window)
 
 
 def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
-    """The policy for a model: it keeps to the layers without a window, and knows what columns take."""
+    """Return the policy for a model.
+
+    It applies only to the layers without a window, and knows the bytes of columns if it needs them.
+    TriAttention also gets the model's heads.
+    """
     eviction = with_sizes(eviction, sizes)
     if isinstance(eviction, TriAttention):
         frequencies = () if spec.rotary is None else spec.rotary.frequencies
@@ -69,7 +81,11 @@ def fitted(eviction: Eviction, spec: ModelSpec, sizes: KVSizes) -> Eviction:
 
 
 def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
-    """UsageError where no layer has columns to drop, or they cannot take other positions than their tokens had."""
+    """Raise UsageError if a policy does not work with a model.
+
+    There are two cases. A policy that drops columns needs a layer without a window. Rolling
+    positions need rotary embeddings and a KV cache that is not compressed.
+    """
     asked = eviction.policy if isinstance(eviction, Windowed) else eviction
     if spec.windows and None not in spec.windows and not isinstance(asked, Full):
         raise UsageError(
@@ -89,9 +105,9 @@ def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool)
 
 @dataclass(frozen=True)
 class OfStage(OfOther):
-    """`policy` of a stage of a model, where block 0 is the model's block `first`."""
+    """The policy `policy` for one stage of a model, which numbers its blocks from 0."""
 
-    first: int
+    first: int  # the model's block that is block 0 of the stage
 
     def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
         return self.policy.budget(prompt_len, gen_len, self.first + block)

@@ -1,7 +1,11 @@
-"""What an eviction policy is: it says how many columns a row keeps, what it needs measured, and ranks columns.
+"""The interface of eviction policies, and what they have in common.
 
-The engine does the rest: slots, protection of sinks and recent columns, which column leaves, tiers. No policy imports
-torch before it computes, so that command lines know all their names at once.
+A column is one KV entry: the key and the value of one token in one layer and kv-head. A row is the
+columns of one sequence and kv-head. A policy says how many columns a row keeps and what the engine
+must measure, and it ranks columns. The engine does the rest: slots, protection of sinks and recent
+columns, the choice of the column that leaves, and tiers.
+
+No policy imports torch before it computes, so that command lines can list all policies quickly.
 """
 
 from __future__ import annotations
@@ -21,78 +25,94 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.packing import KVSizes
 
 EVERYTHING = 2**30  # more columns than any row has
-# What is recorded of a slot (kvcache/slots.SlotMetadata), in the order of its bytes.
+# The tensors that may be recorded of slots (SlotMetadata in kvcache/slots.py), in the order of
+# their bytes.
 POSITIONS, SCORES, NORMS, RANKS = "positions", "scores", "norms", "ranks"
 
 
 @dataclass(frozen=True)
 class RowBudget:
-    """Columns that a row keeps in one layer: the first `sinks`, the `recent` newest, and `heavy` others by rank."""
+    """The numbers of columns that a row keeps in one layer. `Eviction.budget` makes it."""
 
-    sinks: int
-    heavy: int
-    recent: int
+    sinks: int  # first columns of the sequence, which never leave
+    heavy: int  # other columns, those that rank highest
+    recent: int  # newest columns, which do not leave while they are recent
 
     @property
     def columns(self) -> int:
+        """All columns that the row keeps."""
         return self.sinks + self.heavy + self.recent
 
 
 class KeyScores(Protocol):
-    """Scores columns by their keys and by the queries of their row's prompt, without attention.
+    """Scores of columns by their keys and by the queries of their row's prompt, without attention.
 
-    Queries and keys come with their rotary embeddings.
+    Queries and keys include their rotary embeddings.
     """
 
     @property
     def interval(self) -> int:
-        """Every how many decode steps columns are scored; in every step if fewer recent columns are protected."""
+        """Decode steps from one scoring of a row to the next.
+
+        If fewer recent columns are protected, rows are scored in every step.
+        """
 
     @property
     def numbers(self) -> int:
-        """How many fp32 numbers are kept of a prompt's queries, for each sequence and kv-head."""
+        """Number of fp32 numbers in the summary of a prompt's queries, per sequence and kv-head."""
 
     def query_sums(self, queries: torch.Tensor, first: int) -> torch.Tensor:
-        """Return (b, heads, any) fp32 sums over m of queries (b, heads, m, d) at positions first, first + 1, ..."""
+        """Return sums over m of queries (b, heads, m, d), as (b, heads, any) fp32.
+
+        The queries are at the positions first, first + 1, ...
+        """
 
     def of_prompt(self, sums: torch.Tensor, count: int, kv_heads: int) -> torch.Tensor:
-        """Return what is kept of `count` queries, (b, kv_heads, numbers) fp32. sums: of `query_sums`."""
+        """Return the summary of `count` queries, (b, kv_heads, numbers) fp32.
+
+        sums: the sum of the results of `query_sums` for these queries.
+        """
 
     def scores(
         self, keys: torch.Tensor, queries: torch.Tensor, newest: torch.Tensor, may_leave: torch.Tensor
     ) -> torch.Tensor:
-        """Return (rows, n) fp32: the columns with the lowest leave first.
+        """Return scores (rows, n) fp32. The columns with the lowest scores leave first.
 
-        keys: (rows, n, d) of any dtype, in any order. queries: (rows, numbers), of `of_prompt`. newest: (rows,) ints,
-        the positions of the newest columns. may_leave: (rows, n) bool; scores of other columns are not read.
+        keys: (rows, n, d) of any dtype, in any order.
+        queries: (rows, numbers), from `of_prompt`.
+        newest: (rows,) ints, the positions of the newest columns.
+        may_leave: (rows, n) bool; scores of other columns are not read.
         """
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the engine keeps and computes for a policy.
+    """The measurements and records that the engine makes for a policy.
 
-    record: what is kept of each slot, of POSITIONS, SCORES, NORMS and RANKS in this order; () for a policy that drops
-    nothing. With RANKS keys are kept before their rotary embeddings, and each is turned by its rank when it is read.
-    query_rows: the last rows of a prompt whose column sums are wanted; None for all. In a decode step a slot's score
-    becomes decay x score + gain x the probability that it received, summed over the query heads of its kv-head. even:
-    the gain is multiplied by columns held / columns seen so far, since a query that attends to fewer columns gives more
-    to each. ranks_by_score: `rank` gives the scores themselves, so the decode kernel can find the column that leaves;
-    with per_query it gives them over the number of queries that saw the column, which the kernel can do too.
-
-    value_range: NORMS are the largest less the smallest number of a value, not its L2 norm.
-
-    by_keys: makes the scores in place of attention, which then gives none (`gain` is 0).
+    Each policy sets them. In a decode step a slot's score becomes decay x score + gain x p. Here p
+    is the attention probability that the slot received, summed over the query heads of its kv-head.
     """
 
+    # Tensors recorded of slots: some of POSITIONS, SCORES, NORMS and RANKS, in this order. () for a
+    # policy that drops nothing. With RANKS, keys are stored before their rotary embeddings, and
+    # each key is rotated by its rank when it is read.
     record: tuple[str, ...] = ()
+    # Number of last query rows of a prompt whose attention is summed per column; None: all rows.
     query_rows: int | None = 0
-    decay: float = 1.0
-    gain: float = 1.0
+    decay: float = 1.0  # factor of the old score in each decode step
+    gain: float = 1.0  # factor of the probability that is added
+    # Multiply the gain by columns held / columns seen so far. A query that attends to fewer columns
+    # gives more to each of them.
     even: bool = False
+    # `rank` returns the scores, so the column with the lowest score leaves. The decode kernel can
+    # then find it.
     ranks_by_score: bool = True
+    # With ranks_by_score: `rank` returns the scores divided by the number of queries that saw the
+    # column. The decode kernel can do this too.
     per_query: bool = False
+    # NORMS are the largest less the smallest number of a value, instead of its L2 norm.
     value_range: bool = False
+    # Computes the scores from keys. Attention then adds nothing to them, so `gain` is 0.
     by_keys: KeyScores | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +121,7 @@ class Needs:
 
     @property
     def in_one_launch(self) -> bool:
-        """Does a card's launch of decode attention keep what is recorded, and find the column that leaves?"""
+        """Whether one GPU launch can do decode attention, update the record and choose victims."""
         if self.by_keys is not None:
             return False
         return not self.record or (self.ranks_by_score and set(self.record) == {POSITIONS, SCORES})
@@ -109,11 +129,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class RowRecord:
-    """What is kept of a row besides its columns, where attention runs. names: of each slot (`Needs.record`); nothing
-    for the full cache. query_numbers: of the prompt's queries, fp32, for each kv-head (`KeyScores.numbers`)."""
+    """The data stored of a row besides its columns, where attention runs. `record_of` makes it.
 
-    names: tuple[str, ...] = ()
-    query_numbers: int = 0
+    It is false if nothing is recorded of slots.
+    """
+
+    names: tuple[str, ...] = ()  # recorded of each slot (`Needs.record`); () for the full cache
+    query_numbers: int = 0  # fp32 numbers that summarise the prompt's queries (`KeyScores.numbers`)
 
     def __bool__(self) -> bool:
         return bool(self.names)
@@ -123,7 +145,7 @@ NO_RECORD = RowRecord()
 
 
 def record_of(eviction: Eviction) -> RowRecord:
-    """What a policy keeps of each row."""
+    """Return what is stored of each row for a policy."""
     needs = eviction.needs
     query_numbers = 0 if needs.by_keys is None else needs.by_keys.numbers
     return RowRecord(needs.record, query_numbers)
@@ -131,36 +153,44 @@ def record_of(eviction: Eviction) -> RowRecord:
 
 @dataclass(frozen=True)
 class Columns:
-    """What a policy knows of the columns of `b` sequences when it ranks them.
+    """The columns of `b` sequences, as a policy sees them when it ranks them. `evict` makes it.
 
-    positions: (b, kv_heads, n) int32; newest: (b,) int64, the position of the newest column; scores, norms
-    (`value_sizes`): (b, kv_heads, n) fp32 where the policy's record has them; heavy: (b,) int64, of the rows' budgets;
-    block: the transformer block. may_leave: (b, kv_heads, n) bool, False for sinks, recent columns and slots that are
-    not filled, whose other entries are arbitrary; ranks of such columns are not read.
+    For slots that are not filled, all entries except may_leave are arbitrary.
     """
 
-    block: int
-    positions: torch.Tensor
+    block: int  # the transformer block
+    positions: torch.Tensor  # (b, kv_heads, n) int32: positions of the columns
+    # (b, kv_heads, n) bool: False for sinks, recent columns and slots that are not filled. Ranks of
+    # such columns are not read.
     may_leave: torch.Tensor
-    newest: torch.Tensor
-    heavy: torch.Tensor
-    scores: torch.Tensor | None = None
+    newest: torch.Tensor  # (b,) int64: position of the newest column
+    heavy: torch.Tensor  # (b,) int64: `RowBudget.heavy` of the sequences
+    scores: torch.Tensor | None = None  # (b, kv_heads, n) fp32; None if not in the record
+    # (b, kv_heads, n) fp32: `value_sizes`; None if not in the record
     norms: torch.Tensor | None = None
 
     def seen(self) -> torch.Tensor:
-        """(b, kv_heads, n) fp32: how many queries saw each column, its own among them."""
+        """Return the number of queries that saw each column, (b, kv_heads, n) fp32.
+
+        The query of the column's own token is included.
+        """
         return (self.newest.view(-1, 1, 1) + 1 - self.positions).float()
 
 
 def value_sizes(needs: Needs, values: torch.Tensor) -> torch.Tensor:
-    """What NORMS are of values (..., d): (...) fp32."""
+    """Return the NORMS (...) fp32 of values (..., d): L2 norms, or ranges if needs.value_range."""
     values = values.float()
     return values.amax(dim=-1) - values.amin(dim=-1) if needs.value_range else values.norm(dim=-1)
 
 
 def best_of(rank: torch.Tensor, columns: Columns, count: torch.Tensor) -> torch.Tensor:
-    """(b, kv_heads, n) bool: those that may leave and are among the `count` ((b,) int64) that rank highest, or equal
-    to the last of them."""
+    """Return which columns are among the `count` that rank highest, (b, kv_heads, n) bool.
+
+    Only columns that may leave are considered. Columns that rank equal to the last of the `count`
+    are included.
+
+    rank: (b, kv_heads, n). count: (b,) int64.
+    """
     rank = rank.masked_fill(~columns.may_leave, float("-inf"))
     count = count.view(-1, 1, 1).expand(*rank.shape[:2], 1)
     best_first = rank.sort(dim=-1, descending=True).values
@@ -173,7 +203,7 @@ _MASK = 0xFFFFFFFF
 
 
 def pseudo_random(columns: Columns, seed: int) -> torch.Tensor:
-    """(b, kv_heads, n) int64 in [0, 2**24): a hash of seed, block, kv-head and position."""
+    """Return a hash of seed, block, kv-head and position, (b, kv_heads, n) int64 in [0, 2**24)."""
     import torch
 
     positions = columns.positions.long()
@@ -187,7 +217,7 @@ def pseudo_random(columns: Columns, seed: int) -> torch.Tensor:
 
 
 class Eviction(Protocol):
-    """Decides which KV columns a row keeps, for each sequence and kv-head separately."""
+    """An eviction policy: it decides which KV columns each sequence and kv-head keeps."""
 
     @property
     def name(self) -> str: ...
@@ -196,23 +226,32 @@ class Eviction(Protocol):
     def needs(self) -> Needs: ...
 
     def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
-        """What a row of `prompt_len` tokens that grows by at most `gen_len` keeps in transformer block `block`."""
+        """Return the columns that a row keeps in transformer block `block`.
+
+        prompt_len: tokens of the prompt. gen_len: most new tokens.
+        """
 
     def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
-        """Slots that such a row needs to grow by `gen_len` tokens.
+        """Return the slots that a row needs to grow by `gen_len` tokens in block `block`.
 
-        The newest token's column is never read again, so it needs none.
+        The last new token's column is never read, so it needs no slot.
         """
 
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
-        """The scores that a prompt's columns start with.
+        """Return the scores that a prompt's columns start with, in the shape of `sums`.
 
-        sums: (b, kv_heads, n) fp32, the column sums over `query_rows` rows: `needs.query_rows` or, in a shorter
-        prompt, all. Asked only where the record has scores. Returns the shape of `sums`.
+        It is called only if the record has SCORES.
+
+        sums: (b, kv_heads, n) fp32, the attention that each column received from the last
+            `query_rows` query rows.
+        query_rows: `needs.query_rows`, or all rows of a shorter prompt.
         """
 
     def rank(self, columns: Columns) -> torch.Tensor:
-        """(b, kv_heads, n) fp32: columns with the lowest leave first, of equal ones the oldest."""
+        """Return ranks (b, kv_heads, n) fp32.
+
+        Columns with the lowest ranks leave first; among equal ranks, the oldest column leaves.
+        """
 
     def to_json(self) -> dict[str, Any]: ...
 
@@ -222,27 +261,30 @@ DEFAULT_RATIO = 0.1
 
 @dataclass(frozen=True)
 class Evicting(EvictionSettings):
-    """A policy that drops columns; its settings, and those that it adds, are checked when it is made.
+    """A policy that drops columns, with its settings.
 
-    kv_sizes: what columns take, which kv_bytes is counted in: of the model and its compression (`with_sizes`).
+    Each policy is a subclass and may add settings. All settings are checked when it is made.
     """
 
+    # Bytes of columns for the model and its compression, which the setting kv_bytes needs. Set by
+    # `with_sizes`.
     kv_sizes: KVSizes | None = None
     name: ClassVar[str] = ""
 
-    @cached_property  # asked several times in each layer of each step
+    @cached_property  # read several times in each layer of each step
     def needs(self) -> Needs:
+        """Measurements and records for the policy: `measures`, and RANKS with rolling positions."""
         found = self.measures
         record = (*found.record, RANKS) if self.positions == ROLLING else found.record
         return replace(found, record=record)
 
     @property
     def measures(self) -> Needs:
-        """What the policy itself needs, wherever positions come from."""
+        """Needs of the policy itself, which do not depend on original or rolling positions."""
         raise NotImplementedError
 
     def split(self, heavy: int, recent: int) -> RowBudget:
-        """How the policy uses heavy + recent columns."""
+        """Return how the policy divides its heavy + recent columns."""
         return RowBudget(0, heavy, recent)
 
     def budget(self, prompt_len: int, gen_len: int, block: int) -> RowBudget:
@@ -256,7 +298,10 @@ class Evicting(EvictionSettings):
         return self.split(heavy, recent) if self.protect is None else self._protecting(heavy, recent, prompt_len)
 
     def _columns_of(self, tokens: int) -> int:
-        """Columns of a row of so many tokens, prompt and new ones, by kv_budget or kv_bytes."""
+        """Return the columns that kv_budget or kv_bytes allows a row.
+
+        tokens: prompt and new tokens together.
+        """
         if self.kv_bytes is None:
             return max(1, int((self.kv_budget or 0.0) * tokens))
         if self.kv_sizes is None:
@@ -270,7 +315,10 @@ class Evicting(EvictionSettings):
         return columns
 
     def _protecting(self, heavy: int, recent: int, prompt_len: int) -> RowBudget:
-        """The same number of columns, the protected ones among them; UsageError where nothing is left for new ones."""
+        """Return a budget of heavy + recent columns in all, which includes the protected ones.
+
+        Raise UsageError if no column is left for new tokens.
+        """
         protected = min(prompt_len, prompt_len if self.protect == PROMPT else int(self.protect or 0))
         columns = heavy + recent
         if (left := columns - protected) < 1:
@@ -280,7 +328,7 @@ class Evicting(EvictionSettings):
                 f"a sequence keeps {columns} in all; give a larger {flag}, or protect fewer"
             )
         own = self.split(heavy * left // columns, left - heavy * left // columns)
-        sinks = max(0, own.sinks - protected)  # those that the policy sets aside are protected already
+        sinks = max(0, own.sinks - protected)  # The policy's own sinks may be protected already.
         return RowBudget(protected + sinks, own.heavy + own.sinks - sinks, own.recent)
 
     def slots(self, prompt_len: int, gen_len: int, block: int) -> int:
@@ -296,7 +344,10 @@ class Evicting(EvictionSettings):
         return columns.scores
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as they are used: defaults filled in, each share a ratio or a size, or kv_budget alone."""
+        """Return the settings with their defaults filled in.
+
+        Heavy and recent shares are ratios or sizes. They are left out with kv_budget or kv_bytes.
+        """
         kinds = ("heavy", "recent") if self.kv_budget is None and self.kv_bytes is None else ()
         shares = {f"{kind}_{what}": value for kind in kinds for what, value in [self._share(kind)]}
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata}
@@ -304,7 +355,7 @@ class Evicting(EvictionSettings):
         return {"name": self.name, **settings, **shares}
 
     def _share(self, kind: str) -> tuple[str, int | float]:
-        """("size", columns) or ("ratio", of the prompt)."""
+        """Return ("size", columns) or ("ratio", share of the prompt) for "heavy" or "recent"."""
         ratio, size = getattr(self, f"{kind}_ratio"), getattr(self, f"{kind}_size")
         if ratio is None and size is None and kind == "recent":
             ratio, size = self.heavy_ratio, self.heavy_size
@@ -313,14 +364,18 @@ class Evicting(EvictionSettings):
         return "ratio", DEFAULT_RATIO if ratio is None else ratio
 
     def _count(self, kind: str, prompt_len: int) -> int:
+        """Return the "heavy" or "recent" columns of a prompt."""
         what, value = self._share(kind)
         return min(int(value), EVERYTHING) if what == "size" else max(1, int(value * prompt_len))
 
 
 @lru_cache(maxsize=4096)
 def _sized_columns(sizes: KVSizes, share: float, tokens: int) -> int:
-    """The most columns of a row whose slots take `share` of the bytes that `tokens` columns have in bf16; 0 where there
-    is no room for one. A slot more is a newcomer's, but none is the last token's."""
+    """Return the most columns of a row that fit into `share` of its bytes in bf16.
+
+    The bytes are those of `tokens` columns. Returns 0 if there is no room for one column. The slots
+    that count are one more than the columns, for the column that enters. The last token needs none.
+    """
     most = share * tokens * 4 * sizes.width
 
     def nbytes(columns: int) -> int:
@@ -330,20 +385,23 @@ def _sized_columns(sizes: KVSizes, share: float, tokens: int) -> int:
 
 
 def with_sizes(eviction: Eviction, sizes: KVSizes) -> Eviction:
-    """The policy with what columns take, where it counts bytes."""
+    """Return the policy with `kv_sizes` set, if its budget is kv_bytes; else the policy itself."""
     return replace(eviction, kv_sizes=sizes) if isinstance(eviction, Evicting) and eviction.kv_bytes else eviction
 
 
 def is_rolling(eviction: Eviction) -> bool:
-    """Whether a column's position is its rank among the columns that its row holds."""
+    """Return whether a column's position is its rank among the columns that its row holds."""
     return RANKS in eviction.needs.record
 
 
 def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: int) -> int:
-    """New tokens that a prompt of so many tokens may grow by: with original positions as long as there are some, with
-    rolling ones as long as its columns are no more than there are positions.
+    """Return how many of the `asked` new tokens a prompt of `prompt_len` tokens may get.
 
-    The newest token needs no position of its own, so a prompt that fills all positions still gets one.
+    With original positions, the limit is the model's positions. With rolling positions, the row's
+    columns must not exceed the model's positions.
+
+    The last new token needs no position of its own. So a prompt that fills all positions still gets
+    one new token.
     """
     if not is_rolling(eviction):
         return min(asked, spec.max_positions - prompt_len + 1)
@@ -356,7 +414,10 @@ def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked:
 
 
 def check_budgets(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: int) -> None:
-    """UsageError where the policy leaves a row of so few or so many tokens no column: it is that row's fault alone."""
+    """Raise UsageError if the policy leaves no column to a row of this length in some block.
+
+    Other rows are not affected.
+    """
     new = most_new_tokens(eviction, spec, prompt_len, asked)
     for block in range(spec.num_blocks):
         eviction.budget(prompt_len, new, block)
@@ -364,7 +425,7 @@ def check_budgets(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: i
 
 @dataclass(frozen=True)
 class OfOther:
-    """`policy`, but for how many columns it keeps in a transformer block."""
+    """A policy that does as `policy`, except for its budget and slots, which subclasses define."""
 
     policy: Eviction
 

@@ -1,4 +1,4 @@
-"""Random columns, for comparison: what any policy must beat."""
+"""Random columns: the baseline that any policy must beat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Random(Evicting):
-    """The recent columns and others drawn at random: a hash of seed, layer, kv-head and position ranks them."""
+    """The policy that keeps the recent columns, and others at random.
+
+    A hash of seed, layer, kv-head and position ranks the columns.
+    """
 
     name: ClassVar[str] = "random"
 

@@ -1,4 +1,4 @@
-"""SnapKV: the columns that the last queries of the prompt attend to, smoothed over their neighbours."""
+"""SnapKV: the columns that the prompt's last queries attend to most, smoothed over neighbours."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SnapKV(Evicting):
-    """Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv 2404.14469).
+    """The policy that keeps the columns to which the last `window` queries of a prompt attend most.
 
-    The mean attention of the last `window` queries of a prompt. Scores of the columns before the window are averaged
-    over `kernel` neighbours (zeros beyond both ends), so that a column stays with its context. The paper drops columns
-    of the prompt only; while decoding, a moving average over about `window` queries goes on from there.
+    A column's score is the mean attention of these queries. Scores of the columns before the window
+    are averaged over `kernel` neighbours, with zeros beyond both ends. So a column stays with its
+    context.
+
+    Difference from the paper: it drops only columns of the prompt. Here columns leave while
+    decoding too, and the score continues as a moving average over about `window` queries.
+
+    Paper: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation"
+    (arXiv 2404.14469).
     """
 
     name: ClassVar[str] = "snapkv"

@@ -1,4 +1,4 @@
-"""TOVA: the columns that the newest query attends to the most, one set for all heads of a layer."""
+"""TOVA: the columns that the newest query attends to most, the same for all heads of a layer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tova(Evicting):
-    """Oren et al. 2024, "Transformers are Multi-State RNNs" (arXiv 2401.06104).
+    """The policy that keeps the columns that the newest query attends to most.
 
-    Nothing is remembered: after each query the column that it attended to the least, on average over all heads, leaves.
-    No window is protected, but for the newest column, so heavy + recent is one budget.
+    After each query, the column that it attended to least leaves. Attention is averaged over all
+    heads, and attention of earlier queries does not count. Only the newest column is protected, so
+    heavy + recent is one budget.
+
+    Paper: Oren et al. 2024, "Transformers are Multi-State RNNs" (arXiv 2401.06104).
     """
 
     name: ClassVar[str] = "tova"
@@ -29,6 +32,9 @@ class Tova(Evicting):
         return RowBudget(0, heavy + recent - 1, 1)
 
     def rank(self, columns: Columns) -> torch.Tensor:
-        """The kv-heads of a sequence hold the same columns in the same slots, since all rank them alike."""
+        """Return the mean scores over the kv-heads, (b, kv_heads, n) fp32.
+
+        All kv-heads of a sequence rank alike, so they hold the same columns in the same slots.
+        """
         assert columns.scores is not None
         return columns.scores.mean(dim=1, keepdim=True).expand_as(columns.scores).contiguous()

@@ -1,4 +1,4 @@
-"""TriAttention: the columns whose keys the prompt's mean query will attend to, over the distances to come."""
+"""TriAttention: the columns that the prompt's mean query would attend to most later."""
 
 from __future__ import annotations
 
@@ -16,36 +16,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Heads:
-    """What a model's queries and keys are like. group: query heads of a kv-head; width: numbers of a head; frequencies:
-    of its rotary embeddings (`core.model.Rotary`), () without them."""
+    """The geometry of a model's queries and keys. `of_model.fitted` makes it."""
 
-    group: int
-    width: int
+    group: int  # query heads per kv-head
+    width: int  # numbers of a head
+    # Frequencies of its rotary embeddings (`core.model.Rotary`), one per pair of numbers; () if the
+    # model has none.
     frequencies: tuple[float, ...]
 
     @property
     def lengths(self) -> int:
-        """Numbers of a head that turn together count as one, which has a length; the others are one each."""
+        """Lengths of a head: one per pair of numbers that turn together, one per other number."""
         return self.width - len(self.frequencies)
 
 
 @dataclass(frozen=True)
 class TriAttention(Evicting):
-    """Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression" (arXiv 2604.04921).
+    """The policy that keeps the columns that the prompt's mean query would attend to later.
 
-    Before rotary embeddings the queries of a head lie close to their mean. So the attention that a later query gives a
-    key is about that of the mean query at its position: a sum of cosines of the distance. A column's score is the mean
-    of this over the queries 1, 2, 4, ..., `farthest` steps later, plus sum_f (E|q_f| - |E q_f|) |k_f| for what the mean
-    does not say; f are the pairs of numbers that turn together. Each query head's scores are normalised over the
-    columns that may leave (mean 0, deviation 1), and a kv-head takes the largest of its query heads'.
+    Before rotary embeddings, the queries of a head are close to their mean. So the attention of a
+    later query to a key is about that of the mean query at the later position. This is a sum of
+    cosines of the distance. A column's score has two terms, where f are the pairs of numbers that
+    turn together:
 
-    No attention probabilities are needed. Columns are scored every `interval` steps, if as many recent ones are
-    protected.
+    1. The mean of this attention over the queries 1, 2, 4, ..., `farthest` steps later.
+    2. sum_f (E|q_f| - |E q_f|) |k_f|, for the deviation of queries from their mean.
 
-    Differences from the paper: it measures the mean queries once per model on some text; here they are those of each
-    sequence's own prompt, so that nothing has to be prepared. It lets 128 columns come and then drops as many; here one
-    column leaves in each step, by the newest scores. It always keeps the prompt; set `protect` for that. A model
-    without rotary embeddings has no distances: the score is the product with the mean query, plus the second term.
+    Each query head's scores are normalised over the columns that may leave (mean 0, deviation 1). A
+    kv-head uses the largest score of its query heads.
+
+    No attention probabilities are needed. Columns are scored every `interval` steps, if at least as
+    many recent ones are protected; otherwise they are scored in every step.
+
+    Differences from the paper:
+
+    - It measures the mean queries once per model on some text. Here each sequence uses the mean
+      queries of its own prompt, so that nothing has to be prepared.
+    - It lets 128 columns come and then drops as many. Here one column leaves in each step, by the
+      newest scores.
+    - It always keeps the prompt. Here the setting `protect` does that.
+
+    A model without rotary embeddings has no distances. The first term is then the product of the
+    key with the mean query.
+
+    Paper: Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV
+    Compression" (arXiv 2604.04921).
     """
 
     name: ClassVar[str] = "triattention"
@@ -53,7 +68,7 @@ class TriAttention(Evicting):
     farthest: int = setting(2**16, low=1, high=EVERYTHING)
     interval: int = setting(16, low=1, high=EVERYTHING)
 
-    heads: Heads | None = None  # of the model, once the policy is fitted to one
+    heads: Heads | None = None  # the model's heads; set by `of_model.fitted`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,18 +85,19 @@ class TriAttention(Evicting):
 
 @dataclass(frozen=True)
 class Trigonometric:
-    """The scores of `TriAttention`: a `KeyScores`.
+    """The scores of `TriAttention`, as `KeyScores`.
 
-    What is kept of a prompt's queries, for each kv-head: the mean query of each query head (group, width), and
-    E|q_f| - |E q_f| (group, lengths).
+    The summary of a prompt's queries has two parts for each kv-head: the mean query of each query
+    head (group, width), and E|q_f| - |E q_f| (group, lengths).
     """
 
-    model: Heads | None
-    farthest: int
-    interval: int
+    model: Heads | None  # None until the policy is fitted to a model
+    farthest: int  # as in TriAttention
+    interval: int  # as in TriAttention
 
     @property
     def heads(self) -> Heads:
+        """The model's heads. Raise UsageError if the policy is not fitted to a model."""
         if self.model is None:
             raise UsageError("eviction: triattention depends on a model's heads; give the policy to an LLM")
         return self.model
@@ -115,14 +131,14 @@ class Trigonometric:
         centres, spreads = queries.split([group * heads.width, group * heads.lengths], dim=-1)
         centres = centres.view(rows, group, heads.width)
         spreads = spreads.view(rows, group, heads.lengths)
-        # Keys are held as their positions turned them, so turning the mean query to each position to come gives the
-        # cosines of the distances.
+        # Keys are stored with their rotary embeddings. So rotating the mean query to each later
+        # position gives the cosines of the distances.
         cos, sin = _mean_angles(heads, newest, self.farthest)
         to_come = _turned(centres, cos[:, None], sin[:, None])
         keys = keys.float()
         found = torch.bmm(to_come, keys.transpose(1, 2))
         found += torch.bmm(spreads, _lengths(heads, keys).transpose(1, 2))
-        # (rows, group, n) from here on
+        # Tensors are (rows, group, n) from here on.
         leaves = may_leave[:, None]
         count = leaves.sum(dim=2, keepdim=True).clamp(min=1)
         mean = found.where(leaves, 0.0).sum(dim=2, keepdim=True) / count
@@ -132,7 +148,10 @@ class Trigonometric:
 
 
 def _lengths(heads: Heads, x: torch.Tensor) -> torch.Tensor:
-    """Return (..., lengths) of x (..., width): of each pair of numbers that turn together, then of each other one."""
+    """Return the lengths (..., lengths) of heads x (..., width).
+
+    Lengths of the pairs of numbers that turn together come first, then the absolute other numbers.
+    """
     import torch
 
     pairs = len(heads.frequencies)
@@ -141,7 +160,10 @@ def _lengths(heads: Heads, x: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x (..., width) with its pairs (i, i + pairs) multiplied by cos + i sin (..., pairs)."""
+    """Return x (..., width) with its pairs of numbers (j, j + pairs) rotated.
+
+    A pair is multiplied, as a complex number, by cos + i sin. cos, sin: (..., pairs).
+    """
     import torch
 
     pairs = cos.shape[-1]
@@ -151,7 +173,10 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _angles(heads: Heads, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines (..., pairs) fp32 at positions (...) ints. Angles of far positions need fp64."""
+    """Return cosines and sines (..., pairs) fp32 at positions (...) ints.
+
+    They are computed in fp64, which the angles of far positions need.
+    """
     import torch
 
     frequencies = torch.tensor(heads.frequencies, dtype=torch.float64, device=positions.device)
@@ -160,7 +185,10 @@ def _angles(heads: Heads, positions: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _mean_angles(heads: Heads, newest: torch.Tensor, farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means of `_angles` at the positions 1, 2, 4, ..., `farthest` behind `newest` (rows,)."""
+    """Return the means of `_angles` at the positions 1, 2, ..., `farthest` after `newest` (rows,).
+
+    The distances are powers of two.
+    """
     cos, sin = _angles(heads, newest.long())
     mean_cos, mean_sin = _ahead(heads, farthest)
     mean_cos = mean_cos.to(cos.device)
@@ -170,7 +198,7 @@ def _mean_angles(heads: Heads, newest: torch.Tensor, farthest: int) -> tuple[tor
 
 @lru_cache(maxsize=16)
 def _ahead(heads: Heads, farthest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means over 1, 2, 4, ..., up to `farthest` steps, (pairs,) fp32 on the host."""
+    """Return the means of `_angles` at 1, 2, 4, ..., `farthest`, (pairs,) fp32 on the host."""
     import torch
 
     steps = 2 ** torch.arange(farthest.bit_length(), dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""H2O that also looks at the values: a column that is attended to but holds little is worth little."""
+"""H2O that also uses values: a column with a small value is worth little, even if attended to."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, Needs, best_of
 if TYPE_CHECKING:
     import torch
 
-LEAST_WEIGHT = 1e-4  # CriticalKV's: a column that nobody has attended to still counts by its value
+# As in CriticalKV. A column that no query has attended to still counts by its value.
+LEAST_WEIGHT = 1e-4
 
 
 @dataclass(frozen=True)
 class ValueH2O(H2ONorm):
-    """Half of the heavy share by the score of `h2o-norm`, the other half by (score + 1e-4) x norm of the value.
+    """The policy that keeps half of the heavy share by the score of `h2o-norm`, half with values.
 
-    The two stages are those of CriticalKV (Feng et al. 2025, arXiv 2502.03805), with the norm of the value itself in
-    place of its output projection's.
+    The second half ranks by (score + 1e-4) x norm of the value. The two stages are those of
+    CriticalKV (Feng et al. 2025, arXiv 2502.03805), which uses the norm of the value's output
+    projection instead.
     """
 
     name: ClassVar[str] = "h2o-v"

@@ -1,4 +1,4 @@
-"""VaSE: columns of large values, sinks, and others drawn by the attention that they received."""
+"""VaSE: sinks, columns with values of large range, and others that are drawn by their attention."""
 
 from __future__ import annotations
 
@@ -22,18 +22,26 @@ from flexgen_h2o.kvcache.eviction.snapkv import SnapKV
 if TYPE_CHECKING:
     import torch
 
-LEAST_SCORE = 1e-9  # of a column that nobody attended to: drawn last
-_DRAWS = 2**24  # of pseudo_random
+LEAST_SCORE = 1e-9  # added to all scores; a column without attention is drawn last
+_DRAWS = 2**24  # number of possible results of pseudo_random
 
 
 @dataclass(frozen=True)
 class VaSE(SnapKV):
-    """VaSE (arXiv 2606.03928): 4 sinks, a quarter of the columns by the range of their values (the largest less the
-    smallest number), the others drawn by the attention of the last `window` queries, smoothed over `kernel` neighbours.
+    """The policy that keeps sinks, columns with values of large range, and a sample of the others.
 
-    Sinks come out of the heavy share. The paper draws anew every 64 steps; here a column keeps its draw (the Gumbel
-    noise of a hash of seed, layer, kv-head and position, so that the highest log(score) + noise are a sample without
-    replacement), and one column leaves a step. Recent columns are those of the budget.
+    It keeps 4 sinks. A quarter of the heavy columns are chosen by the range of their values: the
+    largest less the smallest number. The others are drawn by the attention of the last `window`
+    queries, smoothed over `kernel` neighbours. Sinks are part of the heavy share. Recent columns
+    are those of the budget.
+
+    The highest values of log(score) + Gumbel noise are a sample without replacement. The noise
+    comes from a hash of seed, layer, kv-head and position.
+
+    Differences from the paper: it draws anew every 64 steps. Here a column keeps its noise, and one
+    column leaves per step.
+
+    Paper: VaSE (arXiv 2606.03928).
     """
 
     name: ClassVar[str] = "vase"
