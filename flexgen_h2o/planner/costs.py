@@ -42,8 +42,8 @@ LANES = ("disk_read", "disk_write", "h2d", "d2h")
 # because one thread issues both.
 RESOURCES = (*LANES, "device_compute", "host_compute")
 # On a CPU, attention over packed slots is bound by its arithmetic. A packed value takes as long as
-# this many bytes of a cache that is not packed. bench.kernels.decode_kernel on a 2-core CPU measured
-# 12.5 G values/s in 4 bits and 11.0 in 8 bits, and read bf16 at 13.8 GB/s.
+# this many bytes of a cache that is not packed. bench.kernels.decode_kernel measured on a 2-core
+# CPU: 12.5 G values/s in 4 bits and 11.0 in 8 bits, while bf16 is read at 13.8 GB/s.
 PACKED_VALUE_BYTES = 1.2
 # The rates besides products that are slower while the disk is read.
 ATTENTION_RATES = (
@@ -51,8 +51,8 @@ ATTENTION_RATES = (
     "host_attention_bytes_per_s", "host_scored_attention_bytes_per_s",
 )  # fmt: skip
 OTHER_RATES = ("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s")
-# HardwareProfile.step_s is measured with dense decode steps. These are the launches that other steps
-# add: for attention over prompts, for a router, and for a group of experts. The test
+# HardwareProfile.step_s tells the issuing time of a dense decode step. These are launches that
+# other steps add: of attention over prompts, of a router, and of a group of experts. The test
 # tests/gpu/test_fake_card.py counts them.
 PROMPT_LAUNCHES, ROUTER_LAUNCHES, EXPERTS_LAUNCHES = 6, 7, 6
 STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_s", "cache_load_step_s")
@@ -113,7 +113,7 @@ class Costs:
 
     @cached_property
     def _steps(self) -> tuple[bool, int]:
-        """How transformer blocks are cut into layers, as engine/weight_units.layer_steps returns it."""
+        """Result of weight_units.layer_steps: (sep_layer, experts per unit)."""
         return layer_steps(self.at.spec, self.at.policy)
 
     @cached_property
@@ -166,7 +166,7 @@ class Costs:
 
     @cached_property
     def _kind_of(self) -> dict[int, int]:
-        """By weight unit, the index of the first layer that costs the same as a layer of the unit."""
+        """By weight unit, the first layer that costs the same as a layer of the unit (indices)."""
         return {layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)}
 
     def weight_load(self, unit: int, tokens: int) -> tuple[TransferCost, ...]:
@@ -194,9 +194,9 @@ class Costs:
         return max(lanes.values())
 
     def decodes_in_products(self, layer: Layer) -> float:
-        """Return the speed at which a CPU decodes experts while it multiplies by them; 0 if it does not.
+        """Return how fast a CPU decodes experts while it multiplies; 0 if the layer is not decoded so.
 
-        The unit is the speed at which 4-bit weights are unpacked into the dtype.
+        The speed is a multiple of the speed at which 4-bit weights are unpacked into the dtype.
         """
         if layer.kind != "experts" or not self.at.device_is_host:
             return 0.0
@@ -245,13 +245,13 @@ class Costs:
         share = needed_share(at, layer, tokens_of(batch, sweep))
         rows = max((product.rows for product in work.products), default=0)
         issue_s = p.step_s * share
-        # If all experts have few rows, one launch multiplies them. Otherwise each has its own launches.
+        # One launch multiplies few rows of all experts. With more rows, each expert has its own.
         if layer.kind == "experts":
             apart = len(work.products) * len(layer.experts) if rows > FEW_ROWS else 0
             issue_s += self._launch_s * (EXPERTS_LAUNCHES + apart) * share
         if at.device_is_host and layer.kind != "experts":
             issue_s += p.row_s * batch.rows
-        # A card computes sequences side by side, but the host evicts KV entries one sequence at a time.
+        # A card computes sequences side by side; the host evicts KV entries sequence by sequence.
         elif evicts and work.host_kv:
             host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
         kv: tuple[tuple[Transfer, ...], tuple[Transfer, ...]] = ((), ())
@@ -271,7 +271,7 @@ class Costs:
 
     @cached_property
     def _most_joined(self) -> dict[str, int]:
-        """By kind of layer, the most tokens that joined micro-batches may have; empty if none join."""
+        """By kind of layer, the most tokens of joined micro-batches; empty if none are joined."""
         shape = shape_of(self.at.policy, self.at.need)
         return {} if hidden_is_brought(self.at) else {kind: shape.most_joined(kind) for kind in JOINED_KINDS}
 
@@ -280,7 +280,8 @@ class Costs:
 
         Each step is (batch, tokens). `tokens` counts what the step computes outside attention. The
         first of joined micro-batches (loop.joined) computes the tokens of all of them. Attention
-        layers have a step for every micro-batch; in other layers the first one's step is of all.
+        layers have a step for every micro-batch. In other layers only the first of them has one, for
+        the joined batch.
         """
         tokens = [tokens_of(batch, sweep) for batch in block]
         most = self._most_joined.get(kind, 0)
@@ -331,7 +332,7 @@ class Costs:
         return max(read, share * work.packed_values * PACKED_VALUE_BYTES)
 
     def _product_seconds(self, product: Product) -> float:
-        """Return the seconds of one product, which multiplies at most TOKEN_CHUNK rows at a time."""
+        """Return the seconds of one product. It multiplies at most TOKEN_CHUNK rows at a time."""
         rates, seconds = self.profile.rates(self.dtype), 0.0
         # The measured rates of few rows include reading a matrix in the dtype. Arithmetic alone
         # reaches the rate of many rows.
