@@ -194,7 +194,7 @@ class Costs:
         return max(lanes.values())
 
     def decodes_in_products(self, layer: Layer) -> float:
-        """Return how fast a CPU decodes experts while it multiplies; 0 if the layer is not decoded so.
+        """Return how fast a CPU decodes experts while it multiplies; 0 if it does not do that.
 
         The speed is a multiple of the speed at which 4-bit weights are unpacked into the dtype.
         """

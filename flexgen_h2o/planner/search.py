@@ -435,7 +435,7 @@ def _moves(policy: Policy, most: int) -> Iterator[Policy]:
 
 
 def too_small(space: SearchSpace) -> str:
-    """Return one line: the tiers that are too small for one sequence, and the least that would do."""
+    """Return one line: tiers that are too small even for one sequence, and what would do."""
     held = tight_fit(space)
     # The line names budgets. A search with these budgets must find a policy.
     if not single_row_policies(_with_budgets(space, held.enough), 1):

@@ -54,7 +54,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix multiplication x W^T by a row part of a matrix: (rows, inner) by (inner, outer)."""
+    """A product x W^T with one row part of a matrix: (rows, inner) times (inner, outer)."""
 
     rows: int
     inner: int
