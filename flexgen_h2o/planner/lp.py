@@ -30,11 +30,11 @@ from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.work import CostContext
 
 KINDS = ("weights", "cache", "hidden")
-# The objective counts this share of all busy seconds. So the LP prefers, of equally fast placements,
-# the one that keeps resources idle.
+# The objective counts this share of all busy seconds. So the LP prefers the placement that keeps
+# resources idle, if several are equally fast.
 TIE_BREAK = 1e-3
-# Shares of up to this many percent are moved to the largest tier of their kind, since each tier that
-# is used costs transfers of its own.
+# Shares of up to this many percent are added to the largest of their kind, since each tier that is
+# used costs transfers of its own.
 SNAP = 3
 # Percents that are moved at a time. A few percent of a small matrix may be no whole row block.
 STEPS = (1, 2, 4, 8, 16, 32, 64, 100)
@@ -51,7 +51,7 @@ STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Everything that a search needs to know: model, workload, machine, budgets and free switches."""
+    """The input of a search: model, workload, machine, budgets and switches that it may set."""
 
     spec: ModelSpec
     need: WorkloadShape
@@ -262,7 +262,7 @@ def _busy(phase: str, name: str) -> Callable[[Corner], float]:
 
 
 class _Program:
-    """A linear program with the shares as variables. The shares of one kind are at most 1 together."""
+    """A linear program with the shares as variables. Those of one kind are at most 1 together."""
 
     def __init__(self, corners: Corners) -> None:
         self.problem, self._corners = pulp.LpProblem("placement", pulp.LpMinimize), corners
@@ -371,7 +371,10 @@ def _snapped(percent: Percent) -> Percent:
 
 
 def _made_to_fit(space: SearchSpace, policy: Policy, depth: Depth) -> Policy | None:
-    """Return the policy with shares moved to slower tiers until the plan fits; None if none fits."""
+    """Return the policy with shares moved to slower tiers until it fits; None if it never does.
+
+    Each step moves about as many percent as are missing.
+    """
     for _ in range(200):
         over = space.overflow(policy, depth)
         if not over:

@@ -43,7 +43,7 @@ Groups = Sequence[Sequence[Sequence[PromptGroup]]]  # by block, then by micro-ba
 
 @dataclass(frozen=True)
 class Planned:
-    """A policy with its memory plan, and the workload that it was made for. Planner.plan makes it."""
+    """A policy, its memory plan and the workload that they were made for. Planner.plan makes it."""
 
     need: WorkloadShape
     policy: Policy
@@ -89,7 +89,7 @@ class Planner:
         return self.dtype in self.profile.compute
 
     def check_dtype(self) -> None:
-        """Raise UsageError if the profile has no rates of the dtype, so that no policy can be chosen."""
+        """Raise UsageError if the profile has no rates of the dtype, which choosing needs."""
         if not self.can_predict:
             raise UsageError(
                 f"--hardware {self.profile.machine}: has compute rates of {', '.join(self.profile.compute)}, and this"
@@ -139,7 +139,7 @@ class Planner:
         return SHARINGS[self.share_prefix]
 
     def common(self, rows: Sequence[Row], policy: Policy) -> TokenIds:
-        """Return the tokens that all sequences begin with, if their KV entries are held in one copy.
+        """Return the tokens that all sequences begin with, if their KV entries are in one copy.
 
         Otherwise the result is empty.
         """

@@ -359,7 +359,8 @@ def _experts_work(at: CostContext, layer: Layer, unit: WeightUnit, tokens: int) 
         replace(product, outer=max(1, round(used * product.outer)), coded=used * product.coded)
         for product in products[: len(products) // size]
     ]
-    width = 8 * at.spec.hidden_size + 4 * experts.ffn_size  # gathered, normed, gated, weighed and added
+    # Numbers that are gathered, normed, gated, weighed and added.
+    width = 8 * at.spec.hidden_size + 4 * experts.ffn_size
     return Work(tuple(own), elementwise=pairs * width * at.itemsize)
 
 
