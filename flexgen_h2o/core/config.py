@@ -80,7 +80,7 @@ class Policy:
         False, "rotate keys and values, instead of smoothing keys, before --kv-bits packs them"
     )
     # Weights are in int8 with one scale per output channel, and products are computed in int8. With
-    # compress_weight in 4 bits, weights are held and moved in 4 bits and become int8 once per block.
+    # compress_weight in 4 bits, weights are held and moved so, and become int8 once per block.
     int8_compute: bool = setting(False, "multiply matrices in int8; weights are held in 8 bits, or in --weight-bits 4")
     cpu_cache_compute: bool = setting(False, "attend on the CPU to the KV cache that is in RAM")
     overlap: bool = setting(True, "move and compute at the same time")
@@ -200,7 +200,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """The content of a policy file. Fields besides the policy are free-form and kept unchanged."""
+    """A policy file. Fields besides the policy are free-form and kept as they are."""
 
     policy: Policy
     # What the policy was found for.

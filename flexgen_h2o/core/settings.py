@@ -57,7 +57,7 @@ def check_settings(settings: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The rules by which tokens are chosen and a sequence ends. The user's request or flags make it.
+    """The rules by which tokens are chosen and a sequence ends. A request or flags of a user fill it.
 
     Raises UsageError, which names the field, for a value out of range.
     """
@@ -79,8 +79,8 @@ class SamplingParams:
     # Return the log-probability of each new token and those of this many likeliest tokens, up to
     # 20. None returns none.
     logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
-    # The same for the tokens of the prompt. If an eviction policy acts while decoding, prompt tokens
-    # beyond its budget are fed in decode steps, so that it acts on them.
+    # The same for the tokens of the prompt. If an eviction policy acts while decoding, prompt
+    # tokens beyond its budget are fed in decode steps, so that it acts on them.
     prompt_logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
     # Token ids that the sequence takes one after another, whatever the other settings choose.
     # `logprobs` (1 if it is None) are those of these tokens.
@@ -127,7 +127,7 @@ class SamplingParams:
 
 
 def _check_stop(value: object) -> tuple[str, ...]:
-    """Return stop strings as a tuple; raise UsageError if they are no strings, empty or too long."""
+    """Return stop strings as a tuple. Raise UsageError for an empty or a too long text."""
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
@@ -184,8 +184,9 @@ class EvictionSettings:
     # --hh-all).
     while_decoding: bool = setting(True, "false: drop KV entries of the prompt only", flag="--hh-all")
     # "original" or "rolling". With "rolling", the position of a KV entry while decoding is its rank
-    # among those that its sequence holds (StreamingLLM, Xiao et al. 2024, section 3.2). So sequences
-    # may grow past the positions that the model was trained for. It needs rotary embeddings.
+    # among those that its sequence holds (StreamingLLM, Xiao et al. 2024, section 3.2). So
+    # sequences may grow past the positions that the model was trained for. It needs rotary
+    # embeddings.
     positions: str = setting(
         ORIGINAL,
         "rolling: positions count the kept KV entries only, so that a text may outgrow the model's length",
@@ -199,9 +200,9 @@ class EvictionSettings:
         metavar="R",
         share=True,
     )
-    # In (0, 1], instead of ratios, sizes and kv_budget: a share of the bytes that the prompt and most
-    # new tokens take in bf16. As many KV entries stay as fit it. What is stored beside packed entries
-    # counts too.
+    # In (0, 1], instead of ratios, sizes and kv_budget: a share of the bytes that the prompt and
+    # most new tokens take in bf16. As many KV entries stay as fit this share. What is stored beside
+    # packed entries counts too.
     kv_bytes: float | None = setting(
         None,
         "KV cache in this share of its bytes, such as 20%; the method is chosen, unless --eviction names one",
@@ -209,8 +210,8 @@ class EvictionSettings:
         metavar="SHARE",
         share=True,
     )
-    # KV entries of the prompt that are never evicted: the first N, or "prompt" for all of them. They
-    # count as entries that stay. Heavy and recent ones share the rest in the same proportion.
+    # KV entries of the prompt that are never evicted: the first N, or "prompt" for all of them.
+    # They count as entries that stay. Heavy and recent ones share the rest as they would share all.
     protect: str | int | None = setting(
         None, "KV entries that always stay: prompt, all of the prompt's; N, its first N; none", metavar="N|prompt|none"
     )
