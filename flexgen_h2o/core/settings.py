@@ -57,7 +57,7 @@ def check_settings(settings: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The rules by which tokens are chosen and a sequence ends. A request or flags of a user fill it.
+    """The rules by which tokens are chosen and a sequence ends. A request or flags fill it.
 
     Raises UsageError, which names the field, for a value out of range.
     """

@@ -74,7 +74,7 @@ class Answer:
     faster: tuple[str, float] | None = None
     # Bytes of a checkpoint that is not downloaded yet.
     download_bytes: int = 0
-    # With --kv-loss small, the loss of the eviction policy by its table (kvcache/eviction/mixes.py).
+    # With --kv-loss small, the eviction policy's loss by its table (kvcache/eviction/mixes.py).
     kv_loss: KeptWhole | None = None
     # Whether all sequences are equally long.
     is_even: bool = True
