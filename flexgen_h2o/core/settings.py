@@ -127,7 +127,7 @@ class SamplingParams:
 
 
 def _check_stop(value: object) -> tuple[str, ...]:
-    """Return stop strings as a tuple. Raise UsageError for an empty or a too long text."""
+    """Return stop strings as a tuple. Raise UsageError unless they are short, non-empty strings."""
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
