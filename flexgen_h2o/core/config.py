@@ -1,6 +1,7 @@
-"""What a run is made of, as frozen data: model shape, policy, budgets. No torch, no I/O but JSON.
+"""The settings of a run as frozen data: policy, budgets, policy files.
 
-Values are checked where they enter: constructing one of these with a number out of range raises UsageError.
+The module imports no torch, and its only I/O is JSON. Values are checked at once: constructing one
+of these classes with a number out of range raises UsageError.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from flexgen_h2o.core.units import check_int, parse_bytes
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-WIDE = "float64"  # is read from checkpoints, and never computed with
+WIDE = "float64"  # a dtype that is read from checkpoints and never computed with
 TIERS = ("device", "host", "disk")
 POLICY_SCHEMA = 6  # 5: cache_bits may be text such as "4/3"
-# Fields by the schema that has them first; in a file of an older one they are at their defaults.
+# The first schema that has a field. In a file of an older schema, the field has its default.
 SINCE_SCHEMA = {
     "weight_bits": 2,
     "cache_bits": 2,
@@ -29,51 +30,57 @@ SINCE_SCHEMA = {
     "expert_group": 4,
     "cache_rotation": 6,
 }
-BITS = (4, 8)  # of a compressed weight
-CACHE_BITS = (8, 4, 3)  # of a number of a compressed key or value
-# Settings that need a switch: the setting, its switch.
+BITS = (4, 8)  # bits of a compressed weight
+CACHE_BITS = (8, 4, 3)  # bits per number of a compressed key or value
+# Settings that need a switch, and the switch.
 COMPRESSION_OF = {
     "weight_bits": "compress_weight",
     "cache_bits": "compress_cache",
     "cache_window": "compress_cache",
     "cache_rotation": "compress_cache",
 }
-MOST_ROWS = 2**16  # of a block
+MOST_ROWS = 2**16  # sequences of a block
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The whole offloading plan. `percent`: weights, KV cache and hidden states on device and host; the rest is disk.
+    """The whole offloading plan. Field names are FlexGen's. The search or the user's flags make it.
 
-    gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
-    compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (3, 4 or 8; "4/3": keys in
-    4 and values in 3) a value, in groups; of a compressed cache the newest cache_window columns of a row stay whole,
-    at most half of its slots; cache_rotation: keys and values are packed after a Hadamard transform,
-    keys without smoothing; the room for centres and ranges stays, unused.
-    int8_compute: weights in int8, one scale an output channel, and products computed in int8; with compress_weight in 4
-    bits they are held and moved so, and become int8 once a block.
+    Each field also has a help text, which the flag shows.
     """
 
+    # Sequences of a micro-batch.
     gpu_batch_size: int = setting(4, "sequences of a micro-batch", low=1, high=2**20)
+    # Micro-batches of a block.
     num_gpu_batches: int = setting(1, "micro-batches that share each read of a layer", low=1, high=2**20)
+    # Percents of weights, KV cache and hidden states, each on device and host. The rest is on disk.
     percent: tuple[int, int, int, int, int, int] = setting(
         (100, 0, 100, 0, 100, 0),
         "weights, KV cache, hidden states on device and host; the rest is on disk",
         nargs=6,
         metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
     )
+    # Weights are held and moved in weight_bits per value, in groups.
     compress_weight: bool = setting(False, "hold weights in --weight-bits")
+    # Keys and values are held and moved in cache_bits per value, in groups.
     compress_cache: bool = setting(False, "hold the KV cache in --kv-bits")
     weight_bits: int = setting(4, "weights in 8 or 4 bits", usual="as stored", low=4, choices=BITS, metavar="N")
+    # 3, 4 or 8; "4/3" means keys in 4 bits and values in 3.
     cache_bits: str | int = setting(
         4, "KV cache in 8, 4 or 3 bits; 4/3: keys in 4, values in 3", usual=16, metavar="N[/N]"
     )
+    # The newest KV entries of a sequence that stay whole in a compressed cache: at most half of its
+    # slots.
     cache_window: int = setting(
         16, "newest KV entries that --kv-bits leaves as they are, a multiple of 4", low=0, high=2**20
     )
+    # Keys and values are packed after a Hadamard transform, and keys are not smoothed. The room for
+    # centres and ranges stays, unused.
     cache_rotation: bool = setting(
         False, "rotate keys and values, instead of smoothing keys, before --kv-bits packs them"
     )
+    # Weights are in int8 with one scale per output channel, and products are computed in int8. With
+    # compress_weight in 4 bits, weights are held and moved so, and become int8 once per block.
     int8_compute: bool = setting(False, "multiply matrices in int8; weights are held in 8 bits, or in --weight-bits 4")
     cpu_cache_compute: bool = setting(False, "attend on the CPU to the KV cache that is in RAM")
     overlap: bool = setting(True, "move and compute at the same time")
@@ -106,7 +113,7 @@ class Policy:
 
     @property
     def weight_shares(self) -> tuple[float, float, float]:
-        """Shares of weights on device, host and disk; their sum is 1."""
+        """Shares of the weights on device, host and disk. Their sum is 1."""
         return _shares(self.percent[0], self.percent[1])
 
     @property
@@ -121,15 +128,19 @@ class Policy:
 
     @property
     def block_size(self) -> int:
-        """Rows of a full block."""
+        """Sequences of a full block."""
         return self.gpu_batch_size * self.num_gpu_batches
 
     def to_json(self) -> dict[str, Any]:
+        """Return the policy as JSON values."""
         return {**asdict(self), "percent": list(self.percent)}
 
 
 def _check_cache_bits(value: object) -> int | str:
-    """One number where keys and values have the same bits, else "KEYS/VALUES"."""
+    """Return one number if keys and values have the same bits, otherwise "KEYS/VALUES".
+
+    Raise UsageError for other values.
+    """
     try:
         found = bits_of_kv(value) if isinstance(value, str | int) and not isinstance(value, bool) else ()
     except ValueError:
@@ -144,13 +155,16 @@ def _check_cache_bits(value: object) -> int | str:
 
 
 def without_unused_bits(policy: Policy) -> Policy:
-    """The policy, with bits of what it does not compress at their defaults."""
+    """Return the policy with settings at their defaults if their switch (COMPRESSION_OF) is off."""
     return replace(policy, **{bits: getattr(Policy, bits) for bits in _unused_bits(policy)})
 
 
 def check_bits_used(policy: Policy) -> Policy:
-    """`policy`; UsageError where it has bits, other than the default, of what it does not compress: of a policy that
-    is to run they mean nothing (of one that a search begins with, they are those that it may use)."""
+    """Return the policy. Raise UsageError if a setting is not at its default and its switch is off.
+
+    An example is `weight_bits` if weights are not compressed. It means nothing for a policy that is
+    to run. Only a search accepts it: there it gives the bits that the search may use.
+    """
     for bits in _unused_bits(policy):
         if getattr(policy, bits) != getattr(Policy, bits):
             raise UsageError(
@@ -160,15 +174,17 @@ def check_bits_used(policy: Policy) -> Policy:
 
 
 def _unused_bits(policy: Policy) -> list[str]:
+    """Return the names of settings whose switch is off."""
     return [bits for bits, switch in COMPRESSION_OF.items() if not getattr(policy, switch)]
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes each tier may hold; `16GiB` and whole numbers are taken. None: what is free, less a margin.
+    """The bytes that each tier may hold, given as text such as `16GiB` or as whole numbers.
 
-    On a CPU, `device` left out means that the device *is* host memory (two tiers); given, a device tier of
-    ordinary memory with that budget stands in for a card (three tiers).
+    None stands for what is free, less a margin. On a CPU, `device` left out means that the device
+    *is* host memory (two tiers). If it is given, a device tier of ordinary memory with that budget
+    stands in for a card (three tiers).
     """
 
     device: int | None = setting(None, "most GPU memory to use, such as 15GiB (what is free)")
@@ -184,13 +200,15 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """A policy file: the policy, what it was found for, and the command that found it (free-form, kept as they are)."""
+    """A policy file. Fields besides the policy are free-form and kept as they are."""
 
     policy: Policy
+    # What the policy was found for.
     model: str | None = None
     workload: dict[str, Any] | None = None
     profile: str | None = None
     predicted: dict[str, Any] | None = None
+    # The command that found the policy.
     command: str | None = None
 
 
@@ -198,11 +216,15 @@ ABOUT = tuple(f.name for f in fields(SavedPolicy) if f.name != "policy")
 
 
 def _shares(first: int, second: int) -> tuple[float, float, float]:
+    """Return the shares on device, host and disk from the percents on device and host."""
     return first / 100, second / 100, (100 - first - second) / 100
 
 
 def check_percent(values: object) -> tuple[int, int, int, int, int, int]:
-    """Six whole numbers WG WC CG CC HG HC: each pair is at most 100 together, the remainder is disk."""
+    """Return six whole numbers WG WC CG CC HG HC as a tuple. Raise UsageError for other values.
+
+    Each pair is at most 100 together, and the rest is on disk.
+    """
     if not isinstance(values, tuple | list) or len(values) != 6:
         raise UsageError(f"percent: six whole numbers WG WC CG CC HG HC are needed, not {values!r:.60}")
     six = tuple(check_int("percent", v, 0, 100) for v in values)
@@ -213,13 +235,19 @@ def check_percent(values: object) -> tuple[int, int, int, int, int, int]:
 
 
 def write_policy(path: Path, saved: SavedPolicy) -> None:
-    """Write a policy file (docs/reference/files.md), whole or not at all. FlexgenError names --output and the file."""
+    """Write a policy file (docs/reference/files.md), whole or not at all.
+
+    Raise FlexgenError, which names --output and the file, if it cannot be written.
+    """
     about = {name: getattr(saved, name) for name in ABOUT}
     write_result(path, {"schema": POLICY_SCHEMA, **saved.policy.to_json(), **about}, "--output")
 
 
 def read_policy(path: Path) -> SavedPolicy:
-    """Read and validate a policy file; UsageError names the file and the unknown, missing or bad field."""
+    """Read and validate a policy file.
+
+    Raise UsageError, which names the file and the field, if a field is unknown, missing or bad.
+    """
     if not path.exists():
         way = "name one that `flexgen-h2o plan --save-plan FILE` wrote, or auto"
         raise UsageError(f"--policy {path}: No such file; {way}")

@@ -1,4 +1,7 @@
-"""Settings that flags fill: dataclasses whose fields say their range and their flag. Imports nothing heavy."""
+"""Settings that flags fill: dataclasses whose fields give their range and their flag.
+
+The module imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,32 @@ from typing import Any
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import check_int, check_number, check_share, check_text
 
-GREEDY_BELOW = 1e-5
-MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
-MOST_STOP_CHARACTERS = 4096  # of all stop strings of a row together: they are looked for after each token
-PROMPT = "prompt"  # what `protect` protects; "none" is None
+GREEDY_BELOW = 1e-5  # a temperature below this is greedy
+MOST_LOGPROBS = 20  # likeliest tokens per step, as in OpenAI's chat API
+# Characters of all stop strings of a sequence together, since they are looked for after each token.
+MOST_STOP_CHARACTERS = 4096
+PROMPT = "prompt"  # value of `protect` that protects the whole prompt
 DECODE, PREFILL = "decode", "prefill"
 ORIGINAL, ROLLING = "original", "rolling"
 
 
 def setting(default: Any, help: str = "", **rules: Any) -> Any:
-    """A field that `check_settings` checks and, where it has a help text, `flags.add_flags_of` makes a flag for.
+    """Return a dataclass field that `check_settings` checks.
 
-    rules: `low` and `high` of a whole number, or of a number from 0; `share`: a number in (0, 1]; `choices`. For the
-    flag: `flag` (its name, if it is not the field's), `usual` (what help says of the default), and `metavar`, `nargs`
-    and `action`, as argparse has them.
+    If it has a help text, `flags.add_flags_of` also makes a flag for it.
+
+    rules, for the value: `low` and `high` of a whole number; `high` of a number from 0; `share` for
+        a number in (0, 1]; `choices`.
+    rules, for the flag: `flag`, its name if it is not the field's; `usual`, the default that the
+        help shows; `metavar`, `nargs` and `action` as in argparse.
     """
     return field(default=default, metadata={"help": help, **rules})
 
 
 def check_settings(settings: Any) -> None:
-    """Check every `setting` of a frozen dataclass, and keep numpy's numbers as Python's.
+    """Check every `setting` of a frozen dataclass, and turn numpy's numbers into Python's.
 
-    Raises UsageError that begins with the field's name.
+    Raise UsageError, which begins with the field's name, if a value is wrong.
     """
     for f in fields(settings):
         value, rules = getattr(settings, f.name), f.metadata
@@ -50,34 +57,42 @@ def check_settings(settings: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when a row ends; checked here, UsageError names the field.
+    """The rules by which tokens are chosen and a sequence ends. A request or flags fill it.
 
-    max_tokens: most new tokens of a row. temperature: below 1e-5 is greedy. top_p: in [0, 1], 1 is off.
-    top_k: 0 is off. seed: 0 .. 2**63 - 1. stop: strings that end a row (one string, a list or None are taken too).
-    ignore_eos: go on after the end-of-sequence token. logprobs: give the log-probability of each new token and those of
-    so many of the likeliest, up to 20; None gives none. stop_token_ids: tokens that end a row and are not in its text.
-    repetition_penalty: divides logits above 0 of tokens that were there before, and multiplies others; 1 is off, None
-    takes that of the model's generation_config.json. prompt_logprobs: the same of the prompt's tokens; then
-    max_tokens may be 0. With a policy that drops columns while decoding, prompt tokens beyond its budget are taken in
-    decode steps, so that it acts on them.
-
-    score: token ids that the row takes one after another, whatever the others say; `logprobs` (1 where it is None) are
-    theirs. score_mode: "decode" takes each in a decode step, as generated tokens, so that eviction acts on them;
-    "prefill" gives what the full cache gives, in one pass over the prompt and them.
+    Raises UsageError, which names the field, for a value out of range.
     """
 
+    # Most new tokens of a sequence. It may be 0 if prompt_logprobs is set.
     max_tokens: int = setting(32, low=0)
+    # Below 1e-5, choosing is greedy.
     temperature: float = setting(0.0, "0: the likeliest token; above 0: drawn at random", metavar="T")
+    # In [0, 1]; 1 is off.
     top_p: float = setting(1.0, "draw from the likeliest tokens with this probability in sum", high=1.0, metavar="P")
+    # 0 is off.
     top_k: int = setting(0, "draw from the K likeliest tokens; 0 is off", low=0, metavar="K")
+    # From 0 to 2**63 - 1.
     seed: int = setting(0, "seed of the draws", metavar="N", low=0, high=2**63 - 1)
+    # Strings that end a sequence. One string, a list or None are accepted too.
     stop: tuple[str, ...] = setting((), "end an answer at this text; may be repeated", metavar="TEXT", action="append")
+    # Continue after the end-of-sequence token.
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
+    # Return the log-probability of each new token and those of this many likeliest tokens, up to
+    # 20. None returns none.
     logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
+    # The same for the tokens of the prompt. If an eviction policy acts while decoding, prompt
+    # tokens beyond its budget are fed in decode steps, so that it acts on them.
     prompt_logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
+    # Token ids that the sequence takes one after another, whatever the other settings choose.
+    # `logprobs` (1 if it is None) are those of these tokens.
     score: tuple[int, ...] | None = setting(None)
+    # "decode" takes each token of `score` in a decode step, like generated tokens, so that eviction
+    # acts on them. "prefill" gives the results of the full cache, in one pass over the prompt and
+    # these tokens.
     score_mode: str = setting(DECODE, choices=(DECODE, PREFILL))
+    # Tokens that end a sequence and are not in its text.
     stop_token_ids: tuple[int, ...] = setting(())
+    # Divides logits above 0 of tokens that occurred before, and multiplies those below 0. 1 is off;
+    # None uses the value of the model's generation_config.json.
     repetition_penalty: float | None = setting(None)
 
     def __post_init__(self) -> None:
@@ -94,7 +109,7 @@ class SamplingParams:
             )
 
     def _check_score(self) -> None:
-        """And keep `score` as plain numbers, as many as max_tokens."""
+        """Check `score` and store it as plain integers. Set max_tokens to their number."""
         given: Any = self.score
         given = given.tolist() if hasattr(given, "tolist") else given
         if not isinstance(given, list | tuple) or not given:
@@ -107,11 +122,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, without drawing."""
+        """Whether the likeliest token is chosen, without drawing."""
         return self.temperature < GREEDY_BELOW
 
 
 def _check_stop(value: object) -> tuple[str, ...]:
+    """Return stop strings as a tuple. Raise UsageError unless they are short, non-empty strings."""
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
@@ -127,6 +143,7 @@ def _check_stop(value: object) -> tuple[str, ...]:
 
 
 def _check_token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Return token ids as a tuple; raise UsageError, which names `name`, for other values."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -139,26 +156,14 @@ SIZES = ("heavy_ratio", "recent_ratio", "heavy_size", "recent_size")
 
 @dataclass(frozen=True)
 class EvictionSettings:
-    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, as counts, or as a
-    share of the row's prompt and its new tokens together.
+    """Settings of an eviction policy that keeps heavy and recent KV entries of each sequence.
 
-    heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
-    columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
-    0.1 each. while_decoding: False drops columns of the prompt only and keeps all that are generated (FlexGen's H2O
-    without --hh-all). positions: "original", or "rolling": while decoding a column's position is its rank among those
-    that its row holds (StreamingLLM, Xiao et al. 2024, section 3.2), so that rows may grow past the positions that the
-    model was trained for. Needs rotary embeddings. kv_budget: instead of ratios and sizes, in (0, 1]; int(kv_budget x
-    (prompt tokens + most new tokens)) columns, at least 1, half of them heavy and half recent, an odd one recent.
-
-    kv_bytes: instead of ratios, sizes and kv_budget, in (0, 1]; as many columns as fit this share of the bytes that
-    prompt and most new tokens take in bf16, beside what lies beside packed columns.
-
-    protect: columns of the prompt that never leave: the first N, or "prompt", all of them. They count as columns that
-    stay; heavy and recent ones share what is left as they would share all.
-
-    Raises UsageError for a setting out of range.
+    Their number is a share of the prompt, a count, or a share of the prompt and the new tokens
+    together. If recent ones are not given, there are as many as heavy ones. If nothing is given,
+    both ratios are 0.1. Raises UsageError for a setting out of range.
     """
 
+    # In (0, 1]: int(ratio x prompt tokens) heavy KV entries, at least 1.
     heavy_ratio: float | None = setting(
         None,
         "heavy-hitter KV entries: 0.2 is 20% of the prompt's tokens, and as many recent ones (0.1)",
@@ -166,25 +171,38 @@ class EvictionSettings:
         metavar="R",
         share=True,
     )
+    # In (0, 1]: int(ratio x prompt tokens) recent KV entries, at least 1.
     recent_ratio: float | None = setting(
         None, "recent KV entries: 0.2 is 20% of the prompt's tokens (as --hh-ratio)", metavar="R", share=True
     )
+    # A count. 0 is what the H2O paper calls "local".
     heavy_size: int | None = setting(
         None, "heavy-hitter KV entries, a count; 0 keeps recent ones only", flag="--hh-size", metavar="N", low=0
     )
     recent_size: int | None = setting(None, "recent KV entries, a count (as --hh-size)", metavar="N", low=1)
+    # False evicts KV entries of the prompt only and keeps all generated ones (FlexGen's H2O without
+    # --hh-all).
     while_decoding: bool = setting(True, "false: drop KV entries of the prompt only", flag="--hh-all")
+    # "original" or "rolling". With "rolling", the position of a KV entry while decoding is its rank
+    # among those that its sequence holds (StreamingLLM, Xiao et al. 2024, section 3.2). So
+    # sequences may grow past the positions that the model was trained for. It needs rotary
+    # embeddings.
     positions: str = setting(
         ORIGINAL,
         "rolling: positions count the kept KV entries only, so that a text may outgrow the model's length",
         choices=(ORIGINAL, ROLLING),
     )
+    # In (0, 1], instead of ratios and sizes: int(kv_budget x (prompt tokens + most new tokens)) KV
+    # entries, at least 1. Half of them are heavy and half recent; an odd one is recent.
     kv_budget: float | None = setting(
         None,
         "KV entries: 0.2 is 20% of prompt + --max-tokens, half of them heavy hitters and half recent",
         metavar="R",
         share=True,
     )
+    # In (0, 1], instead of ratios, sizes and kv_budget: a share of the bytes that the prompt and
+    # most new tokens take in bf16. As many KV entries stay as fit this share. What is stored beside
+    # packed entries counts too.
     kv_bytes: float | None = setting(
         None,
         "KV cache in this share of its bytes, such as 20%; the method is chosen, unless --eviction names one",
@@ -192,6 +210,8 @@ class EvictionSettings:
         metavar="SHARE",
         share=True,
     )
+    # KV entries of the prompt that are never evicted: the first N, or "prompt" for all of them.
+    # They count as entries that stay. Heavy and recent ones share the rest as they would share all.
     protect: str | int | None = setting(
         None, "KV entries that always stay: prompt, all of the prompt's; N, its first N; none", metavar="N|prompt|none"
     )
@@ -215,7 +235,10 @@ class EvictionSettings:
 
 
 def _check_protect(value: str | int | None) -> str | int | None:
-    """PROMPT, a number of columns, or None, from what a flag or a caller gives."""
+    """Return PROMPT, a number of KV entries, or None, from the value of a flag or a caller.
+
+    Raise UsageError for other values.
+    """
     if value is None or value in (PROMPT, "none"):
         return PROMPT if value == PROMPT else None
     if isinstance(value, str):

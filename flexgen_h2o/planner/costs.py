@@ -1,4 +1,7 @@
-"""Seconds of every load, store and step: the work of planner/work.py at the rates of a hardware profile."""
+"""Compute the seconds of every load, store and step.
+
+They are the work that planner/work.py counts, at the rates of a hardware profile.
+"""
 
 from __future__ import annotations
 
@@ -35,57 +38,74 @@ from flexgen_h2o.planner.work import (
 )
 
 LANES = ("disk_read", "disk_write", "h2d", "d2h")
-# What can be busy; the first four are lanes. Device and host compute are one after the other: one thread issues both.
+# Everything that can be busy. The first four are lanes. Device and host compute follow one another,
+# because one thread issues both.
 RESOURCES = (*LANES, "device_compute", "host_compute")
-# Attention over packed slots is bound by its arithmetic where it runs on a CPU: a value takes as long as so many bytes
-# of a cache that is not packed. bench.kernels.decode_kernel on a 2-core CPU: 12.5 G values/s in 4 bits, 11.0 in 8,
-# where bf16 is read at 13.8 GB/s.
+# On a CPU, attention over packed slots is bound by its arithmetic. A packed value takes as long as
+# this many bytes of a cache that is not packed. bench.kernels.decode_kernel measured on a 2-core
+# CPU: 12.5 G values/s in 4 bits and 11.0 in 8 bits, while bf16 is read at 13.8 GB/s.
 PACKED_VALUE_BYTES = 1.2
-# What computing beside disk reads slows down, besides products.
+# The rates besides products that are slower while the disk is read.
 ATTENTION_RATES = (
     "prefill_attention_flops_per_s", "device_attention_bytes_per_s", "device_scored_attention_bytes_per_s",
     "host_attention_bytes_per_s", "host_scored_attention_bytes_per_s",
 )  # fmt: skip
 OTHER_RATES = ("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s")
-# Launches that a dense decode step, whose issuing step_s tells, does without: of attention to prompts, of a router, and
-# of a group of experts (counted by tests/gpu/test_fake_card.py).
+# HardwareProfile.step_s tells the issuing time of a dense decode step. These are launches that
+# other steps add: of attention over prompts, of a router, and of a group of experts. The test
+# tests/gpu/test_fake_card.py counts them.
 PROMPT_LAUNCHES, ROUTER_LAUNCHES, EXPERTS_LAUNCHES = 6, 7, 6
 STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_s", "cache_load_step_s")
 
 
 @dataclass(frozen=True)
 class TransferCost:
-    """A load or store: `seconds` on a lane. link_s: seconds that it also occupies `link`; taken_s: compute seconds that
-    it costs."""
+    """The cost of a load or a store. Costs makes it."""
 
+    # The lane that it occupies (LANES).
     lane: str
+    # Seconds that it occupies the lane.
     seconds: float
+    # Another lane that it also occupies, for copies between device and host; "" if there is none.
     link: str = ""
+    # Seconds that it occupies `link`.
     link_s: float = 0.0
+    # Seconds that it takes from compute.
     taken_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """One (layer, micro-batch) step, which may compute for micro-batches that are joined. Seconds; issue_s: of the
-    thread that issues it, beside its kernels. rows: of its largest product."""
+    """The cost of one (layer, micro-batch) step. Costs.step makes it.
 
+    The step may compute for several micro-batches that are joined.
+    """
+
+    # Seconds that the device computes.
     device_s: float
+    # Seconds that the host computes while the device waits.
     host_s: float
+    # Seconds of the thread that issues the step, in addition to the step's kernels.
     issue_s: float
     kv_load: tuple[TransferCost, ...] = ()
     kv_store: tuple[TransferCost, ...] = ()
     hidden_load: tuple[TransferCost, ...] = ()
     hidden_store: tuple[TransferCost, ...] = ()
+    # Rows of the step's largest product.
     rows: int = 0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds under one setting on one machine. dtype: that is computed in."""
+    """Seconds of the operations of a run on one machine. Machine.costs makes it.
 
+    Raises UsageError if the profile has no rates of the dtype.
+    """
+
+    # Everything that fixes the bytes and FLOPs of the run.
     at: CostContext
     profile: HardwareProfile
+    # Name of the dtype that the run computes in.
     dtype: str
 
     def __post_init__(self) -> None:
@@ -93,20 +113,25 @@ class Costs:
 
     @cached_property
     def _steps(self) -> tuple[bool, int]:
+        """Result of weight_units.layer_steps: (sep_layer, experts per unit)."""
         return layer_steps(self.at.spec, self.at.policy)
 
     @cached_property
     def layers(self) -> LayerPlan:
+        """Layers and weight units of a sweep."""
         return layer_plan(self.at.spec, self._steps)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """For each layer the first layer that costs the same."""
+        """By layer, the index of the first layer that costs the same."""
         return layer_kinds(self.at.spec, self._steps, tuple(self.at.need.kinds))
 
     @cached_property
     def loaded_kinds(self) -> Counter[int]:
-        """How often a sweep loads each kind of layer's weights; a tied head and the next embedding are one load."""
+        """By kind of layer (an index of `kinds`), how often a sweep loads weights of the kind.
+
+        A tied head and the next embedding are one load.
+        """
         return loaded_kinds(self.at.spec, self._steps, self.kinds)
 
     @cached_property
@@ -123,27 +148,33 @@ class Costs:
 
     @cached_property
     def _launch_s(self) -> float:
-        """Of the thread that issues it: each launch of a device that computes beside that thread."""
+        """Seconds per launch of the thread that issues it; 0 if the device is not asynchronous."""
         return self.profile.kernel_s if self.profile.device_is_asynchronous else 0.0
 
     @cached_property
     def waits(self) -> bool:
-        """Are groups of experts loaded only if they are chosen?"""
+        """Whether groups of experts are loaded only if the router chose them."""
         return waits_for_router(self.at.spec, self.at.policy)
 
     @cached_property
     def _unpacks(self) -> bool:
-        """Does a card unpack slots before it attends to them? One launch reads them as they are
-        (KVRows.is_one_launch)."""
+        """Whether a card unpacks slots before it attends to them.
+
+        It does not if one launch reads them as they are (KVRows.is_one_launch).
+        """
         return self.at.policy.attn_sparsity < 1 or not self.at.need.in_one_launch
 
     @cached_property
     def _kind_of(self) -> dict[int, int]:
-        """Of each weight unit the first layer that costs the same as a layer of it."""
+        """By weight unit, the first layer that costs the same as a layer of the unit (indices)."""
         return {layer.unit: kind for kind, layer in zip(self.kinds, self.layers.layers, strict=True)}
 
     def weight_load(self, unit: int, tokens: int) -> tuple[TransferCost, ...]:
-        """One load of a weight unit, or what is expected of it in a sweep of a block that feeds so many tokens."""
+        """Return the cost of one load of a weight unit.
+
+        If groups of experts wait for the router, this is the expected cost in a sweep.
+        tokens: tokens that the whole block feeds into the sweep.
+        """
         key = self._kind_of[unit], tokens if self.waits else 0
         if key not in self._weight_loads:
             share = needed_share(self.at, self.layers.layers[key[0]], tokens) if self.waits else 1.0
@@ -152,7 +183,10 @@ class Costs:
         return self._weight_loads[key]
 
     def weights_s(self, tokens: int) -> float:
-        """Seconds that loads of weights take of the busiest lane in a sweep that feeds a block so many tokens."""
+        """Return the seconds that loads of weights occupy the busiest lane in a sweep.
+
+        tokens: tokens that the whole block feeds into the sweep.
+        """
         lanes = dict.fromkeys(LANES, 0.0)
         for index, count in self.loaded_kinds.items():
             for load in self.weight_load(self.layers.layers[index].unit, tokens):
@@ -160,14 +194,22 @@ class Costs:
         return max(lanes.values())
 
     def decodes_in_products(self, layer: Layer) -> float:
-        """Of experts that a CPU decodes as it multiplies, how many times faster than 4 bits become the dtype; or 0."""
+        """Return how fast a CPU decodes experts while it multiplies; 0 if it does not do that.
+
+        The speed is a multiple of the speed at which 4-bit weights are unpacked into the dtype.
+        """
         if layer.kind != "experts" or not self.at.device_is_host:
             return 0.0
         return self.profile.rates(self.dtype).decode_speedup.get(self.at.form.decoder_in_products, 0.0)
 
     def decoding(self, index: int, steps: Iterable[tuple[Batch, int]], sweep: int) -> StepCost:
-        """Unpacking a layer's weight unit for these steps of the layer (`steps_of`): not what all of them multiply by
-        as it is. A table that an embedding looks up in is unpacked."""
+        """Return the cost of unpacking a layer's weight unit for some steps of the layer.
+
+        steps: the values that `steps_of` returns.
+
+        A matrix is not unpacked if all of these steps multiply by its codes as they are. A table in
+        which an embedding looks up is unpacked.
+        """
         at, layer = self.at, self.layers.layers[index]
         if not at.form.decodes:
             return StepCost(0.0, 0.0, 0.0)
@@ -184,7 +226,11 @@ class Costs:
         return self._decoded[key]
 
     def step(self, layer_index: int, batch: Batch, sweep: int, tokens: int | None = None) -> StepCost:
-        """tokens: as of `layer_work`."""
+        """Return the cost of one (layer, micro-batch) step.
+
+        tokens: tokens that the step computes outside attention; None for those of the batch (see
+            `layer_work`).
+        """
         key = (self.kinds[layer_index], batch, sweep, tokens)
         if key not in self._step_costs:
             self._step_costs[key] = self._step(layer_index, batch, sweep, tokens)
@@ -195,15 +241,18 @@ class Costs:
         work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep, tokens)
         device_s, host_s = self.compute_seconds(work)
         evicts = bool(at.need.record) and at.spec.window(layer.block) is None
-        share = needed_share(at, layer, tokens_of(batch, sweep))  # the step is left out where no token needs it
+        # The step is left out if no token needs its experts.
+        share = needed_share(at, layer, tokens_of(batch, sweep))
         rows = max((product.rows for product in work.products), default=0)
         issue_s = p.step_s * share
-        if layer.kind == "experts":  # one launch multiplies few rows of all, others are each expert's own
+        # One launch multiplies few rows of all experts. With more rows, each expert has its own.
+        if layer.kind == "experts":
             apart = len(work.products) * len(layer.experts) if rows > FEW_ROWS else 0
             issue_s += self._launch_s * (EXPERTS_LAUNCHES + apart) * share
         if at.device_is_host and layer.kind != "experts":
             issue_s += p.row_s * batch.rows
-        elif evicts and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
+        # A card computes sequences side by side; the host evicts KV entries sequence by sequence.
+        elif evicts and work.host_kv:
             host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
         kv: tuple[tuple[Transfer, ...], tuple[Transfer, ...]] = ((), ())
         if layer.kind in ATTENTION_KINDS:
@@ -222,12 +271,18 @@ class Costs:
 
     @cached_property
     def _most_joined(self) -> dict[str, int]:
+        """By kind of layer, the most tokens of joined micro-batches; empty if none are joined."""
         shape = shape_of(self.at.policy, self.at.need)
         return {} if hidden_is_brought(self.at) else {kind: shape.most_joined(kind) for kind in JOINED_KINDS}
 
     def steps_of(self, kind: LayerKind, block: Sequence[Batch], sweep: int) -> dict[int, tuple[Batch, int]]:
-        """The steps of a layer of a kind, by micro-batch: what each is of, and tokens that it computes besides
-        attention: those of all that are joined with the first of them (loop.joined)."""
+        """Return the steps of a layer of this kind, by the index of the micro-batch.
+
+        Each step is (batch, tokens). `tokens` counts what the step computes outside attention. The
+        first of joined micro-batches (loop.joined) computes the tokens of all of them. Attention
+        layers have a step for every micro-batch. In other layers only the first of them has one, for
+        the joined batch.
+        """
         tokens = [tokens_of(batch, sweep) for batch in block]
         most = self._most_joined.get(kind, 0)
         if not most or len(block) == 1:
@@ -239,7 +294,7 @@ class Costs:
         return {first: (Batch.joined([block[k] for k in run]), computed[first]) for first, run in runs.items()}
 
     def compute_seconds(self, work: Work) -> tuple[float, float]:
-        """Seconds of the device, and of the host while the device waits."""
+        """Return the seconds of the device, and those of the host while the device waits."""
         at, p, rates, width = self.at, self.profile, self.profile.rates(self.dtype), float(self.at.spec.head_dim)
         scored = bool(self.at.need.record)
         on_device = rates.device_scored_attention_bytes_per_s if scored else rates.device_attention_bytes_per_s
@@ -267,16 +322,21 @@ class Costs:
         return device, host
 
     def _slot_bytes(self, work: Work, read: float) -> float:
-        """Bytes that attention would take as long for as for the `read` ones, where it reads packed slots in place."""
+        """Return the unpacked bytes that attention would read in the time that it needs for `read`.
+
+        The two differ if attention reads packed slots in place.
+        """
         if not work.packed_values:
             return read
         share = read / (work.device_kv + work.host_kv)
         return max(read, share * work.packed_values * PACKED_VALUE_BYTES)
 
     def _product_seconds(self, product: Product) -> float:
-        """Rows are multiplied at most TOKEN_CHUNK at a time."""
+        """Return the seconds of one product. It multiplies at most TOKEN_CHUNK rows at a time."""
         rates, seconds = self.profile.rates(self.dtype), 0.0
-        if product.coded:  # rates of few rows are of reading the dtype: multiplying alone goes at that of many
+        # The measured rates of few rows include reading a matrix in the dtype. Arithmetic alone
+        # reaches the rate of many rows.
+        if product.coded:
             fastest = rates.matmul_rate(TOKEN_CHUNK, product.inner, product.outer)
             flops = 2.0 * product.rows * product.inner * product.outer
             read_s = product.coded / self.profile.device_memory_bytes_per_s
@@ -294,11 +354,16 @@ class Costs:
         return seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
+        """Return the costs of all transfers that are not empty."""
         return tuple(self._transfer_cost(m) for m in moves if m.nbytes)
 
     def _transfer_cost(self, move: Transfer) -> TransferCost:
-        """Of a disk's bytes that cross to the device each reader copies its own: beside its next read where the device
-        is asynchronous, else two of them share the copying."""
+        """Return the cost of one transfer.
+
+        If bytes cross from disk to the device, each reader thread copies its own bytes. On an
+        asynchronous device the copy overlaps with the thread's next read. Otherwise READ_THREADS
+        threads share the copying.
+        """
         p, pinned = self.profile, self.at.policy.pin_weight
         if move.lane in ("h2d", "d2h"):
             rate = getattr(p, f"{move.lane}_bytes_per_s" if pinned else f"{move.lane}_unpinned_bytes_per_s")
@@ -308,7 +373,8 @@ class Costs:
         link, link_rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
         if move.crosses:
             both = each + 1 / link_rate
-            beside = p.device_is_asynchronous and pinned  # what is not pinned is copied by the reader itself
+            # The reader thread itself copies memory that is not pinned.
+            beside = p.device_is_asynchronous and pinned
             each = each if reads and beside else max(each, both / READ_THREADS) if reads else both
         seconds = move.nbytes * each + move.pieces * p.disk_request_s / (READ_THREADS if reads else 1)
         taken_s = move.short_requests * p.short_read_compute_s if reads and self.at.policy.overlap else 0.0
@@ -318,15 +384,20 @@ class Costs:
         return TransferCost(move.lane, max(seconds, link_s), link, link_s, taken_s)
 
     def busy(self, block: Sequence[Batch], sweep: int) -> dict[str, float]:
-        """Seconds that each resource works in a sweep of a block; their largest bounds the sweep from below when all
-        overlap, their sum when nothing does. What loads take from compute is compute."""
+        """Return the seconds that each resource works in a sweep of a block.
+
+        The largest of them bounds the sweep from below if everything overlaps. Their sum does if
+        nothing overlaps. Seconds that loads take from compute count as compute.
+        """
         return self._busy(*self._of_sweep(block, sweep))
 
     def _busy(
         self, moved: Sequence[tuple[TransferCost, int]], steps: Sequence[tuple[StepCost, int]]
     ) -> dict[str, float]:
+        """Return busy seconds by resource, of transfers and steps with the number of each."""
         found = dict.fromkeys(RESOURCES, 0.0)
-        beside = self.profile.device_is_asynchronous  # issuing goes on beside what is queued on the device
+        # On an asynchronous device the thread issues while the device computes.
+        beside = self.profile.device_is_asynchronous
         issue_s = 0.0
         for transfer, times in moved:
             found[transfer.lane] += times * transfer.seconds
@@ -346,7 +417,7 @@ class Costs:
     def _of_sweep(
         self, block: Sequence[Batch], sweep: int
     ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
-        """The transfers and the steps of a sweep, each with how often."""
+        """Return the transfers and the steps of a sweep, each with its number of occurrences."""
         kinds = {index: self.layers.layers[index].kind for index in self.kinds}
         of_kinds = {kind: Counter(self.steps_of(kind, block, sweep).values()) for kind in set(kinds.values())}
         steps = [
@@ -368,10 +439,11 @@ class Costs:
         return moved, steps
 
     def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
-        """The same, where resources slow each other down as far as they are busy at once.
+        """Return the costs of this sweep if resources slow each other down while they overlap.
 
-        Reading the disk and computing do, the more the shorter the requests are; so do both ways of the link; and
-        copies to and from a device that is made of ordinary memory take the cores that compute.
+        Disk reads and compute slow each other down, the more the shorter the requests are. So do
+        the two directions of the link. Copies to and from a device that is made of ordinary memory
+        occupy the cores that compute.
         """
         p, (moved, steps) = self.profile, self._of_sweep(block, sweep)
         busy = self._busy(moved, steps)
@@ -383,7 +455,7 @@ class Costs:
             longest = max(compute, busy["disk_read"])
             read_left = 1 - compute / longest * (1 - p.disk_read_beside_compute)
             compute_left = 1 - busy["disk_read"] / longest * (1 - p.compute_beside_disk_read)
-            # What is read while compute waits takes nothing from it.
+            # Reads while compute waits take nothing from it.
             taken = sum(times * transfer.taken_s for transfer, times in moved)
             slower = (compute - taken) / compute_left
             rest_left = slower / (slower + taken * compute / longest)
@@ -399,35 +471,44 @@ class Costs:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run takes place: measured speeds, and the dtype that is computed in.
+    """The machine of a run, as the planner sees it."""
 
-    device_is_host may differ from the profile's: on a CPU a device tier with a budget of its own stands in for a card.
-    """
-
+    # Measured speeds.
     profile: HardwareProfile
+    # Name of the dtype that the run computes in.
     dtype: str
+    # May differ from the profile's field. On a CPU, a device tier with its own budget stands in for
+    # a card.
     device_is_host: bool
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one number of the dtype."""
         return DTYPE_BYTES[self.dtype]
 
     def setting(self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False) -> CostContext:
+        """Return everything that fixes the bytes and FLOPs of a run on this machine."""
         return CostContext(spec, policy, need, self.itemsize, self.device_is_host, splits)
 
     def costs(self, spec: ModelSpec, policy: Policy, need: WorkloadShape, splits: bool = False) -> Costs:
+        """Return the costs of a run on this machine. splits: see `CostContext`."""
         return Costs(self.setting(spec, policy, need, splits), self.profile, self.dtype)
 
 
 def _scaled(move: Transfer, share: float) -> Transfer:
+    """Return a share of a transfer: that part of its bytes and its pieces."""
     return replace(move, nbytes=move.nbytes * share, pieces=move.pieces * share)
 
 
 def _slowed(
     profile: HardwareProfile, dtype: str, read_left: float, compute_left: float, rest_left: float
 ) -> HardwareProfile:
-    """The profile with only these shares of its disk's read rate and of its compute rates. rest_left: of what is
-    computed besides products and attention, steps' fixed costs included."""
+    """Return the profile with lower rates.
+
+    read_left: the share that is left of the disk's read rate.
+    compute_left: the share that is left of the rates of products and attention.
+    rest_left: the share that is left of all other compute rates. Fixed costs of steps grow alike.
+    """
     rates = profile.rates(dtype)
     matmul = tuple(
         (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))

@@ -1,8 +1,9 @@
-"""The linear program over the nine shares of a placement, for fixed batch sizes (FlexGen, Sheng et al. 2023, 4.3).
+"""The linear program (LP) over the nine shares of a placement, for fixed batch sizes.
 
-Bytes and seconds are linear in the shares. Their coefficients come from the memory plan and the costs of placements
-with everything on one tier (corners); the LP interpolates between these. A solution is rounded to whole percents
-that fit the budgets by the exact memory plan.
+See FlexGen (Sheng et al. 2023), section 4.3. Bytes and seconds are linear in the shares. Their
+coefficients come from the memory plan and the costs of placements with each kind of bytes on one
+tier (corners). The LP interpolates between these. A solution is rounded to whole percents that fit
+the budgets by the exact memory plan.
 """
 
 from __future__ import annotations
@@ -29,61 +30,71 @@ from flexgen_h2o.planner.predict import PHASES
 from flexgen_h2o.planner.work import CostContext
 
 KINDS = ("weights", "cache", "hidden")
-# Of equally fast placements the one that keeps resources idle: this share of their busy seconds counts.
+# The objective counts this share of all busy seconds. So the LP prefers the placement that keeps
+# resources idle, if several are equally fast.
 TIE_BREAK = 1e-3
-# A share this close to nothing or to everything is rounded to it: each tier that is used costs transfers of its own.
+# Shares of up to this many percent are added to the largest of their kind, since each tier that is
+# used costs transfers of its own.
 SNAP = 3
-# Percents that are moved at a time; a few percent of a small matrix may be no whole row block.
+# Percents that are moved at a time. A few percent of a small matrix may be no whole row block.
 STEPS = (1, 2, 4, 8, 16, 32, 64, 100)
-MOST_MICRO_BATCH = 512  # more rows make products hardly faster
-BATCHES = (1, 2, 4, 8, 16, 32)  # K that is tried at first
-LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are taken where memory is left over
+MOST_MICRO_BATCH = 512  # more sequences make products hardly faster
+BATCHES = (1, 2, 4, 8, 16, 32)  # numbers of micro-batches that are tried at first
+LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are only used if memory is left over
 
-Budgets = Mapping[str, int | None]
-Percent = tuple[int, int, int, int, int, int]  # of weights, cache, hidden on device and host; the rest is on disk
+Budgets = Mapping[str, int | None]  # bytes by tier; None for no limit
+# Weights, KV cache and hidden states on device and host, as in Policy.percent. The rest is on disk.
+Percent = tuple[int, int, int, int, int, int]
 NOTHING: Percent = (0, 0, 0, 0, 0, 0)
 STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a search chooses from. base: its switches are kept, batch sizes and shares are chosen.
-
-    compress: the compression switches (fields of `Policy`) that may be set as well. budgets: bytes by tier, None for
-    no limit. check: called between candidates; what it raises ends the search.
-    """
+    """The input of a search: model, workload, machine, budgets and switches that it may set."""
 
     spec: ModelSpec
     need: WorkloadShape
+    # Its switches are kept; batch sizes and shares are chosen.
     base: Policy
     machine: Machine
+    # Bytes by tier; None for no limit.
     budgets: Budgets
+    # The compression switches (fields of `Policy`) that the search may set as well.
     compress: Sequence[str] = ()
+    # Called between candidates. An exception that it raises ends the search.
     check: Callable[[], None] = interrupts.check
 
     @property
     def most_micro_batch(self) -> int:
-        """Rows of a micro-batch at most. Of a mixture's rows each expert computes per_token / count, so that its
-        products go on to gain until it has as many rows as others have at MOST_MICRO_BATCH."""
+        """Most sequences of a micro-batch.
+
+        In a mixture of experts, each expert computes only per_token / count of the rows. Its
+        products become faster until the expert has MOST_MICRO_BATCH rows.
+        """
         experts = self.spec.experts
         return MOST_MICRO_BATCH * (experts.count // experts.per_token if experts else 1)
 
     def memory(self, policy: Policy, depth: Depth) -> MemoryPlan:
-        """The buffers of a policy."""
+        """Return the memory plan of a policy."""
         shape, machine = shape_of(policy, self.need), self.machine
         return memory_plan(self.spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
 
     def setting(self, policy: Policy) -> CostContext:
-        """What fixes the bytes that a policy moves."""
+        """Return everything that fixes the bytes that a policy moves."""
         rows = self.memory(policy, SEQUENTIAL).head_rows
         return self.machine.setting(with_head_rows(self.spec, rows), policy, self.need)
 
     def overflow(self, policy: Policy, depth: Depth) -> dict[str, int]:
-        """Bytes over budget by tier."""
+        """Return the bytes over budget by tier; empty if the policy fits."""
         return self.memory(policy, depth).overflow(dict(self.budgets))
 
     def deepest(self, policy: Policy) -> Depth | None:
-        """The deepest look-ahead that is worth memory and fits: on each tier with what holds least there."""
+        """Return the deepest look-ahead that may fit and is worth its memory; None if none fits.
+
+        A look-ahead is ruled out if some tier overflows in every placement that is tried here. These
+        are the placements that hold least on the tiers.
+        """
         places: tuple[Percent, ...] = (NOTHING, (0, 0, 0, 100, 0, 0), STREAMED_WEIGHTS)
         for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
             over = [self.overflow(replace(policy, percent=percent), depth) for percent in places]
@@ -92,7 +103,10 @@ class SearchSpace:
         return None
 
     def block_sizes(self) -> Iterator[tuple[int, int]]:
-        """(micro-batch, micro-batches) of blocks that cut the pile evenly into 1, 2, 4, ... parts."""
+        """Yield (sequences per micro-batch, micro-batches) of blocks.
+
+        The blocks cut the workload evenly into 1, 2, 4, ... parts.
+        """
         seen, parts, block = set(), 1, self.need.rows
         while True:
             block = min(-(-self.need.rows // parts), MOST_ROWS)
@@ -106,7 +120,10 @@ class SearchSpace:
             parts *= 2
 
     def policies(self, gbs: int, batches: int) -> Iterator[Policy]:
-        """Policies of one block size, all on disk, that differ in the side of attention and in compression."""
+        """Yield policies of one block size, with everything on disk.
+
+        They differ in the side that attends (device or host) and in compression.
+        """
         base, either = self.base, (False, True)
         attention = (base.cpu_cache_compute,) if self.machine.device_is_host or base.cpu_cache_compute else either
         weights, caches = (
@@ -122,34 +139,48 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class Corner:
-    """One placement with each kind of bytes on one tier: bytes by tier, busy seconds by phase and resource."""
+    """The costs of one placement with each kind of bytes on one tier. `find_corner` makes it."""
 
+    # Bytes by tier.
     nbytes: Mapping[str, int]
+    # Busy seconds by phase, then by resource.
     busy: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Corners:
-    """Everything on disk but what is `always` elsewhere, and the same with one kind moved to a faster tier, both by the
-    index into `percent`."""
+    """The corners between which the LP interpolates. `find_corners` makes it.
 
+    Kinds of bytes and their tiers are given as indices into `percent`.
+    """
+
+    # Everything on disk, except the kinds in `always`.
     base: Corner
+    # By index, the corner `base` with this kind moved to this faster tier.
     moved: Mapping[int, Corner]
+    # Kinds that are on a faster tier in all corners.
     always: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Solution:
-    """seconds: of one block by the LP; shares: 0 to 1; gain_s_per_gib: seconds a block saves with a GiB more."""
+    """A solution of the LP. `solve` makes it."""
 
+    # Seconds of one block.
     seconds: float
+    # Six shares from 0 to 1, in the order of `percent`.
     shares: Sequence[float]
+    # By tier with a budget, the seconds per block that one GiB more saves.
     gain_s_per_gib: Mapping[str, float]
 
 
 def fastest_shares(space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets) -> Solution | None:
-    """What `solve` says of shares of weights that split every matrix, or of all weights on the device, where products
-    of few rows may read codes as they are: no such price lies on a line between corners."""
+    """Return the faster of the LP's solutions for a policy; None if there is none.
+
+    One LP prices products as if each matrix were split over tiers. If products of few rows can read
+    codes as they are, a second LP has all weights on the device. That price is on no line between
+    the corners of the first LP.
+    """
     space.check()
     reads_codes = space.machine.setting(space.spec, policy, space.need).reads_codes
     tried = (find_corners(space, policy, depth, *on_device) for on_device in [(), (0,)][: 1 + reads_codes])
@@ -158,9 +189,11 @@ def fastest_shares(space: SearchSpace, policy: Policy, depth: Depth, budgets: Bu
 
 
 def find_corners(space: SearchSpace, policy: Policy, depth: Depth, *always: int) -> Corners:
-    """policy: batch sizes and switches; its shares do not count. always: as of `Corners`; without, weights are taken to
-    be split."""
-    # Where the device is host memory there is no host tier besides it.
+    """Return the corners of a policy, whose shares do not count.
+
+    always: see `Corners`. If it is empty, matrices of weights are assumed to be split.
+    """
+    # If the device is host memory, there is no other host tier.
     indices = range(0, 6, 2 if space.machine.device_is_host else 1)
     free, splits = [i for i in indices if i // 2 not in {j // 2 for j in always}], not always
     moved = {i: find_corner(space, policy, (*always, i), depth, splits) for i in free}
@@ -168,8 +201,11 @@ def find_corners(space: SearchSpace, policy: Policy, depth: Depth, *always: int)
 
 
 def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth: Depth, splits: bool = False) -> Corner:
-    """The kinds of bytes at these indices of `percent` are moved there, the others are on disk. splits: as of
-    `CostContext`."""
+    """Return one corner of a policy, whose shares do not count.
+
+    moved: indices into `percent`, which name kinds of bytes and their tier. Other kinds are on disk.
+    splits: see `CostContext`.
+    """
     need, machine = space.need, space.machine
     policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
     plan, shape = space.memory(policy, depth), shape_of(policy, need)
@@ -181,10 +217,11 @@ def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth:
 
 
 def solve(corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets) -> Solution | None:
-    """The fastest shares within the budgets; None when there are none.
+    """Return the fastest shares within the budgets; None if there are none.
 
-    A block's seconds: prefill + decode_sweeps x decode, each at least as long as every lane and as all compute when
-    transfers overlap, their sum when they do not. FlexgenError where the solver cannot run.
+    The seconds of a block are prefill + decode_sweeps x decode. If transfers overlap, each phase is
+    at least as long as every lane and as all compute. If they do not, it is as long as their sum.
+    Raise FlexgenError if the solver cannot run.
     """
     program = _Program(corners)
     problem, counts = program.problem, {"prefill": 1, "decode": decode_sweeps}
@@ -210,7 +247,7 @@ def solve(corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets)
 
 
 def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
-    """The shares whose bytes exceed the budgets least in all."""
+    """Return the shares whose bytes exceed the budgets least in total; None without a solution."""
     program = _Program(corners)
     excess = {tier: pulp.LpVariable(f"excess_{tier}", 0) for tier in TIERS if budgets.get(tier) is not None}
     program.problem += pulp.lpSum(excess.values())
@@ -220,11 +257,12 @@ def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
 
 
 def _busy(phase: str, name: str) -> Callable[[Corner], float]:
+    """Return a function that reads the busy seconds of one phase and resource from a corner."""
     return lambda corner: corner.busy[phase][name]
 
 
 class _Program:
-    """Shares as variables, of each kind at most all of it."""
+    """A linear program with the shares as variables. Those of one kind are at most 1 together."""
 
     def __init__(self, corners: Corners) -> None:
         self.problem, self._corners = pulp.LpProblem("placement", pulp.LpMinimize), corners
@@ -235,15 +273,19 @@ class _Program:
                 self.problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
 
     def interpolated(self, value: Callable[[Corner], float]) -> pulp.LpAffineExpression:
-        """base + sum of share x (corner - base)."""
+        """Return the expression base + sum of share x (corner - base)."""
         base = value(self._corners.base)
         return base + pulp.lpSum((value(self._corners.moved[i]) - base) * share for i, share in self._shares.items())
 
     def gib_on(self, tier: str) -> pulp.LpAffineExpression:
+        """Return the expression of the GiB on a tier."""
         return self.interpolated(lambda corner: corner.nbytes[tier] / GIB)
 
     def solved_shares(self) -> list[float] | None:
-        """None without a solution. The solver reads and writes files: FlexgenError where there is no room for them."""
+        """Solve the program and return the six shares; None without a solution.
+
+        The solver reads and writes files. Raise FlexgenError if there is no room for them.
+        """
         try:
             with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
                 solver = pulp.PULP_CBC_CMD(msg=False)
@@ -266,17 +308,22 @@ class _Program:
 
 
 def as_percent(values: Iterable[int]) -> Percent:
+    """Return six values as a `Percent`."""
     return cast(Percent, tuple(values))
 
 
 def tier_percents(percent: Percent, kind: int) -> list[int]:
-    """Percents of one kind on device, host and disk."""
+    """Return the percents of one kind (an index of KINDS) on device, host and disk."""
     device, host = percent[2 * kind : 2 * kind + 2]
     return [device, host, 100 - device - host]
 
 
 def moved(policy: Policy, kind: int, source: int, to: int, count: int) -> Policy:
-    """The policy with `count` percent of one kind on another tier, tiers as indices of TIERS."""
+    """Return the policy with `count` percent of one kind moved to another tier.
+
+    kind: an index of KINDS.
+    source, to: indices of TIERS.
+    """
     shares, found = tier_percents(policy.percent, kind), list(policy.percent)
     shares[source] -= count
     shares[to] += count
@@ -285,9 +332,10 @@ def moved(policy: Policy, kind: int, source: int, to: int, count: int) -> Policy
 
 
 def placements(space: SearchSpace, policy: Policy, shares: Sequence[float]) -> Iterator[Policy]:
-    """Policies near the shares that fit: as they are rounded, and with small shares snapped to whole ones.
+    """Yield policies that fit, near these shares.
 
-    Where neither can be made to fit, everything on disk if that does.
+    The shares are rounded once as they are, and once with small shares snapped to whole ones. If
+    neither can be made to fit, the policy with everything on disk is tried.
     """
     seen: set[Percent] = set()
     for start in (_rounded(shares), _snapped(_rounded(shares)), NOTHING):
@@ -303,7 +351,7 @@ def placements(space: SearchSpace, policy: Policy, shares: Sequence[float]) -> I
 
 
 def _rounded(shares: Sequence[float]) -> Percent:
-    """Whole percents; pairs never exceed 100."""
+    """Return shares as whole percents. The two of one kind never exceed 100."""
     found = [round(100 * share) for share in shares]
     for i in (0, 2, 4):
         found[i + 1] = min(found[i + 1], 100 - found[i])
@@ -311,7 +359,7 @@ def _rounded(shares: Sequence[float]) -> Percent:
 
 
 def _snapped(percent: Percent) -> Percent:
-    """Shares of up to SNAP percent are added to the largest of their kind."""
+    """Return the percents with shares of up to SNAP percent added to the largest of their kind."""
     found: list[int] = []
     for kind in range(3):
         shares = tier_percents(percent, kind)
@@ -323,7 +371,10 @@ def _snapped(percent: Percent) -> Percent:
 
 
 def _made_to_fit(space: SearchSpace, policy: Policy, depth: Depth) -> Policy | None:
-    """Shares are moved to the next slower tier, as many percent as are missing, until the plan fits."""
+    """Return the policy with shares moved to slower tiers until it fits; None if it never does.
+
+    Each step moves about as many percent as are missing.
+    """
     for _ in range(200):
         over = space.overflow(policy, depth)
         if not over:
@@ -336,12 +387,16 @@ def _made_to_fit(space: SearchSpace, policy: Policy, depth: Depth) -> Policy | N
 
 
 def _relieved(space: SearchSpace, policy: Policy, depth: Depth, over: Mapping[str, int]) -> Policy | None:
-    """One step for the first tier that is over budget: some percent of the first kind that helps goes to the next
-    slower tier. Weights go first: a whole block uses each load of them; hidden states last: they move twice a layer."""
+    """Return the policy after one step that relieves the first tier that is over budget.
+
+    Some percent of the first kind that helps moves to the next slower tier. Weights move first,
+    since a whole block uses each load of them. Hidden states move last, since they are moved twice
+    per layer. The result is None if no step helps.
+    """
     tier = next(iter(over))
     if tier == "disk":
         return None
-    # Where the device is host memory, "device" shares live on the host tier, and disk is next.
+    # If the device is host memory, "device" shares are on the host tier, and disk is next.
     is_host = space.machine.device_is_host
     source = 0 if is_host else TIERS.index(tier)
     to = 2 if is_host else source + 1

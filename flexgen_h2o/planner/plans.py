@@ -1,4 +1,4 @@
-"""Plans for the rows that a model runs: the policy that `auto` stands for, the memory plan, the cost of a run."""
+"""Plans for the sequences that a model runs: policy if it is `auto`, memory plan, cost of a run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, 
 from flexgen_h2o.planner.report import Answer
 from flexgen_h2o.planner.search import Plan, disk_reads, search, sensitivity
 
-# Measuring takes about a minute: worth it before a run that will take longer than this.
+# Measuring takes about a minute. It is worth it before a run that will take longer than this.
 WORTH_MEASURING_S = 600.0
-MEASURING_BYTES = 5 * GIB // 4  # of RAM
-MOST_SIMULATED = 64  # blocks of a plan that is told: some 20 ms each
-Groups = Sequence[Sequence[Sequence[PromptGroup]]]  # of the micro-batches of blocks
+MEASURING_BYTES = 5 * GIB // 4  # RAM that measuring needs
+MOST_SIMULATED = 64  # simulated blocks of a plan that is shown; each takes about 20 ms
+Groups = Sequence[Sequence[Sequence[PromptGroup]]]  # by block, then by micro-batch
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A policy with its memory plan, and the workload that it was made for."""
+    """A policy, its memory plan and the workload that they were made for. Planner.plan makes it."""
 
     need: WorkloadShape
     policy: Policy
@@ -51,11 +51,14 @@ class Planned:
 
 
 class Planner:
-    """Plans runs of one model. Raises UsageError for a file that is not a profile.
+    """Planner of the runs of one model. Raises UsageError for a file that is not a profile.
 
-    part: of the model, as this process runs it. device: as asked for. hardware: a profile, its file or shipped name;
-    None is this machine's own. share_prefix: a key of prefixes.SHARINGS. job_rows: rows of the job that all runs are
-    parts of; 0 for none. planned: the newest plan that an engine was opened for.
+    part: the part of the model that this process runs.
+    device: the device that the user asked for.
+    hardware: a profile, its file or its shipped name; None for this machine's own profile.
+    share_prefix: a key of prefixes.SHARINGS.
+    job_rows: the number of sequences of the job that all runs are parts of; 0 if there is no job.
+    planned: the newest plan that an engine was opened for.
     """
 
     def __init__(
@@ -75,18 +78,18 @@ class Planner:
 
     @property
     def profile(self) -> HardwareProfile:
-        """Nominal speeds as long as nothing was measured."""
+        """Hardware profile of the run's machine; nominal speeds as long as nothing was measured."""
         if self._profile is None:
             self._profile = self._of_this_machine(measure_missing=False)
         return self._profile
 
     @property
     def can_predict(self) -> bool:
-        """Does the profile know the dtype?"""
+        """Whether the profile has rates of the dtype."""
         return self.dtype in self.profile.compute
 
     def check_dtype(self) -> None:
-        """UsageError where the profile does not know the dtype, so that no policy can be chosen with it."""
+        """Raise UsageError if the profile has no rates of the dtype, which choosing needs."""
         if not self.can_predict:
             raise UsageError(
                 f"--hardware {self.profile.machine}: has compute rates of {', '.join(self.profile.compute)}, and this"
@@ -95,9 +98,10 @@ class Planner:
             )
 
     def choose(self, need: WorkloadShape, base: Policy, budgets: Budgets) -> Policy:
-        """The fastest policy; DoesNotFitError when there is none. base: its switches are kept.
+        """Return the fastest policy. Raise DoesNotFitError if none fits the budgets.
 
-        Measures this machine first where it has no profile and the run is long enough to be worth it.
+        This machine is measured first if it has no profile and if the run is long enough.
+        base: the policy whose switches are kept.
         """
         self.check_dtype()
         if self.profile.was_disturbed and not self._has_said_busy:
@@ -108,7 +112,8 @@ class Planner:
         if is_long and not self._is_given and _can_measure(budgets):
             try:
                 self._profile = self._of_this_machine(measure_missing=True)
-            except (DoesNotFitError, UsageError) as error:  # of the disk, which the run may not need
+            # Measuring needs the disk, and the run may not need it.
+            except (DoesNotFitError, UsageError) as error:
                 _say(f"planned with nominal speeds, as this machine cannot be measured: {error}")
                 return plan.policy
             plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
@@ -122,7 +127,7 @@ class Planner:
         return profile_of_this_machine(self._device, self._offload_dir, _say, measure_missing)
 
     def num_layers(self, policy: Policy) -> int:
-        """Layers of a sweep."""
+        """Return the number of layers of a sweep."""
         head_rows = 0 if self.planned is None else self.planned.memory.head_rows
         return len(layers_of(self.part.spec, policy, head_rows).layers)
 
@@ -130,19 +135,28 @@ class Planner:
 
     @property
     def sharing(self) -> Sharing | None:
-        """When rows of a micro-batch share a prefix; None: never."""
+        """Rule for when sequences of a micro-batch share a prefix; None if they never do."""
         return SHARINGS[self.share_prefix]
 
     def common(self, rows: Sequence[Row], policy: Policy) -> TokenIds:
-        """The tokens that all rows begin with, where their KV is held in one copy; else none."""
+        """Return the tokens that all sequences begin with, if their KV entries are in one copy.
+
+        Otherwise the result is empty.
+        """
         return rows[0].prompt.token_ids[: self._need(rows, policy).common]
 
     def blocks(self, rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
-        """Blocks of micro-batches; those of a pipeline that are in flight together are one block."""
+        """Return blocks of micro-batches of sequences.
+
+        Blocks of a pipeline that are in flight together are one block.
+        """
         return make_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches * self.part.in_flight, self.sharing)
 
     def plan(self, rows: Sequence[Row], asked: Policy | AutoPolicy, budgets: dict[str, int | None]) -> Planned:
-        """Raises DoesNotFitError. In a job the buffers serve its earlier parts as well, if both fit."""
+        """Return the plan for these sequences. Raise DoesNotFitError if it does not fit.
+
+        In a job, the buffers serve its earlier parts as well, if both fit.
+        """
         need, before = self._need(rows, base_of(asked)), self.planned
         if self.job_rows:
             need = replace(need, rows=max(need.rows, self.job_rows))
@@ -152,13 +166,20 @@ class Planner:
         return self._plan(rows, asked, need, None, budgets)
 
     def serves(self, plan: MemoryPlan, policy: Policy, asked: Policy | AutoPolicy, rows: Sequence[Row]) -> bool:
-        """Do the buffers of an open engine suffice, and was its policy not chosen for fewer rows?"""
+        """Return whether an open engine can run these sequences.
+
+        Its buffers must suffice. A policy that was chosen by a search must not have been chosen for
+        fewer sequences.
+        """
         enough = plan.serves(self._shape(rows, policy, self._need(rows, policy)))
         for_fewer = self.planned is None or len(rows) > self.planned.need.rows
         return enough and (asked == policy or not for_fewer)
 
     def has_room(self, plan: MemoryPlan, rows: Sequence[Row], common: TokenIds) -> bool:
-        """Can these rows join a running block of an engine with this plan? common: of the rows of the block."""
+        """Return whether these sequences can join a running block of an engine with this plan.
+
+        common: the tokens that all sequences of the block begin with.
+        """
         shape, count = plan.shape, len(common)
         if not has_own_scores(rows, count) or (any(r.scored for r in rows) and not shape.scores):
             return False
@@ -171,14 +192,20 @@ class Planner:
         return fits and (not count or longest <= shape.sharing)
 
     def predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
-        """The cost of the run if no row ends early. None where the profile does not know the dtype; in a job, whose
-        ragged blocks take longer to simulate than it is worth; and for a stage of a pipeline."""
+        """Return the cost of the run if no sequence ends early.
+
+        The result is None if the profile has no rates of the dtype, and for a stage of a pipeline.
+        It is also None in a job, whose ragged blocks take longer to simulate than it is worth.
+        """
         if self.job_rows or self.part.pipeline is not None or not self.can_predict:
             return None
         return self._predict(rows, policy, plan, sys.maxsize)
 
     def foresee(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
-        """Return about what `predict` does, also in a job: of many different blocks some are simulated."""
+        """Return nearly the same cost as `predict`, and also that of a job.
+
+        Of many different blocks, only some are simulated.
+        """
         if self.part.pipeline is not None or not self.can_predict:
             return None
         return self._predict(rows, policy, plan, MOST_SIMULATED)
@@ -190,15 +217,19 @@ class Planner:
     def answer(
         self, rows: Sequence[Row], planned: Planned, asked: Policy | AutoPolicy, budgets: dict[str, int | None]
     ) -> Answer:
-        """All that is known of a plan for these rows before they run; its seconds are those of rows of which none ends
-        early, and which give their places to the next ones. Of many different blocks some are simulated. UsageError
-        where the profile does not know the dtype."""
+        """Return all that is known of a plan for these sequences before they run.
+
+        Seconds assume that no sequence ends early, and that its place is then given to the next
+        one. Of more than MOST_SIMULATED different blocks, only some are simulated. Raise UsageError
+        if the profile has no rates of the dtype.
+        """
         self.check_dtype()
         policy, need = planned.policy, self._need(rows, planned.policy)
         blocks = self._groups(rows, policy, need.common)
         prediction = self.predict_groups(policy, need, planned.memory, blocks, MOST_SIMULATED)
         new_tokens = sum(row.max_new for row in rows)
-        share = new_tokens / (len(rows) * need.gen_len)  # of the sweeps that rows of the most new tokens take
+        # If all sequences had the most new tokens, decoding would take all predicted sweeps.
+        share = new_tokens / (len(rows) * need.gen_len)
         decode = {name: share * seconds for name, seconds in prediction.busy["decode"].items()}
         prediction = replace(
             prediction, new_tokens=new_tokens, decode_s=share * prediction.decode_s,
@@ -215,10 +246,15 @@ class Planner:
     def predict_groups(
         self, policy: Policy, need: WorkloadShape, plan: MemoryPlan, blocks: Groups, most: int = sys.maxsize
     ) -> Prediction:
-        """The cost of these blocks; equal ones are simulated once, and of more than `most` every n-th for n."""
+        """Return the cost of these blocks of micro-batches.
+
+        Equal blocks are simulated once. Of more than `most` different blocks, every n-th is
+        simulated and counts for n of them.
+        """
         counted = list(Counter(tuple(Batch.of(groups) for groups in block) for block in blocks).items())
         step = -(-len(counted) // most)
-        parts = [counted[i : i + step] for i in range(0, len(counted), step)]  # rows are sorted by length: alike
+        # Sequences are sorted by length, so neighbouring blocks are alike.
+        parts = [counted[i : i + step] for i in range(0, len(counted), step)]
         middle = [(part[len(part) // 2][0], sum(count for _, count in part)) for part in parts]
         return predict(self.part.spec, policy, need, self._machine, plan, middle)
 
@@ -226,7 +262,10 @@ class Planner:
         self, rows: Sequence[Row], asked: Policy | AutoPolicy, own: WorkloadShape, before: Planned | None,
         budgets: dict[str, int | None],
     ) -> Planned:  # fmt: skip
-        """own: of the rows. before: a plan whose rows are served too."""
+        """Return the plan for sequences of the workload `own`.
+
+        before: a plan whose sequences the buffers must serve too; None if there is none.
+        """
         need = own if before is None else own.union(before.need)
         policy = self.choose(need, asked.base, budgets) if isinstance(asked, AutoPolicy) else asked
         shape = self._shape(rows, policy, own)
@@ -237,8 +276,12 @@ class Planner:
         return Planned(need, policy, memory)
 
     def _need(self, rows: Sequence[Row], policy: Policy) -> WorkloadShape:
-        """Rows that keep all columns uncompressed and read all of them hold a shared prefix in one copy, but for those
-        of a pipeline's stages and of models whose layers all have windows. policy: its switches count."""
+        """Return the workload of these sequences.
+
+        A shared prefix is held in one copy if sequences keep all KV entries uncompressed and read
+        all of them. Exceptions are stages of a pipeline and models whose layers all have windows.
+        Of the policy only the switches count.
+        """
         need, windows = self._need_of(rows, self.sharing), self.part.spec.windows
         keeps_all = not self.part.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
         one_copy = need.prefix and keeps_all and self.part.pipeline is None and (not windows or None in windows)
@@ -252,7 +295,7 @@ class Planner:
         return shape_of_blocks(self._groups(rows, policy, need.common), need, rows)
 
     def _groups(self, rows: Sequence[Row], policy: Policy, common: int) -> Groups:
-        """The prompts of each micro-batch of each block, as they will be fed."""
+        """Return the prompts of each micro-batch of each block, grouped as they will be fed."""
         return [
             [group_rows(batch, self.sharing, common, opens=k == 0) for k, batch in enumerate(block)]
             for block in self.blocks(rows, policy)
@@ -260,15 +303,19 @@ class Planner:
 
 
 def _can_measure(budgets: Budgets) -> bool:
-    """Do the budgets leave RAM for measuring this machine?"""
+    """Return whether the budgets leave enough RAM for measuring this machine."""
     room = budgets.get("host")
     return room is None or room >= MEASURING_BYTES
 
 
 def has_own_scores(rows: Sequence[Row], common: int) -> bool:
-    """Do the log-probabilities that are wanted of prompts need nothing of `common` first tokens, fed by other rows?"""
+    """Return whether the first `common` tokens are not needed for log-probabilities of prompts.
+
+    Other sequences feed these tokens, so this sequence has no logits of them.
+    """
     return all(len(r.prompt.token_ids) - r.scored > common for r in rows if r.scored)
 
 
 def _say(line: str) -> None:
+    """Print a note for the user on standard error."""
     print(f"# {line}", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""What a policy will cost: seconds of both phases, bytes on each tier, and what binds. Decided by a simulation.
+"""Predict the cost of a policy: seconds of both phases, bytes on each tier, and what binds.
 
-The simulation is the engine's own walk (engine/loop.py) on a simulated clock, with rings of the sizes of the memory
-plan. A load is an event at the end of its lane's queue, and waiting sets the clock. Each lane serves its queue in order
-and whatever an operation waits for was queued before it, so the time of an event is known when it is queued.
+A simulation decides. It runs the engine's own walk (engine/loop.py) on a simulated clock, with
+rings of the sizes that the memory plan gives. A load is an event at the end of its lane's queue,
+and waiting for it sets the clock. Each lane serves its queue in order, and whatever an operation
+waits for was queued before it. So the time of an event is known when it is queued.
 """
 
 from __future__ import annotations
@@ -24,47 +25,52 @@ from flexgen_h2o.planner.work import hidden_is_brought, kv_ring_bytes, tokens_of
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 
 PHASES = ("prefill", "decode")
-# Blocks that are simulated of a deep model, and twice as many: fewer where groups of experts make them many layers.
+# A deep model is simulated with n and with 2n transformer blocks. n is at most CUT_BLOCKS and at
+# least LEAST_BLOCKS. It is smaller if groups of experts make many layers (CUT_LAYERS) of a block.
 CUT_BLOCKS, LEAST_BLOCKS, CUT_LAYERS = 6, 2, 24
 MOST_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
-ALL = "all"  # seconds of a phase as a whole, beside those that each resource works
-Spent = dict[str, dict[str, float]]  # seconds by phase and by resource, and ALL
-OnSpan = Callable[[str, str, float, float], None]  # lane, name, start and end in seconds
+ALL = "all"  # the key of a phase's seconds as a whole, beside the busy seconds of each resource
+Spent = dict[str, dict[str, float]]  # seconds by phase, then by resource or ALL
+OnSpan = Callable[[str, str, float, float], None]  # takes lane, name, start and end in seconds
 _NO_SPAN = nullcontext()
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a whole pile. Seconds, and bytes by tier.
+    """The predicted cost of running a whole workload. `predict` makes it."""
 
-    busy: by phase, the seconds that each resource works (planner.costs.RESOURCES).
-    """
-
+    # Seconds of the prefill sweeps of all blocks.
     prefill_s: float
+    # Seconds of the decode sweeps of all blocks.
     decode_s: float
+    # Tokens that all sequences generate together.
     new_tokens: int
+    # Bytes by tier.
     peak_bytes: Mapping[str, int]
+    # Busy seconds by phase, then by resource (planner.costs.RESOURCES).
     busy: Mapping[str, Mapping[str, float]]
 
     @property
     def total_s(self) -> float:
+        """Seconds of both phases."""
         return self.prefill_s + self.decode_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens over both phases, as FlexGen counts."""
+        """Generated tokens per second of both phases, as FlexGen counts."""
         return self.new_tokens / self.total_s
 
     def binds(self, phase: str) -> str:
-        """The resource that works longest in a phase."""
+        """Return the resource that works longest in a phase."""
         return max(RESOURCES, key=lambda name: self.busy[phase][name])
 
     @property
     def bound_by(self) -> str:
-        """The resource that binds the longer phase."""
+        """Resource that binds the longer phase."""
         return self.binds("decode" if self.decode_s > self.prefill_s else "prefill")
 
     def to_json(self) -> dict[str, Any]:
+        """Return the prediction as JSON values, without busy seconds."""
         return {
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
@@ -77,9 +83,10 @@ def predict(
     spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, plan: MemoryPlan,
     blocks: Sequence[tuple[Block, int]], on_span: OnSpan | None = None,
 ) -> Prediction:  # fmt: skip
-    """The cost of running `blocks`, each as often as it says, with the buffers of `plan`.
+    """Return the cost of running `blocks` with the buffers of `plan`.
 
-    on_span hears what the first block does.
+    blocks: pairs of a block and the number of times that it runs.
+    on_span: is called for each operation of the first block.
     """
     costs = machine.costs(with_head_rows(spec, plan.head_rows), policy, need)
     spent: Spent = {phase: dict.fromkeys((ALL, *RESOURCES), 0.0) for phase in PHASES}
@@ -93,8 +100,11 @@ def predict(
 
 
 def walked_sweeps(gen_len: int) -> tuple[int, ...]:
-    """The sweeps of a block that are simulated: all of a short generation, else its beginning, middle and end, two of
-    each."""
+    """Return the indices of the sweeps of a block that are simulated.
+
+    All sweeps of a short generation are simulated. Of a long one these are sweeps 0 to 3, two in
+    the middle and the last two.
+    """
     if gen_len <= MOST_WALKED:
         return tuple(range(gen_len))
     middle = (gen_len + 1) // 2
@@ -102,8 +112,12 @@ def walked_sweeps(gen_len: int) -> tuple[int, ...]:
 
 
 def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
-    """A deep model is simulated with n and with 2n transformer blocks, and extrapolated linearly: each further n adds
-    the difference, or the time that the busiest resource works for them where that is more."""
+    """Return the seconds of one block of micro-batches.
+
+    A deep model is simulated with n and with 2n transformer blocks, and extrapolated linearly.
+    Each further n adds the difference, or the time that the busiest resource works for them if
+    that is more.
+    """
     depth = costs.at.spec.num_blocks
     cut = cut_blocks(depth, len(costs.layers.layers))
     if 2 * cut >= depth or on_span is not None:
@@ -117,12 +131,19 @@ def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | No
 
 
 def cut_blocks(depth: int, layers: int) -> int:
-    """Of so many transformer blocks and layers the fewer that are walked: every other one may have a window."""
+    """Return the number of transformer blocks to simulate for a model of `depth` blocks.
+
+    layers: the number of layers of the whole model. The result is even, since every other
+    transformer block may have a window.
+    """
     return max(LEAST_BLOCKS, min(CUT_BLOCKS, CUT_LAYERS * depth // layers) // 2 * 2)
 
 
 def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
-    """What some sweeps take, and those between them as much as they."""
+    """Simulate some sweeps of a block and return the seconds of all of them.
+
+    The sweeps that are not simulated are interpolated between those that are.
+    """
     gen_len = costs.at.need.gen_len
     walked = walked_sweeps(gen_len)
     both = costs.with_contention(block, 0), costs.with_contention(block, gen_len // 2 or 1)
@@ -137,10 +158,14 @@ def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) 
 
 
 def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:
-    """The sum over decode sweeps 1, 2, ... up to the last of `walked`, of which only these were walked.
+    """Return the sum over decode sweeps 1, 2, ... up to the last of `walked`.
 
-    The first counts as it is; what is between pairs of neighbours is interpolated between their means, since a sweep
-    may have loaded for the next one.
+    walked: indices of the decode sweeps that were simulated.
+    values: the value of each of them.
+
+    The first sweep counts as it is. The other simulated sweeps are pairs of neighbours. The sweeps
+    between two pairs are interpolated between the means of these pairs, since a sweep may have
+    loaded for the next one.
     """
     if not walked or walked[-1] == len(walked):
         return sum(values)
@@ -156,13 +181,13 @@ def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:
 
 
 class Simulated(NamedTuple):
-    """ends: when each simulated sweep ended, in seconds from the start; busy: seconds of each resource up to then.
+    """The times of the simulated sweeps of a block. `simulate` makes it."""
 
-    settle_s: that the last stores take after the last sweep.
-    """
-
+    # When each simulated sweep ended, in seconds from the start.
     ends: list[float]
+    # Busy seconds of each resource from the start to the end of each simulated sweep.
     busy: list[dict[str, float]]
+    # Seconds that the last stores take after the last sweep.
     settle_s: float
 
 
@@ -170,10 +195,12 @@ def simulate(
     costs: tuple[Costs, Costs], plan: MemoryPlan, block: Sequence[Batch], sweeps: Sequence[int],
     on_span: OnSpan | None = None,
 ) -> Simulated:  # fmt: skip
-    """Walk the given sweeps of a block (the first is the prefill sweep, 0) and say when each ends.
+    """Simulate the given sweeps of a block and return when each of them ends.
 
-    costs: of prefill and of decode sweeps. `sweeps` may leave out some: units then have the columns of those that are
-    walked, so that a few sweeps stand for a long generation.
+    costs: the costs of prefill sweeps and those of decode sweeps.
+    sweeps: rising indices of sweeps. The first is the prefill sweep, 0. Indices may be left out, so
+        that a few sweeps stand for a long generation. Units then have the KV entries of the sweeps
+        that are simulated.
     """
     sim, policy = _Simulation(costs, plan, block, sweeps, on_span), costs[0].at.policy
     walk = Walk(sim, costs[0].layers.layers, plan.depth, policy.overlap, len(sweeps), len(block))
@@ -183,7 +210,7 @@ def simulate(
 
 
 class _Event(Waitable):
-    """Something is done at `time`; waiting for it sets the clock."""
+    """The end of an operation at `time`, in seconds. Waiting for it sets the clock."""
 
     __slots__ = ("_sim", "time")
 
@@ -200,7 +227,7 @@ class _Event(Waitable):
 
 
 class _Space:
-    """A buffer of which only the size counts."""
+    """A buffer without memory: only its size in bytes counts."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -213,7 +240,11 @@ class _Space:
 
 
 class _StepCosts(dict[UnitKey, StepCost]):
-    """Of (sweep, layer, micro-batch), the sweep counted among those that are walked. of: by layer and phase."""
+    """Costs of steps by (sweep, layer, micro-batch), computed when they are first asked for.
+
+    sweep: the index into the sweeps that are simulated, not the sweep's own number.
+    of: by layer, then by phase (0 prefill, 1 decode): the steps as Costs.steps_of returns them.
+    """
 
     def __init__(self, costs: tuple[Costs, Costs], block: Sequence[Batch], sweeps: Sequence[int]) -> None:
         layers, self._costs, self._sweeps = costs[0].layers.layers, costs, sweeps
@@ -227,11 +258,15 @@ class _StepCosts(dict[UnitKey, StepCost]):
 
 
 class _Simulation:
-    """The tiers and the runner of a walk, on a clock.
+    """The tiers and the runner of a walk, on a simulated clock. All times are in seconds.
 
-    now: of the thread that issues compute. device: when the device has done all that was issued; computed: start and
-    end of what it was given last; chosen: of each micro-batch, when its last sweep's tokens are there, for which the
-    thread waits before it feeds them. free: when each lane's queue ends. busy: seconds that each resource has worked.
+    now: the time of the thread that issues compute.
+    device: when the device has done all that was issued.
+    _computed: start and end of the device's newest operation.
+    _chosen: by micro-batch, when the tokens of its last sweep are chosen. The thread waits for them
+        before it feeds them.
+    free: by lane, when its queue ends.
+    _busy: by resource, the seconds that it has worked.
     """
 
     def __init__(
@@ -267,11 +302,15 @@ class _Simulation:
         self.weights = _WeightStream(self, len(sweeps))
 
     def ring(self, name: str) -> Ring | None:
+        """Return a ring of the size that the memory plan gives; None if that is 0 bytes."""
         nbytes = self._plan.size(name)
         return Ring(cast(Any, _Space(nbytes))) if nbytes else None
 
     def queue(self, name: str, costs: Iterable[TransferCost], after: Iterable[Waitable]) -> list[Waitable]:
-        """Operations at the ends of their lanes' queues."""
+        """Queue operations at the ends of their lanes' queues and return their events.
+
+        after: the events that all of these operations wait for.
+        """
         free, busy, events = self.free, self._busy, list[Waitable]()
         ready = self.now
         for event in after:
@@ -293,7 +332,10 @@ class _Simulation:
             self._on_span(lane, name, start, end)
 
     def span(self, lane: str, name: str) -> AbstractContextManager[None]:
-        """Of what is waited for within it, or computed."""
+        """Return a context that records the time waited within it.
+
+        If the lane is "compute", it records the newest computation of the device instead.
+        """
         return _NO_SPAN if self._on_span is None else self._span(lane, name)
 
     @contextmanager
@@ -303,9 +345,11 @@ class _Simulation:
         self._record(lane, name, *(self._computed if lane == "compute" else (start, self.now)))
 
     def fence(self) -> Waitable:
+        """Return the event at which the device has done all that was issued."""
         return _Event(self, self.device)
 
     def begin_step(self, step: Step) -> str | None:
+        """Begin a step and return its phase; None if an earlier micro-batch's step computes it."""
         self._opened = layer, phase = step.layer, int(step.sweep > 0)
         self.costs_now, self.tokens_now = self.costs[phase], self._tokens[phase]
         if step.layer == 0:
@@ -315,14 +359,14 @@ class _Simulation:
         return "decode" if step.sweep else "prefill"
 
     def open_cache(self, key: UnitKey, region: Region | None) -> None:
-        """A region that no load fills may still be in the hands of its last users."""
+        """Wait for the last users of a region, which may still use it if no load fills it."""
         if region is not None:
             wait_all(region.after)
 
     open_hidden = open_cache
 
     def decode(self) -> None:
-        """Decode the weight unit that the step has opened."""
+        """Advance the clock by decoding the weight unit that the step has opened."""
         (layer, phase), start = self._opened, max(self.now, self.device)
         cost = self.costs_now.decoding(layer, self._steps.of[layer][phase].values(), phase)
         self.device = start + cost.device_s
@@ -331,6 +375,7 @@ class _Simulation:
         self._computed = (start, self.device)
 
     def compute(self, step: Step) -> None:
+        """Advance the clock by the computation of a step."""
         cost, busy = self._steps[step.sweep, step.layer, step.micro_batch], self._busy
         busy["device_compute"] += cost.device_s
         busy["host_compute"] += cost.host_s
@@ -338,7 +383,7 @@ class _Simulation:
             start = max(self.now, self.device)
             self.device = start + cost.device_s
             self.now += cost.issue_s
-            if cost.host_s:  # it needs the queries, and its result is waited for
+            if cost.host_s:  # the host needs the queries, and its result is waited for
                 self.now = max(self.now, self.device) + cost.host_s
                 self.device = self.now
         else:
@@ -350,20 +395,22 @@ class _Simulation:
             self._chosen[step.micro_batch] = self.device
 
     def end_layer(self, step: Step) -> bool:
+        """End a layer of a sweep. Return whether the walk is over."""
         layer = self._layers[step.layer]
         if self.costs_now.waits and layer.kind == "attention" and self.costs_now.at.spec.experts is not None:
             self.weights.choose(layer.block, range(self.costs_now.at.spec.experts.count))
         if step.layer < self._last_layer:
             return False
         is_over = len(self.ends) == self._sweeps - 1
-        self.now = max(self.now, self._chosen[-1 if is_over else 0])  # does any row go on?
+        # The engine waits for the chosen tokens, which tell whether any sequence goes on.
+        self.now = max(self.now, self._chosen[-1 if is_over else 0])
         self.ends.append(self.now)
         self.busy_at_ends.append(dict(self._busy))
         return is_over
 
 
 class _WeightUnits:
-    """Weights of which only the sizes and seconds count."""
+    """Weight units without memory: only their sizes and seconds count."""
 
     def __init__(self, sim: _Simulation) -> None:
         at = sim.costs[0].at
@@ -371,21 +418,23 @@ class _WeightUnits:
         self._nbytes = [weight_ring_bytes(at, unit) for unit in sim.costs[0].layers.units]
 
     def nbytes(self, unit: int) -> int:
+        """Return the bytes of a unit in the weight ring."""
         return self._nbytes[unit]
 
     def load(self, unit: int, region: Region) -> list[Done]:
+        """Queue the load of a unit and return its events."""
         cost = self._sim.costs_now.weight_load(unit, self._sim.tokens_now)
         return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
 
 
 class _WeightStream(BaseWeightStream[None]):
-    """Of which only the time of decoding counts."""
+    """A weight stream without weights: only the time of decoding counts."""
 
     def __init__(self, sim: _Simulation, sweeps: int) -> None:
         costs = sim.costs[0]
         layers, ring = costs.layers.layers, sim.ring("weight ring")
         ahead = len(layers) if costs.at.policy.overlap else 0
-        # Other sweeps, and the next block, follow: the engine loads ahead for them.
+        # One more sweep: the engine loads ahead for later sweeps and for the next block.
         super().__init__(_WeightUnits(sim), ring, layers, sweeps + 1, ahead, costs.waits)
         self._sim, self._coded = sim, {layer.unit for layer in layers if costs.decodes_in_products(layer)}
 
@@ -398,11 +447,14 @@ class _WeightStream(BaseWeightStream[None]):
 
 
 class _Store:
-    """KV units or hidden states of which only sizes and seconds count, as of kvcache/store.CacheStore and
-    engine/stores.HiddenStore.
+    """KV units or hidden states without memory: only their sizes and seconds count.
 
-    Of a key, key[first:] names the unit; nbytes: its ring bytes; use: how often the unit was used before; cost: of the
-    step that uses it.
+    It stands for kvcache/store.CacheStore or engine/stores.HiddenStore.
+
+    first: key[first:] names the unit of a key (sweep, layer, micro-batch).
+    nbytes: returns the ring bytes of the unit of a key.
+    use: returns how often the unit was used before this key.
+    cost: returns the cost of the step that uses the unit.
     """
 
     def __init__(
@@ -415,18 +467,22 @@ class _Store:
         self._stores: dict[tuple[int, ...], list[Waitable]] = {}
 
     def is_needed(self, key: UnitKey) -> bool:
+        """Return True: a simulated unit is always needed."""
         return True
 
     def is_ready(self, key: UnitKey) -> bool:
+        """Return whether all earlier uses of the unit have ended."""
         return self._uses[key[self._first :]] == self._use(key)
 
     def load(self, key: UnitKey, region: Region) -> list[Done]:
+        """Queue the load of a unit, after its last store, and return its events."""
         cost = self._cost(key)
         moved = cost.kv_load if self._first == 1 else cost.hidden_load
         after = [*region.after, *self._stores.get(key[self._first :], ())]
         return cast(list[Done], self._sim.queue(f"load_{self._name}", moved, after))
 
     def close(self, key: UnitKey, region: Region | None, fence: Callable[[], Waitable]) -> list[Waitable]:
+        """Queue the store of a unit after the device is done. Return the fence and the stores."""
         unit, cost = key[self._first :], self._cost(key)
         moved = cost.kv_store if self._first == 1 else cost.hidden_store
         self._uses[unit] += 1

@@ -1,7 +1,8 @@
-"""A hardware profile: the measured rates and fixed costs of one machine, JSON in and out. No torch, measures nothing.
+"""A hardware profile: the measured rates and fixed costs of one machine, as a class and as JSON.
 
-A rate is bytes or FLOPs a second; where it depends on a size it is a curve of a few points. Compute rates belong to
-the dtype that is computed in. Written by `flexgen_h2o.hardware` and scripts/fit_profile.py, read by the planner.
+A rate is bytes or FLOPs per second. If it depends on a size, it is a curve of a few points. Compute
+rates belong to the dtype that is computed in. `flexgen_h2o.hardware` and scripts/fit_profile.py
+write profiles, and the planner reads them. The module imports no torch and measures nothing.
 """
 
 from __future__ import annotations
@@ -22,36 +23,42 @@ from flexgen_h2o.core.files import policies_folder, read_object, usable_path, wr
 from flexgen_h2o.core.units import GIB
 
 PROFILE_SCHEMA = 9
-# Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
-# EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
+# How many times faster products in int8 are than in bf16, for a CPU whose profile is older than
+# schema 3 and does not tell. A 2-core AMD EPYC with VNNI (build-2core) reached it with 128 rows,
+# including the rest of the layer.
 UNKNOWN_INT8_SPEEDUP = 1.6
 MOST_RATE = 1e18
 MOST_SECONDS = 10.0
 MOST_SPEEDUP = 100.0
 MOST_BYTES = 2**63
-# How a note begins where other processes took enough of the cores to be seen in the figures.
+# The beginning of a note that says that other processes disturbed a measurement.
 BUSY_NOTE = "measured while other processes took"
-# Of quantised checkpoints, into the dtype and into int8 rows (WeightFormat.decoder), and what decodes in products.
+# Decoders of quantised checkpoints, into the dtype and into int8 rows (WeightFormat.decoder), and
+# decoders that work within products (IN_PRODUCTS).
 DECODERS = frozenset((*IN_PRODUCTS, *(name + kind for name in QUANTISED for kind in ("", "_int8"))))
-LEAST_SHAPE = 2**-10  # out / in of a matrix
+LEAST_SHAPE = 2**-10  # the least out / in of a matrix
 SHIPPED = policies_folder() / "profiles"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A rate as a function of a size, by points of rising size; outside them the nearest point holds.
+    """A rate as a function of a size.
 
-    Between two points size / rate is interpolated over the size. Work that takes a time of its own and a time for each
-    row lies on that line: a product of few rows takes as long as reading its matrix takes.
+    Outside the points, the nearest point counts. Between two points, size / rate is interpolated
+    linearly over the size. That is exact for work with a fixed time and a time per row. For example,
+    a product of few rows takes as long as reading its matrix.
     """
 
+    # (size, rate) by rising size.
     points: tuple[tuple[float, float], ...]
 
     @classmethod
     def flat(cls, rate: float) -> Curve:
+        """Return a curve that has the same rate at all sizes."""
         return cls(((1.0, rate),))
 
     def at(self, size: float) -> float:
+        """Return the rate at a size."""
         i = bisect_left(self.points, size, key=itemgetter(0))
         if i == 0 or i == len(self.points):
             return self.points[min(i, len(self.points) - 1)][1]
@@ -60,56 +67,70 @@ class Curve:
         return (near + far) / (near / slow + far / fast)
 
     def scaled(self, factor: float) -> Curve:
+        """Return the curve with all rates multiplied by a factor."""
         return Curve(tuple((size, rate * factor) for size, rate in self.points))
 
 
 AS_FAST = Curve.flat(1.0)
-# (out / in, ((in, FLOPs a second over rows), ...)) of linear maps, both rising
+# FLOPs per second of linear maps: ((out / in, ((in, curve over rows), ...)), ...). Both `out / in`
+# and `in` rise.
 Products = tuple[tuple[float, tuple[tuple[float, Curve], ...]], ...]
 
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """What one dtype computes at. Curves are over the size in brackets.
+    """The rates of computation in one dtype. measure/compute.compute_rates makes it.
 
-    matmul_flops_per_s: products of (rows, in) with (out, in) matrices that are not in a cache: by out / in, by in, and
-    for each over [rows]. prefill_attention_flops_per_s: causal attention over [prompt tokens],
-    2 n^2 x (heads x d) FLOPs a prompt (half of the n x n pairs, two products). column_sums_flops_per_s: the second
-    pass of an eviction policy, n^2 x (heads x d) FLOPs. device_ and host_attention_bytes_per_s: decode attention over
-    [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
-    elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: packed weights in
-    4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how
-    many times faster products are with matrices in RAM that are held blocked (kernels/linear.py), over [rows];
-    int8_speedup: the same of products in int8 (kernels/int8.py), inputs and results included; int4_speedup: of those
-    with rows in 4 bits, which become int8 rows as they are multiplied. decode_speedup: by DECODERS, how many times
-    faster than 4 bits become the dtype matrices of quantised checkpoints do (`mxfp4`), or become int8 rows
-    (`mxfp4_int8`); one that is not there takes as long. Of IN_PRODUCTS by what a product of few rows takes longer.
+    The comment of a curve gives its size in brackets.
     """
 
+    # Products of [rows], (rows, in), with (out, in) matrices that are not in a CPU or GPU cache.
     matmul_flops_per_s: Products
+    # Causal attention over [prompt tokens], with 2 n^2 x (heads x d) FLOPs per prompt: half of the
+    # n x n pairs, two products.
     prefill_attention_flops_per_s: Curve
+    # The second pass of an eviction policy over [prompt tokens]: n^2 x (heads x d) FLOPs.
     column_sums_flops_per_s: Curve
+    # Decode attention over [head width] on the device: bytes of the keys and values that it reads.
     device_attention_bytes_per_s: Curve
+    # The same with scores and the choice of victims.
     device_scored_attention_bytes_per_s: Curve
+    # Decode attention over [head width] on the host: bytes of the keys and values that it reads.
     host_attention_bytes_per_s: Curve
+    # The same with scores and the choice of victims.
     host_scored_attention_bytes_per_s: Curve
+    # Norms and activations: bytes read and written.
     elementwise_bytes_per_s: float
+    # Unpacking of packed 4-bit weights into the dtype on the device: bytes of the result.
     device_dequantise_bytes_per_s: float
+    # Unpacking of packed 4-bit weights into the dtype on the host: bytes of the result.
     host_dequantise_bytes_per_s: float
+    # Choosing tokens: logits that are read.
     logits_per_s: float
+    # How many times faster products of [rows] are with matrices in RAM that are held blocked
+    # (kernels/linear.py).
     blocked_speedup: Curve = AS_FAST
+    # How many times faster products of [rows] are in int8 (kernels/int8.py). It includes the
+    # conversion of inputs and results.
     int8_speedup: Curve = AS_FAST
+    # The same for matrix rows in 4 bits, which become int8 rows while they are multiplied.
     int4_speedup: Curve = AS_FAST
+    # By name of DECODERS, how many times faster matrices of quantised checkpoints become the dtype
+    # (`mxfp4`) or int8 rows (`mxfp4_int8`) than packed 4-bit weights become the dtype. A missing
+    # name counts as equally fast. For IN_PRODUCTS, the time of decoding is the time that a product
+    # of few rows takes longer.
     decode_speedup: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def _product_rates(self) -> dict[tuple[float, float, float], float]:
+        """Cache of `matmul_rate`, by (rows, inner, outer)."""
         return {}
 
     def matmul_rate(self, rows: float, inner: float, outer: float) -> float:
-        """FLOPs a second of (rows, inner) x (inner, outer)."""
+        """Return the FLOPs per second of (rows, inner) x (inner, outer)."""
         key = rows, inner, outer
-        if key not in self._product_rates:  # a sweep has a handful, and a search asks for them thousands of times
+        # A sweep has a handful of shapes, and a search asks for them thousands of times.
+        if key not in self._product_rates:
             by_shape = tuple(
                 (shape, Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(inner))
                 for shape, by_inner in self.matmul_flops_per_s
@@ -118,10 +139,17 @@ class ComputeRates:
         return self._product_rates[key]
 
     def requantising(self, itemsize: int, faster: float = 1.0) -> ComputeRates:
-        """With the int4_speedup of square matrices whose 4 bits become int8 rows first, `faster` times as fast as they
-        become the dtype, and are multiplied then."""
+        """Return the rates with int4_speedup computed from the other rates.
+
+        The computation assumes square matrices whose 4-bit rows first become int8 rows and are then
+        multiplied.
+
+        itemsize: bytes of one number of the dtype.
+        faster: how many times faster 4-bit rows become int8 rows than they become the dtype.
+        """
         ((width, over_rows), *_), points = self.matmul_flops_per_s[0][1], []
-        becoming_s = itemsize / (self.device_dequantise_bytes_per_s * faster)  # of a number of the matrix
+        # Seconds per number of the matrix.
+        becoming_s = itemsize / (self.device_dequantise_bytes_per_s * faster)
         for rows, _ in over_rows.points:
             in_order_s = 2 * rows / self.matmul_rate(rows, width, width)
             in_int8_s = in_order_s / self.int8_speedup.at(rows)
@@ -131,68 +159,83 @@ class ComputeRates:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """One machine. Rates in bytes a second, times in seconds, sizes in bytes.
+    """The profile of one machine. measure/run.measure makes it, or read_profile reads it.
 
-    machine: a short name. device_is_host: there is no card, the host computes. device_is_asynchronous: compute is
-    queued on the device and the thread that issues it goes on. *_mem_bytes: what the tiers have in all. h2d, d2h: the
-    link with pinned host memory, ..._unpinned without. disk_read_beside_compute: what is left of the disk's read rate
-    while all cores compute, a share; compute_beside_disk_read: what is left of the compute rate while the disk is
-    read; link_both_ways: of each way's rate, a share, while both are busy. *_memory_bytes_per_s: of a copy, bytes read
-    and written. kernel_s: of one operation with next to nothing to do; where compute is asynchronous also what a
-    launch takes the thread that issues it. transfer_s, disk_request_s: from handing a small copy, a small read to its
-    lane until the bytes are there. overlay_bytes_per_s: new columns of KV units on disk that wait in RAM to be written
-    back, bytes of keys and values read and written when they are laid over a unit and another one is taken up.
-    step_s: of one (layer, micro-batch) step of a decode sweep beside its products and kernel_s for each of them; where
-    compute is asynchronous, with the seconds that issuing them takes. attention_step_s: more in an attention layer;
-    eviction_step_s: more where columns are dropped; row_s: for each further row of a step that the host computes, and
-    beside a card for each row whose columns the host drops. short_read_compute_s: that a disk request of next to no
-    bytes takes from the steps beside it; the longer a request, the less (planner.work.Transfer.short_requests), and its
-    bytes take what compute_beside_disk_read says. cache_load_step_s: more where a KV unit is brought from another tier.
-    graph_step_s: of a step that is a graph of a card (engine/graphs.py), of the thread that issues it. compute: rates
-    by dtype. source: where the numbers are from; notes: the same for single fields.
+    Rates are in bytes per second, times in seconds, sizes in bytes.
     """
 
+    # A short name.
     machine: str
     description: str
+    # ISO date of the measurement; "" if nothing was measured.
     date: str
+    # Where the numbers are from.
     source: str
+    # True if there is no card and the host computes.
     device_is_host: bool
+    # True if compute is queued on the device while the thread that issues it continues.
     device_is_asynchronous: bool
+    # Total bytes of each tier.
     device_mem_bytes: int
     host_mem_bytes: int
     disk_mem_bytes: int
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
+    # The link from host to device (h2d) and back (d2h), with pinned host memory.
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
+    # The same link with host memory that is not pinned.
     h2d_unpinned_bytes_per_s: float
     d2h_unpinned_bytes_per_s: float
+    # A copy within host memory, or within device memory: bytes read and written.
     host_memory_bytes_per_s: float
     device_memory_bytes_per_s: float
+    # Share of the disk's read rate that is left while all cores compute.
     disk_read_beside_compute: float
+    # Share of the compute rate that is left while the disk is read.
     compute_beside_disk_read: float
+    # Share of each direction's rate that is left while both directions of the link are busy.
     link_both_ways: float
+    # One operation with almost nothing to do. If compute is asynchronous, it is also the time that
+    # a launch takes on the thread that issues it.
     kernel_s: float
+    # From handing a small copy to its lane until the bytes are there.
     transfer_s: float
+    # From handing a small read to its lane until the bytes are there.
     disk_request_s: float
+    # New KV entries of units on disk that wait in RAM to be written back. The rate counts bytes of
+    # keys and values, read and written, when they are laid over a unit and another one is added.
     overlay_bytes_per_s: float
+    # One (layer, micro-batch) step of a decode sweep, in addition to its products and kernel_s for
+    # each of them. If compute is asynchronous, it includes the seconds of issuing them.
     step_s: float
+    # Additional seconds of a step in an attention layer.
     attention_step_s: float
+    # Additional seconds of a step that evicts KV entries.
     eviction_step_s: float
+    # Additional seconds per sequence of a step that the host computes. With a card, it is per
+    # sequence whose KV entries the host evicts.
     row_s: float
+    # Seconds that a disk request of almost no bytes takes from the steps that run meanwhile. A
+    # longer request takes less (planner.work.Transfer.short_requests). Its bytes take what
+    # compute_beside_disk_read gives.
     short_read_compute_s: float
+    # Additional seconds of a step whose KV unit is loaded from another tier.
     cache_load_step_s: float
+    # Seconds of the issuing thread for a step that is a graph of a card (engine/graphs.py).
     graph_step_s: float
+    # Compute rates by dtype.
     compute: Mapping[str, ComputeRates]
+    # Where numbers are from, by field or part. A note may say what disturbed a measurement.
     notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def was_disturbed(self) -> bool:
-        """Whether other processes were busy while it was measured."""
+        """Whether other processes were busy during the measurement."""
         return any(note.startswith(BUSY_NOTE) for note in self.notes.values())
 
     def rates(self, dtype: str) -> ComputeRates:
-        """UsageError for a dtype that was not measured."""
+        """Return the rates of a dtype. Raise UsageError if it was not measured."""
         if dtype not in self.compute:
             raise UsageError(
                 f"profile of {self.machine}: has no compute rates of {dtype}, only {', '.join(self.compute)}; give "
@@ -201,6 +244,7 @@ class HardwareProfile:
         return self.compute[dtype]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of the profile file."""
         return {"schema": PROFILE_SCHEMA, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
 
 
@@ -208,7 +252,10 @@ NOMINAL = "nominal"
 
 
 def nominal_profile(device_is_host: bool) -> HardwareProfile:
-    """Two CPU cores with an NVMe disk, or the same with a card of 16 GB: round figures, none of them measured."""
+    """Return round figures, none of them measured, of two CPU cores with an NVMe disk.
+
+    If not device_is_host, the machine also has a card of 16 GB.
+    """
     dtypes = ("float32", "bfloat16", *(() if device_is_host else ("float16",)))
     compute = {dtype: _nominal_rates(dtype, device_is_host) for dtype in dtypes}
     return HardwareProfile(
@@ -226,6 +273,7 @@ def nominal_profile(device_is_host: bool) -> HardwareProfile:
 
 
 def _nominal_rates(dtype: str, is_host: bool) -> ComputeRates:
+    """Return the compute rates of `nominal_profile` for one dtype."""
     peak = 2e13 if not is_host else 1e11 if dtype == "float32" else 3e11
     over_rows = Curve(((1, 1e10), (32, peak / 2), (128, peak)) if is_host else ((1, 2.5e11), (128, peak)))
     flat, here, there = Curve.flat, Curve.flat(1.5e10 if is_host else 2e11), Curve.flat(1.5e10 if is_host else 1e10)
@@ -237,7 +285,10 @@ def _nominal_rates(dtype: str, is_host: bool) -> ComputeRates:
 
 
 def write_profile(path: Path, profile: HardwareProfile) -> None:
-    """Write a profile file (docs/reference/files.md), whole or not at all. Raises FlexgenError naming the file."""
+    """Write a profile file (docs/reference/files.md), whole or not at all.
+
+    Raise FlexgenError, which names the file, if it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(profile.to_json(), indent=2, allow_nan=False) + "\n")
@@ -246,7 +297,10 @@ def write_profile(path: Path, profile: HardwareProfile) -> None:
 
 
 def find_profile(name_or_path: str | Path, flag: str = "--hardware") -> Path:
-    """A profile file, or the name of a shipped one (`t4`). UsageError naming `flag` for neither."""
+    """Return the path of a profile file, given as a path or as the name of a shipped one (`t4`).
+
+    Raise UsageError, which names `flag`, if it is neither.
+    """
     path = usable_path(name_or_path, flag)
     if path.is_file():
         return path
@@ -258,7 +312,10 @@ def find_profile(name_or_path: str | Path, flag: str = "--hardware") -> Path:
 
 
 def read_profile(path: Path, flag: str = "--hardware") -> HardwareProfile:
-    """Read and validate a profile file; UsageError names the file and the unknown, missing or bad field."""
+    """Read and validate a profile file.
+
+    Raise UsageError, which names the file and the field, if a field is unknown, missing or bad.
+    """
     body = read_object(path, f"{flag} {path}")
     try:
         return profile_from_json(body)
@@ -267,7 +324,10 @@ def read_profile(path: Path, flag: str = "--hardware") -> HardwareProfile:
 
 
 def profile_from_json(body: object) -> HardwareProfile:
-    """UsageError names the unknown, missing or bad field."""
+    """Return the profile of a JSON object.
+
+    Raise UsageError, which names the field, if a field is unknown, missing or bad.
+    """
     if not isinstance(body, dict):
         raise UsageError("a JSON object is expected")
     schema = body.get("schema")
@@ -282,7 +342,10 @@ def profile_from_json(body: object) -> HardwareProfile:
 
 
 def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of an older schema, and those that came later as if nothing were known of them."""
+    """Return the fields of an older schema, with those that came later added.
+
+    The added values are those of a machine of which nothing is known.
+    """
     since_4 = {"overlay_bytes_per_s": MOST_RATE, "short_read_compute_s": 0.0, "cache_load_step_s": 0.0}
     found = {"link_both_ways": 1.0, "graph_step_s": 1.0, **({} if schema > 3 else since_4), **given}
     if not isinstance(compute := given.get("compute"), dict):
@@ -297,7 +360,7 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
             2: {"blocked_speedup": {"1": 1.0}},
             3: {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}},
             5: {"decode_speedup": {}},
-            # Until then a number: how many times faster 4 bits become int8 rows than the dtype.
+            # Older schemas have a number: how many times faster 4 bits become int8 than the dtype.
             6: {"int4_speedup": {"1": requantise}},
         }
         later = {name: value for came, new in since.items() if came > schema for name, value in new.items()}
@@ -307,7 +370,10 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[str, Any]:
-    """The fields of a dataclass, each read as its annotation says."""
+    """Return the fields of a dataclass, each read as its annotation says.
+
+    where: the beginning of an error message.
+    """
     types = {f.name: str(f.type) for f in fields(kind)}
     unknown, missing = sorted(set(given) - set(types)), sorted(set(types) - set(given))
     if unknown or missing:
@@ -317,24 +383,27 @@ def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[st
 
 
 def _text(name: str, value: object) -> str:
+    """Return a JSON string; raise UsageError for anything else."""
     if not isinstance(value, str):
         raise UsageError(f"{name}: {value!r} is not a text")
     return value
 
 
 def _flag(name: str, value: object) -> bool:
+    """Return a JSON boolean; raise UsageError for anything else."""
     if not isinstance(value, bool):
         raise UsageError(f"{name}: {value!r} is not true or false")
     return value
 
 
 def _size(name: str, value: object) -> int:
+    """Return a number of bytes; raise UsageError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_BYTES:
         raise UsageError(f"{name}: {value!r:.40} is not a number of bytes")
     return value
 
 
-# By the ending of a number's name: the least, the most, and what it is.
+# By the ending of a number's name: its least value, its greatest value, and a description.
 RANGES = {
     "per_s": (1.0, MOST_RATE, "a rate"),
     "_s": (0.0, MOST_SECONDS, "a time in seconds"),
@@ -344,6 +413,7 @@ RANGES = {
 
 
 def _number(name: str, value: object) -> float:
+    """Return a number; raise UsageError if it is none or out of the range of its name (RANGES)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name}: {value!r} is not a number")
     low, high, what = next(bounds for ending, bounds in RANGES.items() if name.endswith(ending))
@@ -353,7 +423,7 @@ def _number(name: str, value: object) -> float:
 
 
 def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, Any]]:
-    """The (size, anything) pairs of a curve's object, by size."""
+    """Return the (size, unread value) pairs of a curve's JSON object by rising size."""
     if not isinstance(value, dict) or not value:
         raise UsageError(f"{name}: an object of sizes and rates is expected, not {value!r}")
     found: dict[float, Any] = {}
@@ -371,10 +441,12 @@ def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, A
 
 
 def _curve(name: str, value: object) -> Curve:
+    """Return the curve of a JSON object {size: rate}."""
     return Curve(tuple((size, _number(name, rate)) for size, rate in _points(name, value)))
 
 
 def _products(name: str, value: object) -> Products:
+    """Return the rates of linear maps of a JSON object {out / in: {in: {rows: rate}}}."""
     return tuple(
         (shape, tuple((inner, _curve(name, curve)) for inner, curve in _points(name, by_inner)))
         for shape, by_inner in _points(name, value, LEAST_SHAPE)
@@ -382,6 +454,7 @@ def _products(name: str, value: object) -> Products:
 
 
 def _compute(name: str, value: object) -> dict[str, ComputeRates]:
+    """Return the compute rates by dtype of a JSON object."""
     if not isinstance(value, dict) or not value:
         raise UsageError(f"{name}: an object of dtypes is expected, not {value!r}")
     found = {}
@@ -395,6 +468,7 @@ def _compute(name: str, value: object) -> dict[str, ComputeRates]:
 
 
 def _ratios(name: str, value: object) -> dict[str, float]:
+    """Return the speedups by decoder of a JSON object; raise UsageError for an unknown decoder."""
     if not isinstance(value, dict):
         raise UsageError(f"{name}: a JSON object is expected")
     if unknown := sorted(set(value) - DECODERS):
@@ -403,12 +477,13 @@ def _ratios(name: str, value: object) -> dict[str, float]:
 
 
 def _notes(name: str, value: object) -> dict[str, str]:
+    """Return the notes of a JSON object."""
     if not isinstance(value, dict):
         raise UsageError(f"{name}: a JSON object is expected")
     return {key: _text(f"{name}.{key}", text) for key, text in value.items()}
 
 
-# By the field's annotation, as it is written above.
+# The reader of a field by its annotation, as it is written above.
 _READERS: dict[str, Any] = {
     "str": _text,
     "bool": _flag,
@@ -423,7 +498,7 @@ _READERS: dict[str, Any] = {
 
 
 def _plain(value: Any) -> Any:
-    """A field as JSON."""
+    """Return a field's value as JSON."""
     if isinstance(value, ComputeRates):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What is known of a plan, as tables for people and as an object for programs."""
+"""Reports on a plan: as tables for people and as an object for programs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from flexgen_h2o.planner.predict import Prediction
     from flexgen_h2o.planner.search import More, Plan
 
-# Names of planner.costs.RESOURCES for people, in the order of the table. The first one that computes is a CPU too if
-# there is no GPU.
+# Names of planner.costs.RESOURCES for people, in the order of the table. If there is no GPU, the
+# device that computes is a CPU too.
 RESOURCES = {
     "disk_read": "disk read",
     "disk_write": "disk write",
@@ -34,49 +34,61 @@ RESOURCES = {
 RESOURCES_OF_CPU = {**RESOURCES, "device_compute": "CPU compute"}
 TIER_NAMES = {"device": "GPU", "host": "RAM", "disk": "disk"}
 LARGEST = 3  # buffers of a tier that are named
-SOURCE_CHARACTERS = 60  # of a profile's source that are shown
-BINDS = 0.8  # of a phase that a resource works; where none works so long, they wait for one another
-GUESSES = 8  # of the rows that balance computing and loading, each from the one before
+SOURCE_CHARACTERS = 60  # characters of a profile's source that are shown
+# A resource binds a phase if it works for at least this share of it. If no resource does, they wait
+# for one another.
+BINDS = 0.8
+# Guesses of the sequences that balance computing and loading; each starts from the one before.
+GUESSES = 8
 NIGHT_HOURS = 10
-LEAST_GAIN = 1e-4  # of the whole time; less is called nothing
-SMALL_GAIN = 1e-3  # less is said with two digits after the point
+LEAST_GAIN = 1e-4  # share of the whole time; a smaller gain is called nothing
+SMALL_GAIN = 1e-3  # share of the whole time; a smaller gain has two digits after the point
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was asked, and a plan or why there is none.
+    """A question to the planner, and a plan or the reason why there is none.
 
-    eviction: the policy's settings. searched: the policy was looked for, not given, and then `space.base` has its
-    switches only. plan: None when nothing fits, and then `problem` says why. seconds: of looking for it. Where there is
-    a plan, s_per_gib: seconds that a GiB more on a tier saves (search.sensitivity); disk_read_bytes: during the sweeps;
-    more: budgets a little larger that save most. faster: a flag that lowers precision, and the seconds that the search
-    predicts with it, where these are fewer. download_bytes: of a checkpoint that is not here yet. kv_loss: with
-    --kv-loss small, what the policy costs by its table (kvcache/eviction/mixes.py). is_even: rows are equally long.
+    The `plan` command or Planner.answer makes it.
     """
 
     space: SearchSpace
+    # Settings of the eviction policy.
     eviction: Mapping[str, Any]
+    # True if the policy was searched for, and not given. Then `space.base` has only its switches.
     searched: bool
+    # None if nothing fits.
     plan: Plan | None = None
+    # Seconds of the search.
     seconds: float = 0.0
+    # Why there is no plan.
     problem: str | None = None
+    # By tier, the seconds that one GiB more saves (search.sensitivity); empty without a plan.
     s_per_gib: Mapping[str, float] = field(default_factory=dict)
+    # Bytes that the sweeps read from disk; 0 without a plan.
     disk_read_bytes: float = 0.0
+    # Slightly larger budgets that save most disk reads.
     more: More | None = None
+    # A flag that lowers precision, and the seconds that the search predicts with it. None if these
+    # are not fewer.
     faster: tuple[str, float] | None = None
+    # Bytes of a checkpoint that is not downloaded yet.
     download_bytes: int = 0
+    # With --kv-loss small, the eviction policy's loss by its table (kvcache/eviction/mixes.py).
     kv_loss: KeptWhole | None = None
+    # Whether all sequences are equally long.
     is_even: bool = True
 
     @property
     def policy(self) -> Policy | None:
-        """That was found or given; None when none that was looked for fits."""
+        """Policy that was found or given; None if a search found none that fits."""
         if self.plan is not None:
             return self.plan.policy
         return None if self.searched else self.space.base
 
     @property
     def workload(self) -> dict[str, Any]:
+        """The workload as JSON values."""
         need = self.space.need
         return {
             "num_prompts": need.rows,
@@ -87,11 +99,15 @@ class Answer:
 
     @property
     def tiers(self) -> list[str]:
+        """Tiers to show: without the device if it is host memory."""
         return [tier for tier in TIERS if tier != "device" or not self.space.machine.device_is_host]
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
-    """The object that docs/reference/commands/plan.md describes, and whatever else there is to know under `details`."""
+    """Return the object that docs/reference/commands/plan.md describes.
+
+    All other facts of the plan are under `details`.
+    """
     predicted = None if answer.plan is None else answer.plan.prediction
     return {
         "policy": None if answer.policy is None else answer.policy.to_json(),
@@ -104,6 +120,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
 
 
 def _details(answer: Answer) -> dict[str, Any]:
+    """Return the `details` of `to_json`."""
     space, plan, profile = answer.space, answer.plan, answer.space.machine.profile
     found: dict[str, Any] = {
         "model": space.spec.name,
@@ -137,10 +154,12 @@ def _details(answer: Answer) -> dict[str, Any]:
 
 
 def to_text(answer: Answer, flags: str, command: str | None = None, benchmark: str = "") -> str:
-    """The answer's plan for a terminal.
+    """Return the text that a terminal shows of the answer's plan.
 
-    flags: the policy's. command: answers a file of prompts with it; None if it is what was called. benchmark: runs one
-    batch of it.
+    flags: the flags of the policy.
+    command: the command that answers a file of prompts with the plan. None if the user has just
+        called this command.
+    benchmark: the command that runs one batch of the plan.
     """
     plan = answer.plan
     assert plan is not None
@@ -163,6 +182,7 @@ def to_text(answer: Answer, flags: str, command: str | None = None, benchmark: s
 
 
 def _about(answer: Answer) -> Iterator[str]:
+    """Yield lines about the model, the workload, quality, the machine and the checkpoint."""
     need, machine = answer.space.need, answer.space.machine
     most = "" if answer.is_even else "at most "
     kept = (
@@ -185,7 +205,10 @@ def _about(answer: Answer) -> Iterator[str]:
 
 
 def _checkpoint(answer: Answer) -> str:
-    """Bytes and format of the checkpoint, whose files are no part of the disk's budget."""
+    """Return the line with bytes and format of the checkpoint.
+
+    The files of the checkpoint do not count in the disk's budget.
+    """
     spec, itemsize = answer.space.spec, answer.space.machine.itemsize
     config, nbytes = spec.quantization or {}, format_bytes(checkpoint_bytes(spec, itemsize))
     stored = f"as published ({config['quant_method']})" if config else f"in {8 * itemsize} bits a number"
@@ -195,7 +218,7 @@ def _checkpoint(answer: Answer) -> str:
 
 
 def _night(answer: Answer, plan: Plan) -> Iterator[str]:
-    """What is done in a night, if all prompts take longer."""
+    """Yield a line with the work of one night, if all prompts take longer than a night."""
     need, seconds = answer.space.need, plan.prediction.total_s
     if seconds > NIGHT_HOURS * 3600:
         nights = seconds / NIGHT_HOURS / 3600
@@ -205,7 +228,7 @@ def _night(answer: Answer, plan: Plan) -> Iterator[str]:
 
 
 def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
-    """Bytes by tier, units of each kind that are on their way at a time, and what is read from disk."""
+    """Yield lines with the bytes by tier, the units loaded ahead and the bytes read from disk."""
     memory, rows, largest = plan.memory, [["memory", "needed", "budget"]], [""]
     for tier in answer.tiers:
         budget = answer.space.budgets.get(tier)
@@ -231,14 +254,14 @@ def _memory(answer: Answer, plan: Plan) -> Iterator[str]:
 
 
 def _saving(plan: Plan) -> str:
-    """That fewer reads save no time, where they do not."""
+    """Return the remark that fewer disk reads save no time; "" if they do save time."""
     binding = {plan.prediction.binds(phase) for phase in PHASES if any(plan.prediction.busy[phase].values())}
     is_hidden = plan.policy.overlap and binding.isdisjoint(LANES)
     return ", which saves no time: computing takes longer than reading" if is_hidden else ""
 
 
 def _seconds(answer: Answer, plan: Plan) -> Iterator[str]:
-    """Seconds by resource and phase, and the resource that works longest in each."""
+    """Yield a table of seconds by resource and phase, and the resource that binds each phase."""
     found = plan.prediction
     names = RESOURCES_OF_CPU if answer.space.machine.device_is_host else RESOURCES
     total = {"prefill": found.prefill_s, "decode": found.decode_s}
@@ -254,17 +277,24 @@ def _seconds(answer: Answer, plan: Plan) -> Iterator[str]:
 
 
 def bound_text(found: Prediction, phase: str, seconds: float, names: Mapping[str, str] = RESOURCES) -> str:
-    """What binds a phase of so many seconds: `decode by disk read`. names: of the resources."""
+    """Return text on what binds a phase of this many seconds, such as `decode by disk read`.
+
+    names: the names of the resources for people.
+    """
     name = found.binds(phase)
     share = found.busy[phase][name] / seconds
     return f"{phase} by {names[name] if share >= BINDS else f'none alone ({names[name]} {share:.0%})'}"
 
 
 def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
-    """Rows of a block whose decode sweeps compute for as long as they load: weights once, KV and hidden states of each
-    row. None where KV of a row takes longer than computing it."""
+    """Return the sequences of a block whose decode sweeps compute for as long as they load.
+
+    A sweep loads weights once, and KV entries and hidden states of each sequence. The result is
+    None if loading a sequence's KV entries takes longer than computing it.
+    """
     rows = float(policy.block_size)
-    for _ in range(GUESSES):  # products of more rows are faster
+    # Products of more rows are faster, so the balance is found by iteration.
+    for _ in range(GUESSES):
         batches = policy.num_gpu_batches
         each = min(round(min(rows, MOST_ROWS) / batches), MOST_ROWS // batches)
         policy = replace(policy, gpu_batch_size=max(1, each))
@@ -280,7 +310,11 @@ def balanced_rows(space: SearchSpace, policy: Policy) -> float | None:
 
 
 def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
-    """Of a mixture of experts: how much of it a token uses, and whether blocks have the rows that pay for its loads."""
+    """Yield lines about a mixture of experts; none for other models.
+
+    They show how much of the model a token uses. If blocks have too few sequences to compute for as
+    long as weights load, they also show how many would do.
+    """
     space = answer.space
     policy = plan.policy
     spec = space.spec
@@ -298,6 +332,7 @@ def _experts(answer: Answer, plan: Plan) -> Iterator[str]:
 
 
 def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
+    """Yield a line with the time that one GiB more saves on each tier."""
     if not answer.s_per_gib:
         return
     total, said = plan.prediction.total_s, []
@@ -310,7 +345,7 @@ def _gains(answer: Answer, plan: Plan) -> Iterator[str]:
 
 
 def _faster(answer: Answer) -> Iterator[str]:
-    """Name the flag that is predicted to save time, and what it costs."""
+    """Yield a line with the flag that is predicted to save time, and what it costs."""
     if answer.faster is not None:
         flag, seconds = answer.faster
         yield f"what makes it faster: {flag}, predicted {format_seconds(seconds)}; it multiplies in lower precision"

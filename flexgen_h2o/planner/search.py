@@ -1,8 +1,9 @@
-"""The policy search: batch sizes and switches are enumerated, the LP places each, the simulator decides.
+"""The policy search: enumerate batch sizes and switches, place each by the LP, simulate, choose.
 
-A lower bound (what must be computed, and what cannot but be read from disk) prunes what cannot win before it is solved;
-around the best of a coarse grid the search goes on in smaller steps. Where budgets leave room for next to nothing it
-looks for the policy with one row at a time that exceeds them least.
+A lower bound prunes candidates that cannot win before the LP is solved for them. It counts what
+must be computed, and what must be read from disk. Around the best candidate of a coarse grid the
+search continues in smaller steps. If budgets leave room for almost nothing, it looks for the policy
+with one sequence at a time that exceeds them least.
 """
 
 from __future__ import annotations
@@ -41,31 +42,38 @@ from flexgen_h2o.planner.lp import (
 from flexgen_h2o.planner.predict import CUT_BLOCKS, MOST_WALKED, Prediction, cut_blocks, predict
 from flexgen_h2o.planner.work import disk_read_bytes
 
-FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
-# A KV unit is read as far as it is filled, on average more than this share of what is set aside for it.
+# Numbers of micro-batches that `_largest` tries. Around the best candidate, others are tried.
+FEW_BATCHES = BATCHES[:3]
+# Only the filled part of a KV unit is read: on average more than this share of its size.
 LEAST_READ = 0.5
 MEMORY = TIERS[:2]
 IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
 MOST_SOLVED = 64
-OPTIMISM = 1.25  # the LP knows no waits and no contention: a plan may take so much longer than it says
-# Candidates are simulated in the LP's order: the first 6; up to 24 until their schedules have 40,000 steps; after that
-# only those of at most 4,000 steps that the LP rates faster than the best. Blocks of many micro-batches take most steps
-# and wait most, which the LP does not know: alone they would hide what is better. One of more than 150,000 steps, as
-# 32 micro-batches of a model with 128 experts a block may have, is only simulated where nothing else is.
+# The LP knows no waits and no contention. A plan may take this many times as long as it says.
+OPTIMISM = 1.25
+# Candidates are simulated in the LP's order. The first 6 are always simulated, and up to 24 until
+# their schedules have 40,000 steps. After that only candidates of at most 4,000 steps that the LP
+# rates faster than the best are simulated. Blocks of many micro-batches take most steps and wait
+# most, which the LP does not know: alone they would hide better candidates. A candidate of more
+# than 150,000 steps is only simulated if nothing else is. 32 micro-batches of a model with 128
+# experts per block may have as many.
 LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS, FEW_STEPS, LONG_STEPS = 6, 24, 40_000, 4_000, 150_000
-MOST_STEPS = 4  # around the best
+MOST_STEPS = 4  # moves from the best plan to a better neighbour
 EQUAL = 1.003  # plans whose seconds differ by less are equally fast
 WORTH_READING = 1.05  # a plan in memory is taken unless one that uses the disk is faster by more
-TIGHTER = 0.95  # budgets for the LP where rounding found no way into the real ones
+TIGHTER = 0.95  # share of the budgets for the LP if no rounded placement fits the real ones
 WHOLE = ((100, 0), (0, 100), (0, 0))  # each kind of bytes on one tier
 DESCENT_STEPS = (32, 8, 4, 2, 1)  # percents that are moved at a time
-WORTH_MORE = 1.25  # of a budget: so much more is named where it saves half of what is read from disk, and more
-NEARLY = 1.1  # times the fewest bytes that are read with so much more
+# A larger budget is named if it is at most this many times the given one, and if it saves more than
+# half of the bytes that are read from disk.
+WORTH_MORE = 1.25
+# Of such larger budgets, the smallest is named that reads at most this many times the fewest bytes.
+NEARLY = 1.1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy with the buffers it needs and what it costs."""
+    """A policy with the buffers that it needs and its predicted cost. `evaluate` makes it."""
 
     policy: Policy
     memory: MemoryPlan
@@ -73,16 +81,18 @@ class Plan:
 
     @property
     def seconds(self) -> float:
+        """Predicted seconds of the workload."""
         return self.prediction.total_s
 
     @property
     def uses_disk(self) -> bool:
+        """Whether a share of the weights, the KV cache or the hidden states is on disk."""
         policy = self.policy
         return any(shares[2] for shares in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
 
 
 def evaluate(space: SearchSpace, policy: Policy) -> Plan:
-    """What a given policy costs. DoesNotFitError when it does not fit the budgets."""
+    """Return the plan of a given policy. Raise DoesNotFitError if it does not fit the budgets."""
     space.check()
     spec, need, machine = space.spec, space.need, space.machine
     shape, budgets = shape_of(policy, need), dict(space.budgets)
@@ -91,8 +101,10 @@ def evaluate(space: SearchSpace, policy: Policy) -> Plan:
 
 
 def search(space: SearchSpace) -> Plan:
-    """The policy that runs the pile in the least time. DoesNotFitError, with the smallest budget that would do, when
-    nothing fits."""
+    """Return the plan that runs the workload in the least time.
+
+    Raise DoesNotFitError if nothing fits. The error names the smallest budget that would do.
+    """
     found = _fastest(space)
     if found is None:
         raise DoesNotFitError(too_small(space))
@@ -100,12 +112,12 @@ def search(space: SearchSpace) -> Plan:
 
 
 def _fastest(space: SearchSpace) -> Plan | None:
-    """The plan that `search` returns; None where nothing fits."""
-    # One row at a time, where budgets leave room for little more.
+    """Return the plan that `search` returns; None if nothing fits."""
+    # If nothing of the coarse grid fits, one sequence at a time may.
     found = _coarse(space) or [evaluate(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)]
     if not found:
         return None
-    # What is all in memory, and what is not, improve in different directions.
+    # Plans that are all in memory and plans that use the disk improve in different directions.
     kinds = [[p for p in found if p.uses_disk is on_disk] for on_disk in (False, True)]
     found += [_improved(space, min(kind, key=attrgetter("seconds"))) for kind in kinds if kind]
     best = min(found, key=attrgetter("seconds"))
@@ -114,7 +126,7 @@ def _fastest(space: SearchSpace) -> Plan | None:
             found.append(evaluate(space, replace(best.policy, percent=IN_MEMORY)))
     found = [p for p in found if not p.uses_disk and p.seconds <= WORTH_READING * best.seconds] or found
     fastest = min(plan.seconds for plan in found)
-    # Of the plans that are as good as the fastest, the one that takes the least of the slowest tiers.
+    # Plans within EQUAL count as equally fast. The one that uses least of the slowest tiers wins.
     return min(
         (plan for plan in found if plan.seconds <= EQUAL * fastest),
         key=lambda plan: (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), plan.seconds),
@@ -122,7 +134,7 @@ def _fastest(space: SearchSpace) -> Plan | None:
 
 
 def _coarse(space: SearchSpace) -> list[Plan]:
-    """The best of the coarse grid, simulated."""
+    """Return simulated plans of the best candidates of the coarse grid; empty if nothing fits."""
     found: list[Plan] = []
     tried = steps = 0
     fastest = math.inf
@@ -139,18 +151,20 @@ def _coarse(space: SearchSpace) -> list[Plan]:
 
 
 def _steps(space: SearchSpace, policy: Policy) -> int:
-    """Of the schedule that a simulation walks."""
+    """Return the number of steps of the schedule that a simulation of the policy walks."""
     layers = len(layers_of(space.spec, policy).layers)
     walked = layers * cut_blocks(space.spec.num_blocks, layers) // CUT_BLOCKS
     return walked * policy.num_gpu_batches * min(space.need.gen_len, MOST_WALKED)
 
 
 def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
-    """Seconds of the pile that a GiB more on each tier with a budget saves; empty where the LP has no solution.
+    """Return the seconds that one GiB more saves the workload, by tier with a budget.
 
-    These are the duals of the LP at the policy's batch sizes and switches, times the blocks of the pile: slopes for a
-    little more memory, at the LP's own shares. They say nothing of larger batches that more memory allows, and a
-    rounded policy may be bound by something else than the LP.
+    The result is empty if the LP has no solution.
+
+    These are the duals of the LP at the policy's batch sizes and switches, times the blocks of the
+    workload. They are slopes for a little more memory, at the LP's own shares. They ignore larger
+    batches that more memory allows. A rounded policy may be bound by something else than the LP.
     """
     solution = fastest_shares(space, policy, space.deepest(policy) or SEQUENTIAL, space.budgets)
     if solution is None:
@@ -159,17 +173,24 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
 
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
-    """Bytes that the pile reads from disk during its sweeps."""
+    """Return the bytes that the workload reads from disk during its sweeps."""
     return disk_read_bytes(space.setting(policy), even_blocks(policy, space.need))
 
 
 def _blocks(space: SearchSpace, policy: Policy) -> float:
-    """Blocks of the pile; a part of one counts as a part, which is the least that it may take."""
+    """Return the number of blocks of the workload.
+
+    A partial block counts as its part of a block, which is the least that it may cost.
+    """
     return space.need.rows / min(policy.block_size, space.need.rows)
 
 
 def _likely_blocks(space: SearchSpace, policy: Policy) -> float:
-    """Where a part of one counts as half of itself and half of a block: weights are read for any."""
+    """Return the likely number of blocks of the workload, for ranking candidates.
+
+    A partial block counts as the mean of its part and a whole block, since its weights are read
+    whatever its size.
+    """
     full, rest = divmod(space.need.rows, policy.block_size)
     if not full or not rest:
         return max(1.0, full)
@@ -177,8 +198,11 @@ def _likely_blocks(space: SearchSpace, policy: Policy) -> float:
 
 
 def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
-    """The coarse grid's candidates with the LP's placements and seconds of the pile, fastest first. Where some hidden
-    states move, none are joined, which the LP does not see: it says too few seconds, which rule nothing out."""
+    """Return (seconds of the workload, candidate, LP solution) of the coarse grid, fastest first.
+
+    If some hidden states move, no micro-batches are joined, which the LP does not see. Its seconds
+    are then too few, and such a candidate rules out no other.
+    """
     found: list[tuple[float, Candidate, Solution]] = []
     fastest = math.inf
     for candidate in candidates(space)[:MOST_SOLVED]:
@@ -192,21 +216,21 @@ def _solved(space: SearchSpace) -> list[tuple[float, Candidate, Solution]]:
 
 
 def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> list[Plan]:
-    """The solution as whole percents that fit, simulated."""
+    """Return the plans of placements in whole percents that fit, near an LP solution."""
     policy = candidate.policy
     placed = list(placements(space, policy, solution.shares))
     if not placed:
         tighter = {tier: None if b is None else int(b * TIGHTER) for tier, b in space.budgets.items()}
         other = fastest_shares(space, policy, candidate.depth, tighter)
         placed = [] if other is None else list(placements(space, policy, other.shares))
-    # Where no KV is off the device, --cpu-cache-compute would do nothing.
+    # If the whole KV cache is on the device, --cpu-cache-compute would do nothing.
     on_host = [p.cpu_cache_compute and (p.percent[2] < 100 or space.base.cpu_cache_compute) for p in placed]
     needed = (replace(p, cpu_cache_compute=side) for p, side in zip(placed, on_host, strict=True))
     return [evaluate(space, policy) for policy in needed]
 
 
 def _improved(space: SearchSpace, best: Plan) -> Plan:
-    """Steps to the best neighbour, as long as there is a better one."""
+    """Return the plan that repeated moves to the best neighbour reach, at most MOST_STEPS."""
     key = attrgetter("gpu_batch_size", "num_gpu_batches", "cpu_cache_compute", "compress_weight", "compress_cache")
     tried, most_steps = {key(best.policy)}, max(LONG_STEPS, _steps(space, best.policy))
     for _ in range(MOST_STEPS):
@@ -231,22 +255,25 @@ def _improved(space: SearchSpace, best: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Batch sizes and switches. bound_s: no placement runs the pile faster."""
+    """Batch sizes and switches whose placement is not chosen yet. `bounded` makes it."""
 
+    # Its shares do not count.
     policy: Policy
+    # The deepest look-ahead that fits.
     depth: Depth
+    # Lower bound in seconds: no placement runs the workload faster.
     bound_s: float
 
 
 def candidates(space: SearchSpace) -> list[Candidate]:
-    """All that may fit, the lowest bound first."""
+    """Return all candidates of the coarse grid that may fit, the lowest bound first."""
     even = (policy for gbs, batches in space.block_sizes() for policy in space.policies(gbs, batches))
     tried = (bounded(space, policy) for policy in dict.fromkeys([*even, *_largest(space)]))
     return sorted((c for c in tried if c is not None), key=attrgetter("bound_s"))
 
 
 def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
-    """Candidates with somewhat larger and smaller micro-batches, and more and fewer of them."""
+    """Return candidates with larger and smaller micro-batches, and with more and fewer of them."""
     gbs, batches = policy.gpu_batch_size, policy.num_gpu_batches
     sizes = [
         (gbs * 2 // 3, batches), (gbs * 3 // 2, batches), (gbs, batches * 2 // 3), (gbs, batches * 3 // 2),
@@ -259,9 +286,13 @@ def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
 
 
 def _largest(space: SearchSpace) -> Iterator[Policy]:
-    """For a few numbers of micro-batches the largest ones with which everything is on the device, in memory, all in
-    memory but the weights, or hidden states alone on a card; and of as many blocks those that are equal. Measured with
-    the base policy's switches, tried with all."""
+    """Yield policies with the largest micro-batches that memory holds, for a few numbers of them.
+
+    There are three ways to hold data: everything on the device, everything in memory, or everything
+    but the weights in memory. A card adds a fourth: only hidden states on the card. For each, the
+    micro-batches that cut the workload into as many equal blocks are tried too. The sizes are found
+    with the base policy's switches, and tried with all switches.
+    """
     rows, kinds = space.need.rows, [(IN_MEMORY, MEMORY[:1]), (IN_MEMORY, MEMORY), (STREAMED_WEIGHTS, MEMORY)]
     kinds += [] if space.machine.device_is_host else [((0, 100, 0, 100, 100, 0), MEMORY[:1])]
     for batches in (k for k in FEW_BATCHES if k <= rows):
@@ -274,7 +305,10 @@ def _largest(space: SearchSpace) -> Iterator[Policy]:
 
 
 def _most_rows(space: SearchSpace, policy: Policy, tiers: Sequence[str]) -> int:
-    """Rows of the largest micro-batches that fit these tiers together with these shares; 0 where none do."""
+    """Return the sequences of the largest micro-batches that fit these tiers together.
+
+    The policy's shares count. The result is 0 if no micro-batches fit.
+    """
     depth = LOOK_AHEADS[0] if policy.overlap else SEQUENTIAL
 
     def is_over(rows: int) -> bool:
@@ -282,12 +316,16 @@ def _most_rows(space: SearchSpace, policy: Policy, tiers: Sequence[str]) -> int:
 
     batches = policy.num_gpu_batches
     most = min(-(-space.need.rows // batches), MOST_ROWS // batches, space.most_micro_batch)
-    # The first that does not fit, less one: what is held grows with the rows.
+    # Memory grows with the sequences, so bisection finds the first number that does not fit. Its
+    # index into the range is the number before it.
     return bisect_left(range(1, most), True, key=is_over) if is_over(most) else most
 
 
 def _over_memory(space: SearchSpace, policy: Policy, depth: Depth, tiers: Sequence[str] = MEMORY) -> float:
-    """Bytes that these tiers together hold above their budgets, 0 at least; of an unbounded tier 0."""
+    """Return the bytes that these tiers together hold above their budgets, at least 0.
+
+    The result is 0 if one of the tiers has no budget.
+    """
     budgets = [budget for tier in tiers if (budget := space.budgets.get(tier)) is not None]
     if len(budgets) < len(tiers):
         return 0.0
@@ -295,12 +333,13 @@ def _over_memory(space: SearchSpace, policy: Policy, depth: Depth, tiers: Sequen
 
 
 def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
-    """The candidate with its lower bound; None when it cannot fit."""
+    """Return the candidate of a policy with its lower bound; None if it cannot fit."""
     depth = space.deepest(policy)
     least = (replace(policy, percent=percent) for percent in (IN_MEMORY, STREAMED_WEIGHTS))
     if depth is None or all(_over_memory(space, one, SEQUENTIAL, TIERS) for one in least):
         return None
-    # Reads take from compute, so that in memory it takes least; but on the host's side of attention a device has less.
+    # Disk reads slow down compute, so a step computes fastest if everything is in memory. But the
+    # device computes less if the KV cache is off it and the host attends. So both corners count.
     places: tuple[tuple[int, ...], ...] = ((0, 2, 4),) if space.machine.device_is_host else ((0, 2, 4), ())
     corners = [find_corner(space, policy, place, depth) for place in places]
     overflow = _over_memory(space, replace(policy, percent=IN_MEMORY), depth)
@@ -316,24 +355,29 @@ def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
 
 @dataclass(frozen=True)
 class Held:
-    """A policy, the buffers it needs, and by how many bytes they exceed each tier's budget."""
+    """A policy with the buffers that it needs, compared with the budgets. `_held` makes it."""
 
     policy: Policy
     memory: MemoryPlan
+    # Bytes over budget by tier, only of tiers that are over.
     over: Mapping[str, int]
 
     @property
     def excess(self) -> int:
+        """Bytes over budget of all tiers together."""
         return sum(self.over.values())
 
     @property
     def enough(self) -> dict[str, int]:
-        """Budgets that would do, of the tiers that are short."""
+        """Budgets in bytes that would do, of the tiers that are short."""
         return {tier: self.memory.bytes_on(tier) for tier in self.over}
 
 
 def tight_fit(space: SearchSpace) -> Held:
-    """The policy that exceeds the budgets least, by the linear program and whole percents around what it says."""
+    """Return the policy with one sequence at a time that exceeds the budgets least.
+
+    The search moves whole percents, from the LP's shares and from kinds on whole tiers.
+    """
     found = []
     for policy in space.policies(1, 1):
         starts = [min(_on_whole_tiers(space, policy), key=attrgetter("excess"))]
@@ -345,7 +389,10 @@ def tight_fit(space: SearchSpace) -> Held:
 
 
 def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:
-    """At most so many policies with one row at a time that fit: those with most in fast memory."""
+    """Return at most `most` policies with one sequence at a time that fit.
+
+    The policies with most bytes in fast memory come first.
+    """
     every = [held for policy in space.policies(1, 1) for held in _on_whole_tiers(space, policy)]
     fitting = sorted((h for h in every if not h.over), key=lambda h: [h.memory.bytes_on(t) for t in reversed(TIERS)])
     if fitting:
@@ -355,17 +402,19 @@ def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:
 
 
 def _held(space: SearchSpace, policy: Policy, percent: Percent) -> Held:
+    """Return the policy with this placement, and its buffers without look-ahead."""
     placed = replace(policy, percent=percent)
     plan = space.memory(placed, SEQUENTIAL)
     return Held(placed, plan, plan.overflow(dict(space.budgets)))
 
 
 def _on_whole_tiers(space: SearchSpace, policy: Policy) -> list[Held]:
+    """Return the 27 placements with each kind of bytes on one tier."""
     return [_held(space, policy, (*w, *c, *h)) for w, c, h in product(WHOLE, repeat=3)]
 
 
 def _descended(space: SearchSpace, best: Held) -> Held:
-    """Shares of one kind moved between two tiers as long as that helps."""
+    """Return a better placement: move shares of one kind between two tiers while that helps."""
     step = 0
     while best.over and step < len(DESCENT_STEPS):
         tried = [_held(space, p, p.percent) for p in _moves(best.policy, DESCENT_STEPS[step])]
@@ -378,7 +427,7 @@ def _descended(space: SearchSpace, best: Held) -> Held:
 
 
 def _moves(policy: Policy, most: int) -> Iterator[Policy]:
-    """At most that many percent of each kind from each tier to each other one."""
+    """Yield the policy with at most `most` percent moved, for each kind and each pair of tiers."""
     for kind, (source, to) in product(range(3), permutations(range(len(TIERS)), 2)):
         count = min(most, tier_percents(policy.percent, kind)[source])
         if count:
@@ -386,9 +435,9 @@ def _moves(policy: Policy, most: int) -> Iterator[Policy]:
 
 
 def too_small(space: SearchSpace) -> str:
-    """One line: the tiers that are short for one row in any place, and the least that would do."""
+    """Return one line: tiers that are too small even for one sequence, and what would do."""
     held = tight_fit(space)
-    # With the budgets that are named the search begins anew, and must arrive.
+    # The line names budgets. A search with these budgets must find a policy.
     if not single_row_policies(_with_budgets(space, held.enough), 1):
         every = (one for policy in space.policies(1, 1) for one in _on_whole_tiers(space, policy))
         held = min(every, key=attrgetter("excess"))
@@ -409,11 +458,12 @@ def too_small(space: SearchSpace) -> str:
 
 
 def _with_budgets(space: SearchSpace, budgets: Budgets) -> SearchSpace:
+    """Return the search space with these budgets in place of its own ones of the same tiers."""
     return replace(space, budgets={**space.budgets, **budgets})
 
 
 def _switches(space: SearchSpace, policy: Policy) -> str:
-    """What the search has set besides the placement."""
+    """Return, as text, the switches that the search has set besides the placement."""
     said = ["one prompt at a time"]
     if policy.cpu_cache_compute and not space.base.cpu_cache_compute:
         said.append("--cpu-cache-compute")
@@ -425,24 +475,28 @@ def _switches(space: SearchSpace, policy: Policy) -> str:
 
 @dataclass(frozen=True)
 class More:
-    """Budgets, by the tiers that have more of them, and what the pile then reads from disk at most."""
+    """Larger budgets that save disk reads. `worth_more` makes it."""
 
+    # Bytes by tier, only of the tiers whose budgets are larger.
     budgets: Mapping[str, int]
+    # Bytes that the workload then reads from disk at most.
     disk_read_bytes: float
 
     @property
     def text(self) -> str:
-        """`--host-mem 200MiB would cut disk reads to at most 4.40 GiB`."""
+        """Advice such as `--host-mem 200MiB would cut disk reads to at most 4.40 GiB`."""
         needed = " ".join(f"--{tier}-mem {nbytes // MIB}MiB" for tier, nbytes in self.budgets.items())
         return f"{needed} would cut disk reads to at most {format_bytes(self.disk_read_bytes)}"
 
 
 def worth_more(space: SearchSpace, reads: float) -> More | None:
-    """Budgets that are a little larger, with which the search finds a plan that reads less than half as much; None
-    where there are none. `reads`: bytes that are read now.
+    """Return slightly larger budgets that more than halve the disk reads; None if there are none.
 
-    Where memory is just enough for one or two rows, all weights are read for each of them; a few MiB hold many. A plan
-    that reads more may be faster still: what counts is the one that the search finds with those budgets.
+    reads: bytes that the workload reads from disk now.
+
+    If memory is just enough for one or two sequences, all weights are read for each of them. A few
+    MiB more hold many sequences. A plan that reads more may be faster still, so the plan counts
+    that the search finds with the larger budgets.
     """
     found: list[More] = []
     if not reads:

@@ -1,7 +1,8 @@
-"""Bytes and FLOPs of every load, store and step of a sweep. Formulas only: no speeds, no memory, no torch.
+"""Count the bytes and FLOPs of every load, store and step of a sweep.
 
-The bytes are those that the engine moves (engine/stores.py, kvcache/store.py); the terms are those
-of FlexGen's cost model (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whole context.
+The module has formulas only: no speeds, no memory, no torch. The bytes are those that the engine
+moves (engine/stores.py, kvcache/store.py). The terms are those of FlexGen's cost model (Sheng et
+al. 2023, appendix A.3), with H2O's slots in place of the whole context.
 """
 
 from __future__ import annotations
@@ -26,98 +27,110 @@ from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows, tier
 WHOLE: Shares = (1.0, 0.0, 0.0)
 LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on
 STORE_LANES = {"disk": "disk_write", "host": "d2h"}
-PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
+# Packing one number of the KV cache takes as long as this many bytes of norms and activations.
+PACK_BYTES = 6
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes over one lane, in `pieces` separate transfers. crosses: the bytes go between disk and device."""
+    """Bytes that one lane moves for a load or a store."""
 
+    # One of costs.LANES.
     lane: str
     nbytes: float
+    # Number of separate transfers.
     pieces: float
+    # True if the bytes go between disk and device.
     crosses: bool = False
 
     @property
     def short_requests(self) -> float:
-        """The pieces less those that it would take in requests of TRANSFER_CHUNK, which is what rates are of."""
+        """Number of pieces beyond those that requests of TRANSFER_CHUNK bytes would need.
+
+        The measured rates are those of requests of TRANSFER_CHUNK bytes.
+        """
         return max(0.0, self.pieces - self.nbytes / TRANSFER_CHUNK)
 
 
 @dataclass(frozen=True)
 class Product:
-    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer). blocked: is the part held blocked? coded:
-    bytes of codes that it is multiplied by as they are (kernels/coded.py); 0: by numbers of the dtype."""
+    """A product x W^T with one row part of a matrix: (rows, inner) times (inner, outer)."""
 
     rows: int
     inner: int
     outer: int
+    # Whether the part is held in the blocked layout.
     blocked: bool = False
+    # Bytes of the codes that the product reads as they are (kernels/coded.py). 0 if it reads
+    # numbers of the dtype.
     coded: float = 0.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one (layer, micro-batch) step computes.
-
-    prompt_flops: causal attention; sums_flops: column sums; both as profile.ComputeRates counts them. device_kv,
-    host_kv: bytes of keys and values that decode attention reads on each side. elementwise: bytes read and written by
-    norms, activations and packing. packed_values: of the KV that is read, numbers in packed slots. logits: looked at to
-    choose tokens. crossing: bytes between device and host that the step itself waits for. overlay: bytes read and
-    written of columns that wait for their unit on disk.
-    """
+    """The computation of one (layer, micro-batch) step. `layer_work` makes it."""
 
     products: tuple[Product, ...] = ()
+    # FLOPs of causal attention over prompts, as profile.ComputeRates counts them.
     prompt_flops: float = 0.0
+    # FLOPs of the column sums of an eviction policy, as profile.ComputeRates counts them.
     sums_flops: float = 0.0
+    # Bytes of keys and values that decode attention reads on the device.
     device_kv: float = 0.0
+    # Bytes of keys and values that decode attention reads on the host.
     host_kv: float = 0.0
+    # Bytes that norms, activations and packing read and write.
     elementwise: float = 0.0
+    # Numbers in packed slots, among the keys and values that are read.
     packed_values: float = 0.0
+    # Logits that are read to choose tokens.
     logits: float = 0.0
+    # Bytes between device and host that the step itself waits for.
     crossing: float = 0.0
+    # Bytes read and written of KV entries that wait for their unit on disk.
     overlay: float = 0.0
 
 
 @dataclass(frozen=True)
 class CostContext:
-    """Everything that fixes the bytes and FLOPs of a run.
-
-    splits: products are priced as where each matrix lies on more than one tier, whatever the shares.
-    """
+    """Everything that fixes the bytes and FLOPs of a run. costs.Machine.setting makes it."""
 
     spec: ModelSpec
     policy: Policy
     need: WorkloadShape
+    # Bytes of one number of the dtype that the run computes in.
     itemsize: int
     device_is_host: bool
+    # Price products as if each matrix lay on more than one tier, whatever the shares.
     splits: bool = False
 
     @cached_property
     def on_host(self) -> bool:
-        """Does attention run on the host?"""
+        """Whether attention runs on the host."""
         return attends_on_host(self.policy, self.device_is_host)
 
     @cached_property
     def form(self) -> WeightFormat:
-        """How weights are held."""
+        """Format in which weights are held."""
         return weight_format(self.spec, self.policy, self.itemsize)
 
     @property
     def reads_codes(self) -> bool:
-        """Do products of few rows take matrices that lie on the device whole as they are held?"""
+        """Whether products of few rows read the codes of matrices that are whole on the device."""
         return not self.splits and not self.device_is_host and self.form.has_codes
 
     @cached_property
     def weight_shares(self) -> Shares:
+        """Shares of the weights on device, host and disk."""
         return tier_shares(self.policy.weight_shares, self.device_is_host)
 
     @cached_property
     def hidden_shares(self) -> Shares:
+        """Shares of the hidden states on device, host and disk."""
         return tier_shares(self.policy.hidden_shares, self.device_is_host)
 
     def cut(self, depth: int) -> CostContext:
-        """The same with `depth` transformer blocks, evenly taken from all."""
+        """Return the same context with only `depth` transformer blocks, evenly taken from all."""
         spec, need = self.spec, self.need
         chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
         slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
@@ -130,7 +143,7 @@ class CostContext:
         return {}
 
     def kv_layout(self, block: int, batch: Batch) -> UnitLayout:
-        """Of the KV unit of a micro-batch in a transformer block."""
+        """Return the layout of the KV unit of a micro-batch in a transformer block."""
         record = record_in(self.spec, block, self.need.record)
         key = self.need.slots_of(block, batch.longest), batch.rows, record
         if key not in self._layouts:
@@ -144,12 +157,15 @@ class CostContext:
 
 
 def weight_moves(at: CostContext, unit: WeightUnit) -> tuple[Transfer, ...]:
-    """One load of a weight unit: what comes from disk and what from the host."""
+    """Return the transfers of one load of a weight unit: from disk and from the host."""
     return _weight_moves(layouts_of(at.form, unit.tensors), at.weight_shares, at.device_is_host)
 
 
 def looked_up_bytes(at: CostContext) -> int:
-    """Bytes that are read from disk of tables for each token: a page or more a row, where no two tokens are alike."""
+    """Return the bytes that are read from disk per token for table lookups.
+
+    A row of a table takes at least one page. No two tokens are assumed to be alike.
+    """
     return sum(
         round_up(stored.row_bytes, PAGE)
         for layout in layouts_of(at.form, at.spec.embedding)
@@ -160,7 +176,10 @@ def looked_up_bytes(at: CostContext) -> int:
 
 
 def coded_bytes(at: CostContext, layout: TensorLayout) -> int:
-    """Of a matrix that products of few rows take as it is held; 0: it is decoded for them."""
+    """Return the bytes of a matrix whose codes products of few rows read as they are.
+
+    The result is 0 if the matrix is decoded for them.
+    """
     if not at.reads_codes or not layout.decoded_row_bytes:
         return 0
     parts, streamed = zip(*layout.homes(at.weight_shares, at.device_is_host), strict=True)
@@ -168,10 +187,11 @@ def coded_bytes(at: CostContext, layout: TensorLayout) -> int:
 
 
 def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
+    """Return the bytes of a weight unit that go through the weight ring."""
     return streamed_bytes(unit, at.weight_shares, at.form, at.device_is_host)
 
 
-# Units of a model are of four kinds or so.
+# A model has about four kinds of units, so the cache answers nearly all calls.
 @lru_cache(maxsize=4096)
 def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> tuple[Transfer, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
@@ -185,18 +205,26 @@ def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_h
 
 
 def kv_ring_bytes(at: CostContext, block: int, batch: Batch) -> int:
+    """Return the bytes of a KV unit that go through the cache ring."""
     layout = at.kv_layout(block, batch)
     return sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
 
 
 def kv_load_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tuple[Transfer, ...]:
-    """Bring a KV unit for decode sweep `sweep`: the columns that the sweep before has left."""
+    """Return the transfers that load a KV unit for decode sweep `sweep`; none for prefill.
+
+    They load the KV entries that the sweep before has left.
+    """
     return _unit_moves(at, block, batch, sweep - 1, LOAD_LANES) if sweep else ()
 
 
 def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tuple[Transfer, ...]:
-    """Store a KV unit: whole after prefill; in decode the new columns to the host, and a share of a whole unit to disk
-    (the overlay is written back every WRITE_BACK_STEPS sweeps)."""
+    """Return the transfers that store a KV unit after a sweep.
+
+    After prefill the whole unit is stored. After a decode sweep the new KV entries are stored to
+    the host. The disk gets a share of a whole unit per decode sweep, since the overlay is written
+    back every WRITE_BACK_STEPS sweeps.
+    """
     whole = _unit_moves(at, block, batch, sweep, STORE_LANES)
     if sweep == 0:
         return whole
@@ -211,7 +239,10 @@ def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tup
 
 
 def _unit_moves(at: CostContext, block: int, batch: Batch, sweep: int, lanes: dict[str, str]) -> tuple[Transfer, ...]:
-    """The columns that a sweep leaves, of every streamed part of a unit, over the lane of its tier."""
+    """Return the transfers of the KV entries that a sweep leaves, for each streamed part of a unit.
+
+    lanes: the lane by tier of a part.
+    """
     layout, columns = at.kv_layout(block, batch), at.need.columns(block, sweep, batch.longest)
     found = []
     for part in layout.parts:
@@ -223,7 +254,7 @@ def _unit_moves(at: CostContext, block: int, batch: Batch, sweep: int, lanes: di
 
 
 def hidden_moves(at: CostContext, batch: Batch, sweep: int, store: bool) -> tuple[Transfer, ...]:
-    """Hidden states of a micro-batch between two layers."""
+    """Return the transfers that load or store a micro-batch's hidden states between two layers."""
     if not hidden_is_brought(at):
         return ()
     # The device's own share is copied out of the ring and back.
@@ -236,11 +267,15 @@ def hidden_moves(at: CostContext, batch: Batch, sweep: int, store: bool) -> tupl
 
 
 def hidden_is_brought(at: CostContext) -> bool:
+    """Return whether hidden states are streamed, so that each layer loads and stores them."""
     return hidden_is_streamed(at.hidden_shares, at.device_is_host)
 
 
 def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> float:
-    """That the sweeps of `blocks`, each as often as it says, read from disk; rows do not end early."""
+    """Return the bytes that all sweeps of `blocks` read from disk, if no sequence ends early.
+
+    blocks: pairs of a block and the number of times that it runs.
+    """
     kinds, sweeps = unit_kinds(at.spec, at.policy, at.form), at.need.gen_len
     from_disk = [_from_disk(_weight_moves(k, at.weight_shares, at.device_is_host)) for k in kinds.layouts]
     loads, waits = Counter(kinds.cycle), waits_for_router(at.spec, at.policy)
@@ -249,7 +284,7 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
     blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
 
     def of_weights(tokens: int) -> float:
-        """Of a sweep that feeds so many tokens."""
+        """Return the bytes of weights that a sweep reads which feeds `tokens` tokens."""
         shares = [_share_used(at, experts, tokens) if waits else 1.0 for experts in kinds.experts]
         return sum(count * from_disk[kind] * shares[kind] for kind, count in loads.items())
 
@@ -264,7 +299,7 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
         rows = (batch.fed + (sweeps - 1) * batch.rows) * looked_up_bytes(at)
         return cache + rows + of_hidden(batch, 0) + (sweeps - 1) * of_hidden(batch, 1)
 
-    # A tied head and the next embedding are one load, but for the very first.
+    # A tied head and the next embedding are one load, except before the very first sweep.
     total = from_disk[kinds.cycle[-1]] if at.spec.shares_table else 0.0
     for block, count in blocks:
         prefill, decode = (of_weights(sum(tokens_of(batch, sweep) for batch in block)) for sweep in (0, 1))
@@ -281,14 +316,17 @@ def _from_disk(moves: Sequence[Transfer]) -> float:
 
 
 def tokens_of(batch: Batch, sweep: int) -> int:
-    """Tokens that a micro-batch feeds into a sweep."""
+    """Return the number of tokens that a micro-batch feeds into a sweep."""
     return batch.rows if sweep else batch.fed
 
 
 def layer_work(
     at: CostContext, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int, tokens: int | None = None
 ) -> Work:
-    """One (layer, micro-batch) step. tokens: that it computes besides attention, where not those of the batch."""
+    """Return the work of one (layer, micro-batch) step.
+
+    tokens: tokens that the step computes outside attention; None for those of the batch.
+    """
     tokens = tokens_of(batch, sweep) if tokens is None else tokens
     if layer.kind == "embedding":
         return Work(elementwise=3.0 * tokens * at.spec.hidden_size * at.itemsize)
@@ -305,36 +343,48 @@ def layer_work(
 
 
 def _experts_work(at: CostContext, layer: Layer, unit: WeightUnit, tokens: int) -> Work:
-    """A group of experts: each token is computed by `per_token` of them, which they choose evenly."""
+    """Return the work of a group of experts.
+
+    `per_token` experts of a block compute each token. The choice is assumed to be even.
+    """
     experts, size = at.spec.experts, len(layer.experts)
     assert experts is not None
     used = experts.share_used(tokens) * size
     pairs = tokens * experts.per_token * size / experts.count
-    # The experts of a model are alike, so the first one's products are those of any; threads share those of all
-    # (kernels/linear.grouped_linear), which takes as long as a matrix of all their rows.
+    # The experts of a model are alike, so the first one's products stand for those of any. Threads
+    # share the products of all experts (kernels/linear.grouped_linear). That takes as long as one
+    # matrix with the rows of all of them.
     products = _products(at, unit, max(1, round(pairs / used)))
     own = [
         replace(product, outer=max(1, round(used * product.outer)), coded=used * product.coded)
         for product in products[: len(products) // size]
     ]
-    width = 8 * at.spec.hidden_size + 4 * experts.ffn_size  # gathered, normed, gated, weighed and added
+    # Numbers that are gathered, normed, gated, weighed and added.
+    width = 8 * at.spec.hidden_size + 4 * experts.ffn_size
     return Work(tuple(own), elementwise=pairs * width * at.itemsize)
 
 
 def needed_share(at: CostContext, layer: Layer, tokens: int) -> float:
-    """The share of sweeps in which one of `tokens` tokens needs the layer: less than 1 of a group of experts."""
+    """Return the share of sweeps in which one of `tokens` tokens needs the layer.
+
+    It is below 1 only for a group of experts.
+    """
     return _share_used(at, len(layer.experts), tokens)
 
 
 def _share_used(at: CostContext, experts: int, tokens: int) -> float:
-    """Of units of so many experts, the share that `tokens` tokens need; 1 of units of none."""
+    """Return the share of units of `experts` experts that `tokens` tokens need.
+
+    The result is 1 for units without experts.
+    """
     return at.spec.experts.share_used(tokens, experts) if at.spec.experts and experts else 1.0
 
 
 def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
-    """Numbers that norms, activations and rotary embeddings of a layer read and write for a token.
+    """Return the numbers that norms, activations and rotary embeddings read and write per token.
 
-    A buffer of the family's own is read once more and written; a number that is rotated is read and written.
+    Each number of a model family's own buffers is written, and read once more. A number that is
+    rotated is read and written.
     """
     norm, width = 2 * spec.hidden_size, 0
     if kind != "mlp":
@@ -346,22 +396,27 @@ def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
 
 
 def _column(at: CostContext, block: int, batch: Batch) -> tuple[int, float]:
-    """Of a column of a row, all kv-heads together: bytes of its slots, and elementwise bytes of packing them."""
+    """Return (bytes of the slots, elementwise bytes of packing them) of one KV entry.
+
+    Both count all kv-heads of one sequence together.
+    """
     values = 2 * at.spec.num_kv_heads * at.spec.head_dim
     packing = float(PACK_BYTES * values * at.policy.compress_cache)
     return at.spec.num_kv_heads * at.kv_layout(block, batch).column_bytes, packing
 
 
 def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Work:
-    """The step with attention over prompts."""
+    """Return the work `alone`, without attention, plus attention over prompts."""
     q_width, column = at.spec.num_heads * at.spec.head_dim, 2 * at.spec.num_kv_heads * at.spec.head_dim * at.itemsize
     stored, packing = _column(at, block, batch)
     kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
-    # Under attention on the host, kept columns go there as they are written.
+    # If attention runs on the host, kept KV entries go there as they are written.
     off_device = 1.0 - at.policy.cache_shares[0] if at.on_host and not at.device_is_host else 0.0
-    copied = 2.0 * batch.tokens * column if batch.saved else 0.0  # prefixes in front of rows' own columns
+    # Shared prefixes are copied in front of the sequences' own KV entries.
+    copied = 2.0 * batch.tokens * column if batch.saved else 0.0
     pairs, window = float(batch.pairs), at.spec.window(block)
-    if window is not None:  # of a prompt all pairs but those of its queries with what has left their windows
+    # A query does not read the KV entries that have left its window.
+    if window is not None:
         pairs *= 1 - max(0.0, 1 - window / batch.mean_len) ** 2
     return replace(
         alone,
@@ -373,7 +428,7 @@ def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Wor
 
 
 def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: int) -> Work:
-    """The step with attention over the KV slots of rows."""
+    """Return the work `alone`, without attention, plus attention over the sequences' KV slots."""
     spec = at.spec
     q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
     stored, packing = _column(at, block, batch)
@@ -384,11 +439,13 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     common = 0 if in_window else at.need.common
     on_device = cache[0] if at.on_host and not at.device_is_host else 1.0
     elementwise = alone.elementwise
-    if "ranks" in at.need.record.names and spec.rotary and not in_window:  # keys are rotated as they are read
+    # With rolling positions, keys are rotated as they are read.
+    if "ranks" in at.need.record.names and spec.rotary and not in_window:
         elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.itemsize
     return replace(
         alone,
-        # All rows' queries read the common prefix together: its bytes once, and as many products as prompts have.
+        # The queries of all sequences read the common prefix together. Its bytes count once, and
+        # its FLOPs as those of prompts.
         prompt_flops=4.0 * batch.rows * common * q_width,
         device_kv=read * on_device + common * stored,
         host_kv=read * (1 - on_device),
@@ -400,15 +457,22 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
 
 
 def _waiting_columns(gen_len: int) -> float:
-    """Columns of a row that wait in RAM for their unit on disk, at a decode sweep: their mean over all of them."""
+    """Return the mean, over decode sweeps, of a sequence's KV entries that wait in RAM.
+
+    They wait there to be written back to their unit on disk.
+    """
     sweeps = max(1, gen_len - 1)
     written, rest = divmod(sweeps, WRITE_BACK_STEPS)
     return (written * WRITE_BACK_STEPS * (WRITE_BACK_STEPS - 1) + rest * (rest - 1)) / 2 / sweeps
 
 
 def _products(at: CostContext, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
-    """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
-    whole once it is unpacked, or multiplied as it is. Resident parts are blocked."""
+    """Return the products of `rows` rows with all matrices of a weight unit.
+
+    Each part of a matrix is multiplied on its tier, so a split matrix takes several products. A
+    packed matrix is whole once it is unpacked, or is multiplied as it is. Resident parts are
+    blocked.
+    """
     shares = WHOLE if at.form.decodes else at.weight_shares
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     blocks = is_blocked(at.form, at.device_is_host)
@@ -424,5 +488,5 @@ def _products(at: CostContext, unit: WeightUnit, rows: int) -> tuple[Product, ..
 
 @lru_cache(maxsize=4096)
 def _part_shapes(shapes: tuple[tuple[int, ...], ...], shares: Shares) -> tuple[tuple[int, Part], ...]:
-    """Columns and rows of each part."""
+    """Return (matrix columns, rows) of each part of each matrix."""
     return tuple((shape[1], part) for shape in shapes for part in weight_parts(shape, shares))

@@ -1,5 +1,7 @@
-"""Everything that one dtype computes at: how fast weights in 4 bits and in the formats of quantised checkpoints become
-numbers of it, with the rates of measure/bench.py."""
+"""Measure all rates of one dtype: those of measure/bench.py and the decoding of weights.
+
+Weights are decoded from 4 bits and from the formats of quantised checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,21 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }  # fmt: skip
-DECODED_SHARE = 16  # of weight_bytes: ten matrices that are decoded take little memory
-_EXPERT_ROWS, _LEAST_LONGER = 4, 0.02  # inputs; what is not to be told from no time at all
-_WHOLE_BLOCKS = 128  # rows and columns that fill blocks and groups of all formats
+# A decoded matrix has this fraction (1/16) of the rows that fill weight_bytes, so that ten of them
+# take little memory.
+DECODED_SHARE = 16
+# _EXPERT_ROWS: rows of inputs. _LEAST_LONGER: the least share of a product's time that can be told
+# from no time at all.
+_EXPERT_ROWS, _LEAST_LONGER = 4, 0.02
+_WHOLE_BLOCKS = 128  # rows and columns are multiples of it, so they fill blocks of all formats
 
 
 def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
-    """host: of the host, which is `bench` itself where the host computes; nothing is measured twice there."""
+    """Measure and return all rates of one dtype.
+
+    host: the bench of the host. If the host computes, it is `bench` itself, and nothing is measured
+        twice.
+    """
     kind = getattr(torch, dtype)
     prefill, column_sums = prefill_rates(bench, kind)
     plain, scored = decode_rates(bench, kind)
@@ -85,20 +95,28 @@ def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
 
 
 def _in_bounds(speedup: float) -> float:
-    """What a profile may hold: on a busy machine the ratio of two timings may be anything."""
+    """Return a speedup within the bounds of a profile.
+
+    On a busy machine, the ratio of two timings may be anything.
+    """
     return min(MOST_SPEEDUP, max(1 / MOST_SPEEDUP, speedup))
 
 
 def weight_rates(
     bench: Bench, dtype: torch.dtype, checkpoints: Mapping[str, Mapping[str, Any]] = CHECKPOINTS
 ) -> tuple[float, dict[str, float]]:
-    """Bytes a second of the dtype that 4 bits are unpacked into, and how many times faster the values of quantised
-    checkpoints become the dtype or int8 rows, by ComputeRates.decode_speedup's names.
+    """Measure the unpacking of 4-bit weights and the decoding of quantised checkpoints.
 
-    Int8 rows are made only where the host computes: no card has made them.
+    Return the bytes of the dtype per second that 4-bit weights are unpacked into, and how many
+    times faster values of quantised checkpoints become the dtype or int8 rows. The keys are those
+    of ComputeRates.decode_speedup. Int8 rows are made only if the host computes, since no card has
+    made them.
+
+    checkpoints: a quantization_config by name of its format.
     """
     width = bench.sizes.block[1]
-    # Rows in 4 bits that unpack to weight_bytes of the dtype, more than the caches hold: one row over and over.
+    # Rows in 4 bits that unpack to weight_bytes of the dtype, more than the CPU or GPU caches hold.
+    # All rows are copies of one row.
     packed = bench.empty(
         torch.uint8, bench.sizes.weight_bytes // (width * dtype.itemsize), SlotPacking(width, PACKED_BITS).slot_bytes
     )
@@ -124,12 +142,13 @@ def weight_rates(
 
 
 def quantised_format(config: Mapping[str, Any], dtype: torch.dtype, in_int8: bool) -> WeightFormat:
-    """Of checkpoints with this quantization_config."""
+    """Return the weight format of checkpoints with this quantization_config."""
     spec = replace(_known_spec(), quantization=config)
     return weight_format(spec, Policy(int8_compute=in_int8), dtype.itemsize)
 
 
 def _known_spec() -> ModelSpec:
+    """Return any known model's spec; only its formats count."""
     known = built_in_spec("facebook/opt-125m")
     assert known is not None
     return known[0]
@@ -138,8 +157,11 @@ def _known_spec() -> ModelSpec:
 def in_product_rate(
     bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
 ) -> dict[str, float]:  # fmt: skip
-    """By `form.decoder_in_products`, numbers a second by which a product of few rows takes longer from codes than from
-    the decoded matrix, both from memory; empty where it takes no codes."""
+    """Return {form.decoder_in_products: numbers per second}, or {} if products read no codes.
+
+    The rate is the matrix's numbers over the time that a product of few rows takes longer from
+    codes than from the decoded matrix. Both are read from memory.
+    """
     layout, whole, out = _matrix(bench, form, dtype, rows, columns)
     form.decode(layout, whole, out)
     coded = form.coded_parts(layout, whole, out)
@@ -151,7 +173,7 @@ def in_product_rate(
 
 
 def decoding(bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int) -> tuple[Call, int]:
-    """A call that decodes a matrix of random bytes, and the bytes that it has as stored."""
+    """Return a call that decodes a matrix of random bytes, and the bytes of the stored matrix."""
     layout, whole, out = _matrix(bench, form, dtype, rows, columns)
     return lambda: form.decode(layout, whole, out), sum(len(piece) for piece in whole[0].pieces)
 
@@ -159,7 +181,7 @@ def decoding(bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, co
 def _matrix(
     bench: Bench, form: WeightFormat, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[TensorLayout, list[Held], RowParts]:
-    """A matrix of random bytes, and the rows that it is decoded into."""
+    """Return the layout of a matrix of random bytes, the matrix, and the rows for decoding it."""
     layout = form.layout(TensorSpec("", form.sample_name, (rows, columns)))
     raw, pieces = [any_bytes(stored) for stored in layout.stored], []
     for stored, made in zip(layout.stored, raw, strict=True):
